@@ -2,8 +2,8 @@
 
 Between the look-up of a request, which finds that tiers hold more than the device, and the load
 that makes it a hit on the device. A wish is one request's: found, fetched to the host where the
-disk has it, loaded into blocks that a stand-in holds, and kept until the request was let in. What
-goes wrong, or takes too long, is computed: who was disappointed once does not wait again.
+disk has it, loaded into blocks of a placeholder request, and kept until the request was let in.
+What goes wrong, or takes too long, is computed: who was disappointed once does not wait again.
 
     look_up ▶ WANTED ─▶ FETCHING ─▶ LOADING ─▶ LOADED ─▶ (request admitted) ▶ gone
                  └───────────┴───────────┴──▶ GIVEN_UP ─▶ (request admitted) ▶ gone

@@ -141,8 +141,8 @@ def too_long(answer: StepResult | CallResult | Progress) -> Outgoing:
 def test_an_answer_that_cannot_be_sent_becomes_an_error_also_for_repeats() -> None:
     bench = Bench().run()
     (result,) = only(bench.step(1, new=(new("r"),)), StepResult)
-    (stand_in,) = bench.coordinator.on_unsendable(too_long(result), "too long")
-    answer = stand_in.message
+    (replacement,) = bench.coordinator.on_unsendable(too_long(result), "too long")
+    answer = replacement.message
     assert isinstance(answer, StepResult)
     assert (answer.step, answer.epoch, answer.seq) == (1, 1, result.seq)
     assert answer.error == (
@@ -150,16 +150,16 @@ def test_an_answer_that_cannot_be_sent_becomes_an_error_also_for_repeats() -> No
     )
     assert only(bench.step(1), StepResult) == [answer]
     made = call(bench, 2, "usage")
-    (stand_in,) = bench.coordinator.on_unsendable(too_long(made), "too long")
-    assert isinstance(stand_in.message, CallResult)
-    assert stand_in.message.error_type == "MalformedMessageError"
-    assert stand_in.message.result == b""
+    (replacement,) = bench.coordinator.on_unsendable(too_long(made), "too long")
+    assert isinstance(replacement.message, CallResult)
+    assert replacement.message.error_type == "MalformedMessageError"
+    assert replacement.message.result == b""
 
 
 def test_progress_that_cannot_be_sent_leaves_out_what_people_read() -> None:
     progress = Progress("c", 1, 3, 2, 10, (FailedForward(2, 1, "why"),))
-    (stand_in,) = Bench().run().coordinator.on_unsendable(too_long(progress), "too long")
-    assert stand_in.message == replace(progress, failures=(FailedForward(2, 1, ""),))
+    (replacement,) = Bench().run().coordinator.on_unsendable(too_long(progress), "too long")
+    assert replacement.message == replace(progress, failures=(FailedForward(2, 1, ""),))
 
 
 def attached_session() -> ClientSession:
