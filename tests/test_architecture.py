@@ -122,7 +122,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("tier_manager",),
         ("registry", "look_up", "spill_choice"),
         ("tier_set",),
-        ("settlement",),
+        ("job_completion",),
         ("hierarchy",),
     ),
     "events": (

@@ -36,6 +36,7 @@ from kvcache.errors import ConfigurationError
 from kvcache.offload.discards import Discards
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.hits import Place, PlaceArray, TierHits
+from kvcache.offload.job_completion import JobCompletion
 from kvcache.offload.jobs import (
     FetchJob,
     JobKind,
@@ -47,7 +48,6 @@ from kvcache.offload.jobs import (
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.look_up import locate, look_up
 from kvcache.offload.options import HierarchyOptions
-from kvcache.offload.settlement import JobSettlement
 from kvcache.offload.slot_table import NOTHING, READY
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
@@ -82,7 +82,7 @@ class TierHierarchy:
         self.disk = disk
         self.options = HierarchyOptions() if options is None else options
         self._tiers = TierSet(host, disk, new_job_id, self.options)
-        self._settlement = JobSettlement(self._tiers)
+        self._completion = JobCompletion(self._tiers)
         self.num_without_room = 0
 
     # Asking
@@ -288,7 +288,7 @@ class TierHierarchy:
 
         Raises InvalidInputError for a job that is not open, as the other three do.
         """
-        return self._settlement.stored(job_id, as_bool("ok", ok))
+        return self._completion.stored(job_id, as_bool("ok", ok))
 
     def fetched(
         self,
@@ -304,17 +304,17 @@ class TierHierarchy:
         """
         failed = as_integers("failed", failed).tolist()
         lost = None if lost is None else as_integers("lost", lost).tolist()
-        return self._settlement.fetched(job_id, as_bool("ok", ok), failed, lost)
+        return self._completion.fetched(job_id, as_bool("ok", ok), failed, lost)
 
     def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A spill has ended on every rank. What failed (as in `fetched`) is not tried again."""
         failed = as_integers("failed", failed).tolist()
-        self._settlement.spilled(job_id, as_bool("ok", ok), failed)
+        self._completion.spilled(job_id, as_bool("ok", ok), failed)
 
     def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """A load has ended on every rank. Host memory forgets what failed (as in `fetched`)."""
         failed = as_integers("failed", failed).tolist()
-        self._settlement.loaded(job_id, as_bool("ok", ok), failed)
+        self._completion.loaded(job_id, as_bool("ok", ok), failed)
 
     def rest_disk(self, reason: str, now_s: float) -> None:
         """Leave the disk alone for a while: it did not serve, and what it has is not lost by that.
@@ -339,7 +339,7 @@ class TierHierarchy:
         What is written then, in host memory or on disk, is invisible and in quarantine; what is
         read is held. Both until the job's end is told. Overdue jobs of the disk: it is left alone.
         """
-        return self._settlement.expire(as_number("now_s", now_s))
+        return self._completion.expire(as_number("now_s", now_s))
 
     def take_discards(self) -> Discards:
         """Return what workers shall forget since the last call.

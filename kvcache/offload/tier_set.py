@@ -1,6 +1,6 @@
 """The tiers of a hierarchy, with what is under way between them and what is left to be done.
 
-Under `TierHierarchy`, which plans, and `JobSettlement`, which ends what was planned. Here is what
+Under `TierHierarchy`, which plans, and `JobCompletion`, which ends what was planned. Here is what
 both need: nothing vanishes from a tier without its label or file going, too. Refuses to plan.
 """
 

@@ -21,7 +21,7 @@ class _Report:
     sent_s: float | None = None
 
 
-class ReportOutbox:
+class ReportQueue:
     """Unacknowledged reports of the present epoch, in the order in which the jobs ended."""
 
     def __init__(self, receiver: CommandReceiver) -> None:

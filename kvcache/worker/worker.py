@@ -51,7 +51,7 @@ from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.host_pool import HostPool
 from kvcache.worker.label_reports import LabelReporter
-from kvcache.worker.reports import ReportOutbox
+from kvcache.worker.reports import ReportQueue
 from kvcache.worker.segment_source import keep_segment
 from kvcache.worker.settings import WorkerSettings, WorkerStatistics
 from kvcache.worker.worker_statistics import RefusedMessages, worker_statistics
@@ -98,7 +98,7 @@ class KVCacheWorker:
         self._receiver = CommandReceiver(
             settings.rank, settings.incarnation, settings.fingerprint, settings.max_buffered
         )
-        self._reports = ReportOutbox(self._receiver)
+        self._reports = ReportQueue(self._receiver)
         self._labels = LabelReporter(settings, self._receiver, self._executor)
         self._ready: deque[StepCommands] = deque()
         self._outbox: list[Message] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvcache.delivery import CommandReceiver
 from kvcache.worker.executor import CommandExecutor
-from kvcache.worker.reports import ReportOutbox
+from kvcache.worker.reports import ReportQueue
 from kvcache.worker.settings import WorkerStatistics
 
 
@@ -28,7 +28,7 @@ def worker_statistics(
     rank: int,
     receiver: CommandReceiver,
     executor: CommandExecutor,
-    reports: ReportOutbox,
+    reports: ReportQueue,
     refused: RefusedMessages,
 ) -> WorkerStatistics:
     """Return frozen statistics."""

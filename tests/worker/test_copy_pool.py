@@ -178,7 +178,7 @@ def test_what_was_copied_is_given_back_by_the_one_who_asked(pool: CopyThreadPool
     assert not any(thread.is_alive() for thread in threads)
 
 
-class Company:
+class StartTogether:
     """Lets a pool's threads copy their first piece only when all of them have one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
@@ -215,7 +215,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
         while len(move.slots) < 16:
             move = memories.move(to_host)
         with monkeypatch.context() as only_here:
-            company = Company(only_here, 3)
+            threads_at_once = StartTogether(only_here, 3)
             if to_host:
                 result = run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), pool)
                 assert result.checksums.tolist() == memories.checksums(move.slots)
@@ -229,7 +229,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
                 result = run(CopyTask(move, CpuCopyEngine(), comparison=comparison), pool)
                 assert result.wrong.tolist() == [wrong]
         assert result.problem == ""
-        assert len(company.threads) == 3
+        assert len(threads_at_once.threads) == 3
         pairs = zip(move.block_ids.tolist(), move.slots.tolist(), strict=True)
         for place, (block, slot) in enumerate(pairs):
             on_device = memories.content(memories.device, block)
@@ -243,7 +243,7 @@ def test_one_thread_that_fails_ends_the_move(
     pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 12)
-    Company(monkeypatch, 3)
+    StartTogether(monkeypatch, 3)
     meeting, copied = HotMove.copy_piece, []
 
     def fail_in_a_helper(move: HotMove, first: int) -> None:
@@ -310,10 +310,10 @@ def test_a_worker_with_more_threads_keeps_every_byte_and_ends_them(
         fill_block(bench.worker, block_id, float(block_id))
     before = [block_bytes(bench.worker, block_id) for block_id in blocks.tolist()]
     with monkeypatch.context() as only_here:
-        company = Company(only_here, 3)
+        threads_at_once = StartTogether(only_here, 3)
         bench.send(Store(1, "host", blocks, slots))
         assert bench.settle(1).ok
-    assert len(company.threads) == 3
+    assert len(threads_at_once.threads) == 3
     bench.send(Load(2, "host", slots, ids(9, 10, 11, 12, 13, 14)))
     assert bench.settle(2).ok
     assert [block_bytes(bench.worker, block_id) for block_id in range(9, 15)] == before

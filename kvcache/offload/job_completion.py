@@ -20,7 +20,7 @@ from kvcache.offload.slot_table import READY
 from kvcache.offload.tier_set import TierSet
 
 
-class JobSettlement:
+class JobCompletion:
     """Ends the jobs of a hierarchy. What its methods mean is said there."""
 
     def __init__(self, tiers: TierSet) -> None:
