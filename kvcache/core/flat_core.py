@@ -117,7 +117,7 @@ from kvcache.core.settings import CoreSettings
 from kvcache.core.steps import StepBook
 from kvcache.core.telling import Teller
 from kvcache.errors import BlockError, InvariantError, RequestError
-from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
+from kvcache.hashing import generate_block_hash_extra_keys
 from kvcache.labels import LabelSet
 from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
@@ -709,30 +709,6 @@ class FlatCore:
         self.digester.make(np.ascontiguousarray(nodes))
         digests = c.digest[nodes].tobytes()
         return sorted_contents(blocks, groups, digests, c.digest.shape[1])
-
-    def find_block(self, digest: BlockHash, namespace: Namespace, group: int) -> int | None:
-        """Return the sealed block of a group that holds `digest`, None if none does. O(nodes).
-
-        For whoever knows contents by their digests alone. Changes nothing that can be seen.
-
-        Raises:
-            BlockError: there is no such group.
-        """
-        if not 0 <= group < self.books.num_groups:
-            raise BlockError(
-                f"KV cache group {group} does not exist: the plan has {self.books.num_groups}"
-            )
-        c, root = self.books.columns, self.roots.get(namespace)
-        if root is None or len(digest) != c.digest.shape[1]:
-            return None
-        end = int(c.number[NEXT_NODE])
-        nodes = int32_array(np.flatnonzero(c.node[:end, BLOCK + 2 * group]))
-        self.digester.make(nodes)
-        same = (c.digest[nodes] == np.frombuffer(digest, np.uint8)).all(axis=1)
-        for n in nodes[same].tolist():
-            if self.is_sealed(n, group) and self.root_of(n) == root:
-                return int(c.node[n, BLOCK + 2 * group])
-        return None
 
     def pin(self, hit: CacheHit) -> None:
         """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""

@@ -1,4 +1,7 @@
-"""The core call by call: reservations, steps, commands, events, resets, rebuilds."""
+"""The core call by call: what it refuses, commands, events, rebuilds, merges.
+
+What a core decides is compared with the slow one by `test_core_walk.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,26 @@ from kvcache.commands import Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
+    CacheHit,
+    ForkOrigin,
+    NewestState,
     Reservation,
     RowBatch,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import BlockError, RequestError
+from kvcache.errors import BlockError, ConfigurationError, RequestError
 from kvcache.labels import LabelSet, LabelTable
 from kvcache.request import Request
+from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
     NONE_HASH,
     EventLog,
-    extend,
+    block_lists,
+    chunked,
     full,
     make_flat_core,
     make_request,
+    mamba,
     row_batch,
     run_request,
     window,
@@ -35,57 +44,31 @@ def rows(*columns: list[int], requests: list[Request]) -> RowBatch:
     return row_batch(requests, *columns)
 
 
-def test_a_reservation_without_room_gives_nothing_to_any_group() -> None:
-    core = make_flat_core(6, full(), full())
-    before = core.dump_state()
-    assert core.reserve(make_request("a", range(12)), Reservation(0, 12, 12)) is None
-    assert core.dump_state() == before
+def units(*numbers: int) -> list[int]:
+    """Tokens of units of four equal ones each."""
+    return [number for number in numbers for _ in range(4)]
+
+
+def request(name: str, *numbers: int) -> Request:
+    return make_request(name, units(*numbers))
+
+
+def probe(core: FlatCore, *numbers: int) -> CacheHit:
+    return core.look_up(request("probe", *numbers, 99))
+
+
+def fill_pool(core: FlatCore, name: str = "filler") -> int:
+    """Take every free block, without contents; return how many requests hold them."""
+    number = 0
+    while core.reserve(request(f"{name} {number}", 7), Reservation(0, 4, 0)) is not None:
+        number += 1
+    return number
 
 
 def test_spare_blocks_are_left_free() -> None:
     core = make_flat_core(6)
     assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 4)) is None
     assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 3)) is not None
-
-
-def test_hit_blocks_that_are_free_count_as_needed() -> None:
-    core = make_flat_core(5)
-    first = make_request("a", range(8))
-    run_request(core, first)
-    core.free(first)
-    second = make_request("b", range(20))
-    assert run_request(core, second) is None
-    assert core.num_free_blocks() == 4
-
-
-def test_skipped_window_blocks_are_freed_even_if_there_is_no_room() -> None:
-    core = make_flat_core(6, window(5))
-    request = make_request("a", range(20))
-    core.reserve(request, Reservation(0, 20, 0))
-    request.append_output_token_ids(list(range(40)))
-    assert core.reserve(request, Reservation(20, 60, 0)) is None
-    assert core.block_ids("a")[0][:4] == [0, 0, 0, 0]
-    assert core.num_free_blocks() == 4
-
-
-@pytest.mark.parametrize(
-    ("computed", "num_null"), [(0, 0), (7, 0), (8, 1), (11, 1), (12, 2), (20, 4)]
-)
-def test_blocks_wholly_before_the_window_are_skipped(computed: int, num_null: int) -> None:
-    core = make_flat_core(20, window(5))
-    request = make_request("a", range(20))
-    core.reserve(request, Reservation(0, 20, 0))
-    core.reserve(request, Reservation(computed, 20, 0))
-    assert core.block_ids("a")[0].count(0) == num_null
-    core.check()
-
-
-def test_positions_skipped_from_the_start_take_no_blocks() -> None:
-    core = make_flat_core(20, full(), window(5))
-    changes = core.reserve(make_request("a", range(24)), Reservation(16, 20, 0))
-    assert changes is not None
-    assert [list(change.block_ids).count(0) for change in changes] == [0, 3]
-    core.check()
 
 
 def test_caching_tokens_that_are_not_there_is_refused() -> None:
@@ -104,71 +87,6 @@ def test_only_a_request_without_blocks_adopts_a_hit() -> None:
     run_request(core, request)
     with pytest.raises(RequestError, match="request a has blocks already"):
         core.reserve(request, Reservation(8, 9, 9), core.look_up(request))
-
-
-def test_rows_are_served_in_order_and_each_wholly_or_not_at_all() -> None:
-    core = make_flat_core(5)
-    requests = [make_request(name, range(4)) for name in "abc"]
-    for request in requests:
-        core.reserve(request, Reservation(0, 4, 4))
-        request.append_output_token_ids([7])
-    result = core.reserve_rows(rows([5, 6, 7], [4, 4, 4], [5, 5, 4], [5, 5, 4], requests=requests))
-    assert result.is_reserved.tolist() == [1, 0, 1]
-    patch = result.patches
-    assert (patch.slots.tolist(), patch.groups.tolist()) == ([5], [0])
-    assert (patch.first_indices.tolist(), patch.counts.tolist()) == ([1], [1])
-    assert patch.block_ids.tolist() == core.block_ids("a")[0][1:]
-    core.check()
-
-
-def test_rows_do_what_single_reservations_do() -> None:
-    one, many = (make_flat_core(60, full(), window(6), has_workers=False) for _ in range(2))
-    for core in (one, many):
-        for name in "ab":
-            run_request(core, make_request(name, [ord(name)] * 5))
-    singles = [make_request(name, [ord(name)] * 5) for name in "ab"]
-    batch = [make_request(name, [ord(name)] * 5) for name in "ab"]
-    for end in range(6, 40):
-        for request in singles:
-            request.append_output_token_ids([end])
-            one.reserve(request, Reservation(end - 1, end, end))
-        for request in batch:
-            request.append_output_token_ids([end])
-        many.reserve_rows(rows([0, 1], [end - 1] * 2, [end] * 2, [end] * 2, requests=batch))
-        many.check()
-        assert one.dump_state() == many.dump_state()
-
-
-def test_a_block_is_hittable_for_its_client_at_once_and_for_others_when_sealed() -> None:
-    core = make_flat_core(20)
-    core.open_step("a", 1)
-    run_request(core, make_request("r", range(8)))
-    assert core.look_up(make_request("s", range(9))).num_tokens == 8
-    assert core.statistics().num_sealed_blocks == 0
-    core.open_step("b", 1)
-    assert core.look_up(make_request("s", range(9))).num_tokens == 0
-    core.close_step()
-    assert core.look_up(make_request("s", range(9))).num_tokens == 0
-    assert core.take_commands() == []
-    core.complete_steps("a", 1)
-    assert core.look_up(make_request("s", range(9))).num_tokens == 8
-    assert core.statistics().num_sealed_blocks == 2
-
-
-def test_a_failed_step_withdraws_what_it_and_later_steps_made_hittable() -> None:
-    core = make_flat_core(20)
-    request = make_request("r", range(12))
-    for step, end in enumerate((4, 8, 12), start=1):
-        core.open_step("a", step)
-        core.reserve(request, Reservation(end - 4, end, end))
-    core.complete_steps("a", 1)
-    core.fail_steps("a", 2)
-    core.check()
-    assert core.look_up(make_request("s", range(13))).num_tokens == 4
-    assert core.statistics().num_cached_blocks == 1
-    core.open_step("a", 4)
-    core.reserve(request, Reservation(4, 12, 12))
-    assert core.look_up(make_request("s", range(13))).num_tokens == 12
 
 
 def test_sealing_labels_blocks_and_eviction_withdraws_the_label_first() -> None:
@@ -223,42 +141,6 @@ def test_pins_survive_pressure() -> None:
     core.check()
     with pytest.raises(BlockError):
         core.unpin(hit)
-
-
-def test_reset_refuses_while_blocks_are_in_use_and_says_how_many() -> None:
-    core = make_flat_core(20)
-    request = make_request("a", range(9))
-    run_request(core, request)
-    assert core.reset() == 3
-    core.stop_hits()
-    assert core.look_up(make_request("b", range(9))).num_tokens == 0
-    extend(core, request, 8)
-    assert core.statistics().num_cached_blocks == 2
-    core.free(request)
-    assert core.reset() == 0
-    run_request(core, request)
-    assert core.look_up(make_request("b", range(9))).num_tokens == 8
-
-
-def test_a_request_whose_hashes_are_forgotten_is_cached_no_further() -> None:
-    core = make_flat_core(20)
-    request = make_request("a", range(4))
-    run_request(core, request)
-    core.forget_hashes(request)
-    extend(core, request, 8)
-    assert core.statistics().num_cached_blocks == 1
-    core.free(request)
-    run_request(core, request)
-    assert core.statistics().num_cached_blocks == 3
-
-
-def test_common_prefix_counts_requests_only() -> None:
-    core = make_flat_core(30, full(), window(5))
-    for name in "ab":
-        run_request(core, make_request(name, [*range(8), ord(name)]))
-    core.pin(core.look_up(make_request("c", range(9))))
-    assert core.common_prefix_blocks("a", 2) == [2, 0]
-    assert core.common_prefix_blocks("a", 3) == [0, 0]
 
 
 def labels_of(core: FlatCore, rank: int = 0) -> LabelSet:
@@ -323,55 +205,227 @@ def test_a_rebuild_drops_what_has_unreadable_extra_keys(keys: bytes) -> None:
     assert make_flat_core(20).restore([spoilt]) == 0
 
 
-def test_a_slot_that_another_request_takes_starts_anew() -> None:
-    core = make_flat_core(20, has_workers=False)
-    for name in "ab":
-        request = make_request(name, [ord(name)] * 4)
-        core.reserve(request, Reservation(0, 4, 4))
-        for end in range(5, 14):
-            request.append_output_token_ids([end])
-            result = core.reserve_rows(rows([3], [end - 1], [end], [end], requests=[request]))
-            assert result.is_reserved.tolist() == [1]
-            core.check()
-        assert [len(ids) for ids in core.block_ids(name)] == [4]
-        assert core.look_up(make_request("c", request.all_token_ids)).num_tokens == 12
-        core.free(request)
-    assert core.num_free_blocks() == 19
-
-
 def test_a_row_in_a_slot_below_zero_is_refused() -> None:
     core = make_flat_core(20)
     with pytest.raises(RequestError, match=r"slot -1 has no blocks.*number slots from 0"):
         core.reserve_rows(rows([-1], [0], [4], [4], requests=[make_request("a", range(4))]))
 
 
-def test_what_rows_skip_is_freed_before_the_first_one_is_served() -> None:
-    core = make_flat_core(5, window(3))
-    requests = [make_request(name, [ord(name)] * 8) for name in "ab"]
-    for request in requests:
-        core.reserve(request, Reservation(0, 8, 8))
-        request.append_output_token_ids([1])
-    result = core.reserve_rows(rows([0, 1], [2, 8], [9, 9], [8, 8], requests=requests))
-    assert result.is_reserved.tolist() == [1, 0]
+@pytest.mark.parametrize("spec", [chunked(8), mamba()])
+def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        make_flat_core(20, full(), spec, use_eagle=True)
+    assert str(error.value) == (
+        f"EAGLE cannot be used with KV cache groups of kind {spec.kind!r}, whose hits do not hold "
+        "without their last block: turn use_eagle off"
+    )
+
+
+def forward(  # noqa: PLR0917
+    core: FlatCore, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
+) -> bool:
+    """Schedule the tokens `[start, own)` and some drafts, after a forward that ended at `last`."""
+    hit = core.look_up(request) if start == 0 else None
+    computed = hit.num_tokens if hit is not None else start
+    newest = NewestState(last, start - last) if last else None
+    wanted = Reservation(computed, own + drafts, own, 0, own, newest)
+    return core.reserve(request, wanted, hit) is not None
+
+
+def test_rows_of_states_must_say_where_they_end() -> None:
+    core = make_flat_core(20, mamba())
+    forward(core, make_request("a", range(9)), 0, 8)
+    with pytest.raises(RequestError) as error:
+        core.reserve_rows(row_batch([make_request("a", range(9))], [0], [9], [9], [9]))
+    assert str(error.value) == (
+        "a batch of rows without states, but a KV cache group keeps states: say where each row's "
+        "forwards end"
+    )
+
+
+def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
+    core = make_flat_core(20, mamba())
+    request = make_request("a", range(9))
+    core.open_step("engine", 1)
+    forward(core, request, 0, 8)
+    core.fail_steps("engine", 1)
+    core.open_step("engine", 2)
+    core.commit(request, 8)
+    core.close_step()
+    core.complete_steps("engine", 2)
+    assert core.look_up(make_request("b", range(9))).num_tokens == 0
+
+
+def test_states_are_restored_from_labels() -> None:
+    one = make_flat_core(20, full(), mamba())
+    one.open_step("engine", 1)
+    request = make_request("a", range(20))
+    forward(one, request, 0, 8)
+    one.open_step("engine", 2)
+    forward(one, request, 8, 16, last=8)
+    one.complete_steps("engine", 2)
+    labels = labels_of(one)
+    other = make_flat_core(20, full(), mamba())
+    assert other.restore([labels, labels]) == 6
+    hit = other.look_up(make_request("b", range(20)))
+    assert hit == one.look_up(make_request("b", range(20)))
+    assert hit.num_tokens == 16
+    other.check()
+
+
+def skipping(name: str, *numbers: int) -> Request:
+    return make_request(name, units(*numbers), skip_reading_prefix_cache=True)
+
+
+def in_step(core: FlatCore, step: int, *requests: Request) -> None:
+    core.open_step("engine", step)
+    for one in requests:
+        assert core.reserve(one, Reservation(0, one.num_tokens, one.num_tokens)) is not None
+    core.close_step()
+
+
+def merged(core: FlatCore) -> list[tuple[str, int, int]]:
+    """Take the changes of tables: whose, from which column on, how many."""
+    return [(name, c.first_index, len(c.block_ids)) for name, c in core.take_merges()]
+
+
+def test_successive_columns_are_one_change() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
+    in_step(core, 1, skipping("a", 1, 2, 3), skipping("b", 1, 5), skipping("c", 1, 2, 3))
+    core.complete_steps("engine", 1)
+    assert merged(core) == [("b", 0, 1), ("c", 0, 3)]
+
+
+def test_what_a_later_step_computed_is_kept_until_that_is_complete() -> None:
+    core = make_flat_core(40, merge_duplicates=True)
+    two = skipping("b", 1, 2)
+    in_step(core, 1, skipping("a", 1, 2, 3, 4), two)
+    two.append_output_token_ids([3] * 4)
+    in_step(core, 2, two)
+    two.append_output_token_ids([4] * 4)
+    in_step(core, 3, two)
+    core.complete_steps("engine", 1)
+    assert merged(core) == [("b", 0, 2)]
+    core.check()
+    core.fail_steps("engine", 3)
+    core.complete_steps("engine", 2)
+    assert merged(core) == [("b", 2, 1)]
     core.check()
 
 
-def test_label_commands_alternate_as_a_block_is_used_again_and_again() -> None:
-    core = make_flat_core(2)
-    for name in "abc":
-        request = make_request(name, [ord(name)] * 4)
-        run_request(core, request)
-        core.free(request)
-    kinds = [type(command) for command in core.take_commands()]
-    assert kinds == [Label, Unlabel, Label, Unlabel, Label]
+def test_a_state_stays_where_its_request_looks_for_it() -> None:
+    core = make_flat_core(40, full(), mamba(), merge_duplicates=True)
+    in_step(core, 1, skipping("a", 1, 2), skipping("b", 1, 2))
+    states = core.block_ids("b")[1]
+    core.complete_steps("engine", 1)
+    core.check()
+    assert {change.group for _, change in core.take_merges()} == {0}
+    assert core.block_ids("b")[1] == states
 
 
-def test_a_row_of_a_failed_step_is_cached_when_it_runs_again() -> None:
+def forked(core: FlatCore) -> tuple[Request, Request]:
+    """Return parent and child, which share a block of which half is filled."""
+    parent, child = make_request("parent", range(6)), make_request("child", range(6))
+    assert core.reserve(parent, Reservation(0, 6, 6), core.look_up(parent)) is not None
+    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    core.take_commands()
+    return parent, child
+
+
+def fill(core: FlatCore, request: Request) -> None:
+    """Fill the block that has been shared."""
+    request.append_output_token_ids([9, 9])
+    assert core.reserve(request, Reservation(6, 8, 8)) is not None
+
+
+def test_what_was_found_before_the_workers_were_told_can_be_adopted_after() -> None:
+    core = make_flat_core(8)
+    parent, child = forked(core)
+    fill(core, child)
+    core.free(child)
+    core.free(parent)
+    reader = make_request("reader", [*range(4), 1])
+    hit = core.look_up(reader)
+    assert hit.num_tokens == 4
+    core.take_commands()
+    assert core.reserve(reader, Reservation(4, 5, 5), hit) is not None
+    core.check()
+    core.free(reader)
+    core.check()
+    assert core.num_free_blocks() == 7
+
+
+def test_a_pin_is_given_back_once_for_each_time_it_was_made() -> None:
+    core = make_flat_core(20, full(), window(9))
+    run_request(core, request("a", 1, 2, 3))
+    hit = probe(core, 1, 2, 3)
+    core.pin(hit)
+    core.pin(hit)
+    core.free(request("a", 1))
+    core.unpin(hit)
+    core.check()
+    assert core.statistics().num_pinned_blocks == sum(
+        len([b for b in ids if b]) for ids in block_lists(hit)
+    )
+    core.unpin(hit)
+    core.check()
+    with pytest.raises(BlockError) as error:
+        core.unpin(hit)
+    assert str(error.value) == (
+        "a prefix of 12 tokens is unpinned, but no pin holds blocks [6, 5, 3, 2, 1]: unpin what "
+        "was pinned, once"
+    )
+    core.check()
+
+
+def test_blocks_that_do_not_exist_are_not_forgotten() -> None:
     core = make_flat_core(20)
-    request = make_request("r", range(8))
-    core.open_step("a", 1)
-    core.reserve(request, Reservation(0, 8, 8))
-    core.fail_steps("a", 1)
-    core.open_step("a", 2)
-    core.reserve_rows(rows([0], [0], [8], [8], requests=[request]))
-    assert core.look_up(make_request("s", range(9))).num_tokens == 8
+    run_request(core, request("a", 1, 2))
+    before = core.dump_state()
+    with pytest.raises(BlockError) as error:
+        core.evict([1, 20, -1])
+    assert str(error.value) == "blocks [20, -1] do not exist: ids are below 20"
+    assert core.dump_state() == before
+
+
+@pytest.mark.parametrize("specs", [(full(),), (full(), full(8)), (full(8), window(9))])
+def test_a_failed_step_cuts_off_the_end_of_what_nobody_holds(specs: tuple[object, ...]) -> None:
+    core = make_flat_core(40, *specs)
+    served = request("a", 1, 2, 3)
+    for step, end in ((1, 8), (2, 12)):
+        core.open_step("engine", step)
+        assert core.reserve(served, Reservation(end - 4, end, end)) is not None
+    core.complete_steps("engine", 1)
+    core.free(served)
+    core.fail_steps("engine", 2)
+    core.check()
+    core.close_step()
+    assert probe(core, 1, 2, 3).num_tokens == 8
+    assert core.num_free_blocks() == 39
+    fill_pool(core)
+    core.check()
+    assert probe(core, 1, 2, 3).num_tokens == 0
+
+
+def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them() -> None:
+    core = make_flat_core(40, full(8), full(12))
+    served = make_request("a", range(3))
+    assert core.reserve(served, Reservation(0, 5, 5)) is not None
+    core.check()
+    served.append_output_token_ids(list(range(3, 30)))
+    assert core.reserve(served, Reservation(5, 30, 30)) is not None
+    core.check()
+    core.free(served)
+    assert core.look_up(make_request("b", range(30))).num_tokens == 24
+
+
+def test_a_hit_of_another_plan_is_not_adopted() -> None:
+    core = make_flat_core(40)
+    run_request(core, request("a", 1, 2, 3))
+    before = core.dump_state()
+    with pytest.raises(RequestError) as error:
+        core.reserve(request("b", 1, 2, 3), Reservation(8, 9, 9), CacheHit((), 8))
+    assert str(error.value) == (
+        "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
+    )
+    assert core.dump_state() == before

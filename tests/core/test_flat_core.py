@@ -116,11 +116,11 @@ def test_steps_go_on_while_another_client_never_completes_one() -> None:
     core = make_flat_core(60, has_workers=False)
     core.open_step("waiting", 1)
     first = make_request("first", [1] * 8)
-    run_request(core, first)  # type: ignore[arg-type]  # a core all the same
+    run_request(core, first)
     for step in range(NUM_STEPS + 50):
         core.open_step("busy", step)
         request = make_request("r", [step % 7] * 4 + [9] * (step % 5))
-        run_request(core, request)  # type: ignore[arg-type]
+        run_request(core, request)
         core.free(request)
         core.complete_steps("busy", step)
     core.close_step()
@@ -309,7 +309,7 @@ def test_any_number_of_prompts_may_differ_from_their_first_token_on() -> None:
 def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
     core = make_flat_core(20)
     request = make_request("r", list(range(12)))
-    run_request(core, request)  # type: ignore[arg-type]
+    run_request(core, request)
     other = make_request("other", list(range(12)))
     hit = core.look_up(other)
     core.free(request)

@@ -56,19 +56,6 @@ def test_answers_are_the_same_whether_or_not_another_has_the_same_tokens(
     assert mine.num_hit_tokens == sum(told[0] for told in alone[::2])
 
 
-def test_a_digest_is_found_by_its_own_tenant_only() -> None:
-    manager = make(FULL)
-    request = Request("r", TOKENS[0], cache_salt="alice's salt", tenant="a")
-    hit, num_hit = manager.get_computed_blocks(request)
-    manager.allocate_slots(request, request.num_tokens - num_hit, num_hit, hit)
-    core_of = manager._core
-    digest = request.block_hashes[0]
-    assert core_of.find_block(digest, request.namespace, 0) is not None
-    for salt, tenant in (("bob's salt", "a"), ("alice's salt", "b"), (None, None)):
-        other = Request("o", TOKENS[0], cache_salt=salt, tenant=tenant)
-        assert core_of.find_block(digest, other.namespace, 0) is None
-
-
 def test_digests_of_events_are_of_no_use_to_another_tenant() -> None:
     """A salt is in the first block's digest, and so in all: equal tokens, other digests."""
     manager = make(FULL, enable_kv_cache_events=True)
