@@ -76,7 +76,6 @@ from kvcache.core.protocol import (
     ForkOrigin,
     NewestState,
     NewRows,
-    NullOffloadHooks,
     ReferenceKind,
     Reservation,
     RowBatch,
@@ -196,7 +195,7 @@ class FlatCore:
             told_groups=frozenset(range(len(specs)) if tells_all else self.ordered),
             has_workers=settings.has_workers,
             none_hash=self.none_hash,
-            offload=None if type(settings.offload) is NullOffloadHooks else settings.offload,
+            offload=settings.offload,
             namespaces=self.namespaces,
             slots_of=self._slots_of,
         )

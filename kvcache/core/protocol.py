@@ -101,30 +101,6 @@ class OffloadHooks(Protocol):
         """The request has gone."""
 
 
-class NullOffloadHooks:
-    """No tier below the device: every look-up misses."""
-
-    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
-        """Return a miss."""
-        return OffloadHit(OffloadAnswer.MISS)
-
-    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Let them go."""
-
-    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Store nothing."""
-
-    def on_request_finished(self, request_id: str) -> None:
-        """Remember nothing."""
-
-
-class NullEventSink:
-    """Nobody listens."""
-
-    def emit(self, event: CacheEvent) -> None:
-        """Drop the event."""
-
-
 class ReferenceKind(Enum):
     """Who may hold a block. Each kind is counted apart; reusable means all are zero."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcache.core.columns import BlockAges
-from kvcache.core.protocol import EventSink, NullEventSink, NullOffloadHooks, OffloadHooks
+from kvcache.core.protocol import EventSink, OffloadHooks
 from kvcache.hash_algorithms import HashFn
 from kvcache.hashing import BlockHash
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
@@ -35,8 +35,8 @@ class CoreSettings:
     use_eagle: bool = False
     eviction_policy: str = "lru"
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: EVICTION_POLICIES)
-    events: EventSink = field(default_factory=NullEventSink)
-    offload: OffloadHooks = field(default_factory=NullOffloadHooks)
+    events: EventSink | None = None
+    offload: OffloadHooks | None = None
     slots: Mapping[str, int] = field(default_factory=dict)
     zero_new_blocks: bool = False
     has_workers: bool = True

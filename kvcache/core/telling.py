@@ -22,8 +22,8 @@ from kvcache.core.protocol import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    CacheEvent,
     EventSink,
-    NullEventSink,
     OffloadHooks,
 )
 from kvcache.digests import PackedDigests
@@ -45,7 +45,7 @@ class Teller:
         self,
         books: Books,
         digester: Digester,
-        sink: EventSink,
+        sink: EventSink | None,
         *,
         told_groups: frozenset[int],
         has_workers: bool,
@@ -59,7 +59,7 @@ class Teller:
         `namespaces` are those of roots, a live view; `slots_of` says whose slots blocks came from.
         """
         self.has_workers = has_workers
-        self.told_groups = frozenset() if type(sink) is NullEventSink else told_groups
+        self.told_groups = frozenset() if sink is None else told_groups
         self.offload = offload
         self.tells = has_workers or bool(self.told_groups) or offload is not None
         self.needs_digests = has_workers or bool(self.told_groups)
@@ -95,7 +95,7 @@ class Teller:
             packed = digests[groups == g].tobytes()
             if packed:
                 size = digests.shape[1]
-                self._sink.emit(BlocksRemoved(g, _MEDIUM, PackedDigests(packed, size)))
+                self._emit(BlocksRemoved(g, _MEDIUM, PackedDigests(packed, size)))
 
     def unlabel(self, block_ids: Int32Array) -> None:
         """The labels of these blocks are void, before anything writes into them."""
@@ -105,7 +105,11 @@ class Teller:
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
-        self._sink.emit(AllBlocksCleared())
+        self._emit(AllBlocksCleared())
+
+    def _emit(self, event: CacheEvent) -> None:
+        if self._sink is not None:
+            self._sink.emit(event)
 
     def zero(self, block_ids: Int32Array) -> None:
         """These blocks are to be zeroed before their first use."""
@@ -194,7 +198,7 @@ class Teller:
         self, g: int, root: int, digests: Any, parent: bytes, tokens: Int32Array,
         keys: tuple[ExtraKeys | None, ...],
     ) -> None:  # fmt: skip
-        self._sink.emit(
+        self._emit(
             BlocksStored(
                 group=g,
                 medium=_MEDIUM,

@@ -39,8 +39,6 @@ from kvcache.core import (
     CacheHit,
     EventSink,
     NewestState,
-    NullEventSink,
-    NullOffloadHooks,
     OffloadHooks,
     Reservation,
     TableChange,
@@ -176,10 +174,10 @@ class KVCacheManager:
         )
         clock = SystemClock() if clock is None else clock
         check_methods("clock", clock, ("now",), ConfigurationError)
-        hooks = NullOffloadHooks() if offload_hooks is None else offload_hooks
-        check_methods("offload_hooks", hooks, HOOKS, ConfigurationError)
-        if type(hooks) is not NullOffloadHooks:
-            hooks = GuardedHooks(hooks)
+        hooks = None
+        if offload_hooks is not None:
+            check_methods("offload_hooks", offload_hooks, HOOKS, ConfigurationError)
+            hooks = GuardedHooks(offload_hooks)
         if event_sink is not None:
             check_methods("event_sink", event_sink, ("emit",), ConfigurationError)
         if not callable(core_factory):
@@ -202,7 +200,7 @@ class KVCacheManager:
                 settings.enable_caching,
                 settings.use_eagle,
                 settings.eviction_policy,
-                events=self._events if is_heard else NullEventSink(),
+                events=self._events if is_heard else None,
                 offload=hooks,
                 slots=table.slot_by_request,
                 zero_new_blocks=settings.zero_new_blocks,

@@ -14,7 +14,6 @@ from kvcache.arrays import Int32Array
 from kvcache.core import (
     CacheEvent,
     EventSink,
-    NullOffloadHooks,
     OffloadAnswer,
     OffloadHit,
     OffloadHooks,
@@ -95,14 +94,14 @@ class TierLink:
 
     def __init__(
         self,
-        hooks: OffloadHooks,
+        hooks: OffloadHooks | None,
         loads: PrefixLoads,
         events: EventSink,
         block_sizes: tuple[int, ...],
         none_hash: BlockHash,
     ) -> None:
-        """Ask `hooks`, unless they are the null ones."""
-        self.hooks = None if type(hooks) is NullOffloadHooks else hooks
+        """Ask `hooks`, if there are any."""
+        self.hooks = hooks
         self.swap: SwapHooks | None = None
         self.loads = loads
         self.block_sizes = block_sizes

@@ -44,8 +44,6 @@ from kvcache.config import parse_config
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
     CacheHit,
-    NullEventSink,
-    NullOffloadHooks,
     ReferenceKind,
     Reservation,
 )
@@ -338,8 +336,8 @@ def manager_subject() -> Subject:
             "max_pin_share": 0.5,
             "hash_seed": "seed",
             "clock": VirtualClock(),
-            "offload_hooks": NullOffloadHooks(),
-            "event_sink": NullEventSink(),
+            "offload_hooks": None,
+            "event_sink": None,
             "zero_new_blocks": False,
             "has_workers": False,
             "model_epoch": 3,

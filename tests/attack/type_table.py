@@ -253,7 +253,6 @@ EXEMPTIONS: dict[str, str] = {
     "answers of what others implement, read by the package": """
         HandlerRoute OffloadHit TransferResult TransferSpec
     """,
-    "do nothing": "NullEventSink NullOffloadHooks",
     "figures that are added up, not arguments": """
         PrefixCacheStats.__init__:reset,requests,queries,hits
         PrefixCacheStats.__init__:preempted_requests,preempted_queries,preempted_hits

@@ -29,7 +29,6 @@ from kvcache.core import (
     CoreStatistics,
     ForkOrigin,
     NewestState,
-    NullEventSink,
     Reservation,
     RowBatch,
     RowsReserved,
@@ -144,7 +143,7 @@ class SlowCore:
         self.hash_block_size, self.step_tokens = gcd(*sizes), lcm(*sizes)
         self.can_hit = enable_caching and all(group.can_be_hit for group in groups)
         self.none_hash, self.hash_fn = none_hash, hash_fn
-        self.events = events or NullEventSink()
+        self.emit = (lambda event: None) if events is None else events.emit
         self.zeroes, self.has_workers = zero_new_blocks and has_workers, has_workers
         self.merges, self.block_bytes = merge_duplicates, block_bytes
         ordered = {g for g, group in enumerate(groups) if group.is_ordered}
@@ -797,7 +796,7 @@ class SlowCore:
             block.content = block.waits_for = None
         self.blank += self.unheld
         self.cached, self.unheld = [], []
-        self.events.emit(AllBlocksCleared())
+        self.emit(AllBlocksCleared())
         self.hits_stopped = False
         return 0
 
@@ -856,7 +855,7 @@ class SlowCore:
         if g in self.told:
             above = None if parent == self.none_hash else parent
             extra = (keys,) if keys else ()
-            self.events.emit(
+            self.emit(
                 BlocksStored(g, "device", (digest,), above, tokens, size, place.namespace, extra)
             )
 
@@ -876,7 +875,7 @@ class SlowCore:
         if self.has_workers:
             self.commands.append(Unlabel(int32_array([block.id])))
         if g in self.told:
-            self.events.emit(BlocksRemoved(g, "device", (self.digest(place),)))
+            self.emit(BlocksRemoved(g, "device", (self.digest(place),)))
 
     # --- figures ---
 

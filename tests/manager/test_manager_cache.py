@@ -15,9 +15,9 @@ from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
     CacheEvent,
-    NullOffloadHooks,
     OffloadAnswer,
     OffloadHit,
+    OffloadHooks,
 )
 from kvcache.errors import BlockError, PinLimitError
 from kvcache.manager import KVCacheManager
@@ -216,7 +216,7 @@ def test_events_are_kept_only_when_asked_for() -> None:
     assert loud.take_events() == []
 
 
-class SlowTiers(NullOffloadHooks):
+class SlowTiers(OffloadHooks):
     """Tiers whose answer is set by the test."""
 
     def __init__(self) -> None:
@@ -325,11 +325,14 @@ def test_without_workers_and_events_nothing_waits_to_be_taken() -> None:
     assert manager.take_events() == []
 
 
-class Candidates(NullOffloadHooks):
+class Candidates(OffloadHooks):
     """Remembers what it was offered."""
 
     def __init__(self) -> None:
         self.offered: set[tuple[int, int]] = set()
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        return OffloadHit(OffloadAnswer.MISS)
 
     def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
         self.offered |= {(block, group) for block in block_ids.tolist()}
