@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvcache.arguments import quickly_made
 from kvcache.arrays import EMPTY_INT32, Int32Array
 
 
@@ -41,6 +42,7 @@ class Copy:
     destinations: Int32Array
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class BlockTablePatch:
     """Changes of block tables, applied in `begin_forward`.

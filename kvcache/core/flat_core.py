@@ -541,9 +541,11 @@ class FlatCore:
             return None
         namespace = requests[0].namespace
         for request in requests:
-            if not request.is_plain or request.namespace != namespace:
+            is_same = request.namespace is namespace or request.namespace == namespace
+            if not request.is_plain or not is_same:
                 return None
-        root = self.root(namespace)
+        is_default = namespace is DEFAULT_NAMESPACE and self._root
+        root = self._root if is_default else self.root(namespace)
         count, tokens = len(requests), requests[0].token_buffer
         if count > 1:
             tokens = np.concatenate([request.token_buffer for request in requests])

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.arguments import quickly_made
 from kvcache.arrays import IndexArray, Int32Array
 from kvcache.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.errors import RequestError
@@ -22,6 +23,7 @@ from kvcache.hashing import BlockHash
 from kvcache.request import Namespace, Request
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class BlocksStored:
     """A run of blocks of one group whose bytes are there now, parents first."""

@@ -118,6 +118,8 @@ class Teller:
 
     def take_commands(self) -> list[Command]:
         """Return all commands since the last call, in order, and forget them."""
+        if not self.has_workers:
+            return []
         self._flush_unlabels()
         self._flush_labels()
         if self._zeros:

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.arguments import quickly_made
 from kvcache.arrays import Int32Array
 
 Hashes: TypeAlias = NDArray[np.uint64]
@@ -24,6 +25,7 @@ RouterKey: TypeAlias = "str | int | tuple[str | int, ...]"
 """An extra key as routers read it: a name or salt bare, a multimodal item as hash and offset."""
 
 
+@quickly_made
 @dataclass(frozen=True, eq=False)
 class StoredEvent:
     """A chain of blocks that are in `medium` from now on; each is the parent of the next.

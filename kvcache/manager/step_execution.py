@@ -41,7 +41,7 @@ from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepReco
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.request import Request
-from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult, answer_to
+from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
 """Why a request is not admitted: fields of a `StepResult`."""
@@ -136,9 +136,9 @@ class StepExecutor:
             patch = joined(patch, patch_of(answer.changes))
         if admitted is not None:
             patch = joined(patch, admitted.patches)
-        fields = {"running_scheduled": is_reserved, "patches": patch}
+        fields: dict[str, Any] = {"running_scheduled": is_reserved, "patches": patch}
         self._add_fields(fields, plan, answer, admitted)
-        return answer_to(step, fields)
+        return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
 
     def forget(self, known: KnownRequest) -> None:
         """Give a request's blocks back, know it no more, and tell the tiers below."""

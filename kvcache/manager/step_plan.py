@@ -33,8 +33,6 @@ class StepPlan(NamedTuple):
     resumed: tuple[tuple[KnownRequest, int], ...] = ()
     new: tuple[tuple[Request, NewRequest], ...] = ()
     forks: tuple[tuple[KnownRequest, str], ...] = ()
-    names_nobody: bool = False
-    """Whether it comes with running rows at most, and takes nothing back."""
 
 
 class StepPlanner:
@@ -72,7 +70,7 @@ class StepPlanner:
         running = request.running
         if rollback is None and _names_nobody(request):
             rows = plan_rows(where, running, client, table, limits)
-            return StepPlan(request, client, None, (), (), rows, names_nobody=True)
+            return StepPlan(request, client, None, (), (), rows)
         forgotten: set[int] = set()
         waiting: set[int] = set()
         if rollback is not None:
