@@ -429,3 +429,27 @@ def test_a_hit_of_another_plan_is_not_adopted() -> None:
         "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
     )
     assert core.dump_state() == before
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays: bool) -> None:
+    """The fork caches behind blocks of another request, which leaves first."""
+    core = make_flat_core(60)
+    parent, child = request("parent", *range(8)), request("child", *range(8))
+    assert core.reserve(parent, Reservation(0, 32, 0)) is not None
+    core.fork(parent, child, ForkOrigin(32, NewestState(32, 0)))
+    other = request("other", 0, 1, 2, 99)
+    run_request(core, other)
+    core.commit(child, 32)
+    for one in [child, other] if stays else [child, other, parent]:
+        core.free(one)
+        core.check()
+    for num_left in (2, 1, 0):
+        end = 4 * (core.num_free_blocks() - num_left)
+        taker = make_request("taker", range(100, 100 + end))
+        assert core.reserve(taker, Reservation(0, end, 0)) is not None
+        core.check()
+        core.free(taker)
+    core.free(parent)
+    core.check()
+    assert core.num_free_blocks() == 59
