@@ -150,20 +150,31 @@ def look_up(
     return length, min(depth, length // c.tokens.shape[1])
 
 
-@kernel(INT, BOOK, INT, INT, INT, INTS, INTS, INT)
-def match(
-    book: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_units: int
+@kernel(INT, BOOK, INT, INT, INT, INTS, INTS, INT, INTS)
+def confirm(
+    book: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_tokens: int, ids: Any
 ) -> int:
-    """Write the nodes of as many leading units as the tree has to `path`; return how many. What
-    is hittable, and for whom, does not matter."""
+    """Write as many nodes of the first `num_tokens` tokens as the tree has to `path`, and `ids`,
+    the blocks of these tokens, group by group, to `found`; return how many nodes. What is hittable,
+    and for whom, does not matter. -1: a block is not its node's, or one of full attention is null.
+    """
     c = columns_of(book)
     s = search_of(book)
-    unit, n, u = c.tokens.shape[1], np.int64(root), np.int64(0)
-    while u < num_units:
+    unit, n, u, at = c.tokens.shape[1], np.int64(root), np.int64(0), np.int64(0)
+    while n and u < num_tokens // unit:
         own = np.int64(keys[u]) if len(keys) else (first if u == 0 else other)
         n = find_child(book, n, own, address_of(tokens, u * unit))
-        if n == 0:
-            break
-        s.path[u] = n
-        u += 1
+        if n:
+            s.path[u] = n
+            u += 1
+    for g in range(len(c.group)):
+        length = np.int64(c.group[g, LENGTH])
+        for i in range(num_tokens // c.group[g, SIZE]):
+            b, end = np.int64(ids[at]), (i + 1) * length
+            if b == 0 and c.group[g, KIND] == FULL:
+                return np.int64(-1)
+            if b and (end > u or c.node[s.path[end - 1], BLOCK + 2 * g] != b):
+                return np.int64(-1)
+            s.found[g, i] = b
+            at += 1
     return u

@@ -72,9 +72,20 @@ NOTHING = types.void
 
 
 def kernel(*signature: Signature) -> Callable[[_Function], _Function]:
-    """Compile a function that Python calls: its result's type, then those of its arguments."""
+    """Compile a function that Python calls: its result's type, then those of its arguments.
+
+    Calls pass by numba's look at their arguments' types, which takes longer than many a kernel;
+    where indices are checked, types are checked as well.
+    """
     result, *arguments = signature
-    return compiled(result(*arguments), family=_FAMILY, **_OPTIONS)
+    compile_now = compiled(result(*arguments), family=_FAMILY, **_OPTIONS)
+
+    def compile_entry(function: _Function) -> _Function:
+        made: Any = compile_now(function)
+        is_quick = not (IS_PLAIN or IS_CHECKED)
+        return cast(_Function, made.overloads[made.signatures[0]].entry_point if is_quick else made)
+
+    return compile_entry
 
 
 class _PartLibrary(_Library):  # type: ignore[misc]  # numba's

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import methodcaller
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -112,6 +113,9 @@ class ReferenceKind(Enum):
     TRANSFER = "transfer"
 
 
+_bytes_of = methodcaller("tobytes")
+
+
 class CacheHit(NamedTuple):
     """What a look-up found, true until the next mutation of the core.
 
@@ -126,9 +130,9 @@ class CacheHit(NamedTuple):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CacheHit):
             return NotImplemented
-        return self.num_tokens == other.num_tokens and [
-            ids.tobytes() for ids in self.block_ids
-        ] == [ids.tobytes() for ids in other.block_ids]
+        return self.num_tokens == other.num_tokens and (
+            [*map(_bytes_of, self.block_ids)] == [*map(_bytes_of, other.block_ids)]
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other

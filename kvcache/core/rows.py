@@ -363,6 +363,13 @@ def open_row(
 
 
 @routine
+def _is_to_tell(book: Any) -> int:
+    """Say whether Python is to pass something on."""
+    number = columns_of(book).number
+    return number[NUM_MOVED] | number[NUM_GONE] | number[IS_LOOSE] | number[IS_FULL]
+
+
+@routine
 def let_in(
     book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
@@ -385,19 +392,21 @@ def let_in(
     return needed
 
 
-@kernel(INT, BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
+@kernel(_types.UniTuple(INT, 2), BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
 def admit(
     book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: Any, keys: Any, digests: Any,
-) -> int:  # fmt: skip
+) -> Any:  # fmt: skip
     """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
-    is only opened. Returns what `open_row` does. Changes are written down with a `slot` of 0."""
-    return let_in(
+    is only opened. Returns what `open_row` does, and whether there is something to be told. Changes
+    are written down with a `slot` of 0."""
+    needed = let_in(
         book, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
         slot_tokens, spare, end, slot, address_of(tokens, 0), keys,
         address_of(digests, 0) if len(digests) else 0,
     )  # fmt: skip
+    return needed, columns_of(book).number[NUM_NOTES] | _is_to_tell(book)
 
 
 @kernel(INT, BOOK, INT, INT, INT, INT)
@@ -520,13 +529,6 @@ def close_row(book: Any, r: int) -> None:
     c.row[r, GENERATION] += 1
     if c.node[n, STANDING] == 0:
         prune(book, n)
-
-
-@routine
-def _is_to_tell(book: Any) -> int:
-    """Say whether Python is to pass something on."""
-    number = columns_of(book).number
-    return number[NUM_MOVED] | number[NUM_GONE] | number[IS_LOOSE] | number[IS_FULL]
 
 
 @kernel(INT, BOOK, INT)

@@ -28,7 +28,7 @@ def seat_fork(
     Raises:
         RequestError: the parent has no blocks for so many tokens; nothing was changed.
     """
-    if not table.free_slots:
+    if not table.num_free_slots:
         return None
     num_own = table.num_own(parent.slot)
     newest = NewestState(num_own, num_tokens - num_own)

@@ -348,7 +348,7 @@ class KVCacheManager:
         if num_adopted or new_computed_blocks is not None:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
         control.state_number += 1
-        if known is None and not table.free_slots:
+        if known is None and not table.num_free_slots:
             return None
         num_spare = 0
         if self._admission.watermark_blocks and known is None:
@@ -649,7 +649,7 @@ class KVCacheManager:
         return ManagerStatistics(
             self._core.statistics(),
             *self._table.counts(),
-            num_free_slots=len(self._table.free_slots),
+            num_free_slots=self._table.num_free_slots,
             num_pins=self._control.num_pins,
             num_clients=len(self._ledger),
             num_unfinished_steps=self._ledger.num_unfinished_steps,
@@ -752,15 +752,17 @@ class KVCacheManager:
         blocks: KVCacheBlocks | None,
     ) -> CacheHit | None:
         """The hit that a call brings, if any; refuse one that a look-up would not find now."""
+        hit = None
         if known is None and blocks is not None and (found := blocks.found) is not None:
-            hit, whose, num_truncations, state_number = found
+            found_hit, whose, num_truncations, state_number = found
             if (
-                state_number == self._control.state_number
-                and whose is request
+                whose is request
                 and num_truncations == request.num_truncations
-                and hit.num_tokens == num_tokens
+                and found_hit.num_tokens == num_tokens
             ):
-                return hit
+                if state_number == self._control.state_number:
+                    return found_hit
+                hit = found_hit
         if not num_tokens and not blocks:
             return None
         if known is not None:
@@ -768,14 +770,15 @@ class KVCacheManager:
                 f"request {request.request_id} has blocks already and cannot adopt "
                 f"{num_tokens} computed tokens: pass new_computed_blocks on the first call only"
             )
-        hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
-        covered = [*map(mul, map(len, hit.block_ids), self._block_sizes)]
-        if not len(hit.block_ids) == len(self._block_sizes) == covered.count(num_tokens):
-            raise RequestError(
-                f"request {request.request_id}: new_computed_blocks cover {covered} tokens of the "
-                f"groups, num_new_computed_tokens is {num_tokens}: pass both as "
-                "get_computed_blocks returned them"
-            )
+        if hit is None:
+            hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
+            covered = [*map(mul, map(len, hit.block_ids), self._block_sizes)]
+            if not len(hit.block_ids) == len(self._block_sizes) == covered.count(num_tokens):
+                raise RequestError(
+                    f"request {request.request_id}: new_computed_blocks cover {covered} tokens of "
+                    f"the groups, num_new_computed_tokens is {num_tokens}: pass both as "
+                    "get_computed_blocks returned them"
+                )
         present = self._core.look_up(request)
         if present != hit:
             raise RequestError(

@@ -99,8 +99,8 @@ class RequestTable:
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         """Who sits in each slot; not brought up to date."""
         self._cells = self.rows.reshape(-1).data  # one number is written quicker there
-        self.free_slots = list(range(num_slots))
-        """A heap."""
+        self.num_free_slots = num_slots
+        self._given_back: list[int] = []  # a heap; of other slots the first ones are taken
         self._newest_generation = -1
         self._stamp = 0
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
@@ -114,7 +114,7 @@ class RequestTable:
     @property
     def num_taken(self) -> int:
         """Slots in which a request sits."""
-        return self.num_slots - len(self.free_slots)
+        return self.num_slots - self.num_free_slots
 
     def up_to_date(self, request_id: str) -> Request | None:
         """Return the request with all its tokens, or None if it is not known."""
@@ -147,7 +147,7 @@ class RequestTable:
 
         `num_computed` of its positions are computed or scheduled, drafts left out.
         """
-        slot = heappop(self.free_slots)
+        slot = self._take_slot()
         known = self.seat(request, slot, client_index, num_encoder_tokens)
         cells, at = self._cells, slot * NUM_COLUMNS
         cells[at + CLIENT], cells[at + OWN] = client_index, num_computed
@@ -176,13 +176,12 @@ class RequestTable:
 
     def take_slots(self, count: int) -> list[int]:
         """Take the lowest free slots, so many if there are as many."""
-        free = self.free_slots
-        return [heappop(free) for _ in range(min(count, len(free)))]
+        return [self._take_slot() for _ in range(min(count, self.num_free_slots))]
 
     def give_back_slots(self, slots: Sequence[int]) -> None:
         """Free slots in which nobody was seated."""
         for slot in slots:
-            heappush(self.free_slots, slot)
+            self._free_slot(slot)
 
     def preempt(self, known: KnownRequest) -> None:
         """Take the slot from a running request, which has no blocks any more; it stays known."""
@@ -317,7 +316,8 @@ class RequestTable:
     def check(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
         """Raise `InvariantError` if requests, slots and blocks do not agree."""
         free = np.flatnonzero(self.generation == FREE).tolist()
-        known_free = sorted(self.free_slots)
+        num_reached = self.num_taken + len(self._given_back)
+        known_free = sorted(self._given_back) + list(range(num_reached, self.num_slots))
         if known_free != free or np.count_nonzero(self.rows[:, CLIENT] == FREE) != len(free):
             raise InvariantError(
                 f"free slots {known_free[:8]} are not those without an occupant {free[:8]}"
@@ -377,13 +377,23 @@ class RequestTable:
                 f"tokens, the table counts {num_synced} of {num_tokens} as handed over"
             )
 
+    def _take_slot(self) -> int:
+        given_back = self._given_back
+        slot = heappop(given_back) if given_back else self.num_slots - self.num_free_slots
+        self.num_free_slots -= 1
+        return slot
+
+    def _free_slot(self, slot: int) -> None:
+        heappush(self._given_back, slot)
+        self.num_free_slots += 1
+
     def _vacate(self, known: KnownRequest) -> None:
         """Free the slot of a request whose tokens are up to date, or not wanted any more."""
         slot = known.slot
         self.requests[slot] = None
         self.generation[slot] = FREE
         self._cells[slot * NUM_COLUMNS + CLIENT] = FREE
-        heappush(self.free_slots, slot)
+        self._free_slot(slot)
         del self.slot_by_request[known.request.request_id]
         known.slot = NO_SLOT
 

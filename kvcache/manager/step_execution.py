@@ -343,7 +343,7 @@ class StepExecutor:
         num_scheduled = min(wish.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
         changes = None
-        if self._table.free_slots:
+        if self._table.num_free_slots:
             wanted = Reservation(
                 start,
                 min(end + wish.num_lookahead_tokens, self._max_model_len),

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcache.arrays import int32_array
 from kvcache.commands import Label, Unlabel, Zero
 from kvcache.core import (
     AllBlocksCleared,
@@ -419,12 +420,30 @@ def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them() -> None
     assert core.look_up(make_request("b", range(30))).num_tokens == 24
 
 
-def test_a_hit_of_another_plan_is_not_adopted() -> None:
+@pytest.mark.parametrize(
+    ("numbers", "places"),
+    [
+        ((1, 2, 3), None),  # of another plan
+        ((1, 2, 3), (1, 0)),
+        ((1, 2, 3), (0, None)),
+        ((1, 2, 3), (0,)),
+        ((1, 2, 3), (0, 1, 1)),
+        ((1, 9, 3), (0, 1)),
+        ((9, 2, 3), (0, 1)),
+    ],
+)
+def test_a_hit_of_other_blocks_is_not_adopted(
+    numbers: tuple[int, ...], places: tuple[int | None, ...] | None
+) -> None:
     core = make_flat_core(40)
     run_request(core, request("a", 1, 2, 3))
+    found = core.look_up(request("b", 1, 2, 3))
+    ids = found.block_ids[0].tolist()
+    wrong = [0 if place is None else ids[place] for place in places or ()]
+    hit = CacheHit(() if places is None else (int32_array(wrong),), found.num_tokens)
     before = core.dump_state()
     with pytest.raises(RequestError) as error:
-        core.reserve(request("b", 1, 2, 3), Reservation(8, 9, 9), CacheHit((), 8))
+        core.reserve(request("b", *numbers), Reservation(8, 9, 9), hit)
     assert str(error.value) == (
         "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
     )
@@ -453,3 +472,17 @@ def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays:
     core.free(parent)
     core.check()
     assert core.num_free_blocks() == 59
+
+
+def test_a_hit_is_adopted_though_another_was_found_since() -> None:
+    core = make_flat_core(40, full(4), window(5))
+    for name, numbers in (("a", (1, 2, 3)), ("b", (4, 5, 6))):
+        served = request(name, *numbers)
+        run_request(core, served)
+        core.free(served)
+    adopting = request("c", 1, 2, 3)
+    hit = core.look_up(adopting)
+    core.look_up(request("d", 4, 5, 6))
+    assert core.reserve(adopting, Reservation(hit.num_tokens, 9, 9), hit) is not None
+    assert [ids[:2] for ids in core.block_ids("c")] == [ids.tolist() for ids in hit.block_ids]
+    core.check()

@@ -125,7 +125,7 @@ def test_callers_append_behind_the_back_of_the_table() -> None:
     assert table.request_in(slot) is request
     table.check(no_blocks)
     table.forget(table.known["a"])
-    assert len(table.free_slots) == 2
+    assert table.num_free_slots == 2
     table.check(no_blocks)
 
 
@@ -150,7 +150,7 @@ class SlotWalk:
         self.num_names = 0
 
     def take(self) -> None:
-        if not self.table.free_slots:
+        if not self.table.num_free_slots:
             return
         self.num_names += 1
         tokens = [self.token() for _ in range(self.random.randint(1, 3 * self.unit))]
