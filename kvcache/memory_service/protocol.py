@@ -12,6 +12,7 @@ whose process the other one is.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -33,6 +34,8 @@ VERBS = frozenset({"attach", "put", "drop"})
 
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR = struct.Struct("i")
+_LOCK = struct.Struct("hhqqi")
+"""`struct flock`: type, whence, start, length, process."""
 _ROOT = 0
 
 
@@ -54,11 +57,21 @@ def make_socket(timeout_s: float) -> socket.socket:
     return made
 
 
+def lock_owner(descriptor: int) -> int:
+    """Return the process that has taken this memory for itself, 0 if none has."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, process_id = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else int(process_id)
+
+
+def peer_process(connected: socket.socket) -> int:
+    """Return the process at the other end."""
+    return _peer(connected)[0]
+
+
 def is_trusted(connected: socket.socket) -> bool:
     """Say whether the process at the other end belongs to this one's user, or to root."""
-    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user_id, _ = _CREDENTIALS.unpack(packed)
-    return user_id in (os.geteuid(), _ROOT)
+    return _peer(connected)[1] in (os.geteuid(), _ROOT)
 
 
 def send(connected: socket.socket, values: list[Any], descriptor: int | None = None) -> None:
@@ -90,6 +103,13 @@ def receive(connected: socket.socket) -> tuple[list[Any], int | None]:
             os.close(descriptor)
         raise
     return values, (descriptors[0] if descriptors else None)
+
+
+def _peer(connected: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end, as the kernel says."""
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process_id, user_id, _ = _CREDENTIALS.unpack(packed)
+    return process_id, user_id
 
 
 def _values_of(data: bytes, flags: int) -> list[Any]:

@@ -24,6 +24,7 @@ from kvcache.memory_service.protocol import (
     MAX_NAME_BYTES,
     VERBS,
     is_trusted,
+    lock_owner,
     make_socket,
     receive,
     send,
@@ -121,6 +122,11 @@ class HostMemoryService:
                 tuple(sorted(self._kept)),
                 self._loop.statistics(),
             )
+
+    def is_used(self) -> bool:
+        """Say whether a living process has taken any of the memory for itself."""
+        with self._lock:
+            return any(lock_owner(kept.descriptor) for kept in self._kept.values())
 
     def close(self) -> None:
         """Answer nothing more, and let go of everything. May be called again."""

@@ -1,0 +1,132 @@
+"""The memory service in a process of its own, for engines that have no cluster, and its start.
+
+The first engine on a node that needs it starts it, in a session of its own, so that the signals
+that end the engine do not reach it. It ends when told (`--end`), and by itself once nobody has used
+what it keeps for a time. Refuses to share an address: of two that start at once, one ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from kvcache.errors import AlreadyRunningError, ClusterError, StartupError
+from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service.protocol import is_trusted, make_socket, peer_process, socket_name
+from kvcache.memory_service.service import HostMemoryService
+
+MODULE = "kvcache.memory_service.process"
+START_S = 30.0
+"""How long a memory service may take to answer after its start."""
+
+MAX_SEGMENTS = 256
+LOOK_S = 0.5
+RETRY_S = 0.05
+
+
+def ensure_service(address: str, idle_s: float) -> None:
+    """Return when a memory service answers at `address`; start one if there is none.
+
+    Raises StartupError when none answers within `START_S`.
+    """
+    client = MemoryServiceClient(address)
+    if _answers(client):
+        return
+    command = [
+        sys.executable,
+        "-m",
+        "kvcache.memory_service.process",
+        address,
+        "--idle-s",
+        str(idle_s),
+    ]
+    nothing = subprocess.DEVNULL
+    started = subprocess.Popen(
+        command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd="/"
+    )
+    # Waited for, so that it is no zombie when it ends before this process.
+    threading.Thread(target=started.wait, name="kvcache-memory-service", daemon=True).start()
+    give_up_s = time.monotonic() + START_S
+    while not _answers(client):
+        if time.monotonic() > give_up_s:
+            raise StartupError(
+                f"the memory service at {address} does not answer after {START_S:g} s (its process "
+                f"{started.pid} ended with {started.returncode}): run '{' '.join(command)}' to see "
+                "why, or set offload.keeps_memory to false"
+            )
+        time.sleep(RETRY_S)
+
+
+def serve(address: str, idle_s: float) -> None:
+    """Keep memory at `address` until nobody has used any for `idle_s`.
+
+    Raises AlreadyRunningError.
+    """
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    service = HostMemoryService(address, max_segments=MAX_SEGMENTS, max_bytes=total_bytes)
+    service.serve()
+    used_s = time.monotonic()
+    while time.monotonic() - used_s < idle_s:
+        time.sleep(min(LOOK_S, idle_s))
+        service.ensure_serving()
+        if service.is_used():
+            used_s = time.monotonic()
+    service.close()
+
+
+def end(address: str) -> int:
+    """End the service at `address`; return its process. Raises ClusterError if there is none."""
+    with make_socket(5.0) as connected:
+        try:
+            connected.connect(socket_name(address))
+        except OSError as error:
+            raise ClusterError(
+                f"no memory service answers at {address} ({error.strerror})"
+            ) from error
+        if not is_trusted(connected):
+            raise ClusterError(f"the memory service at {address} is another user's")
+        process_id = peer_process(connected)
+    os.kill(process_id, signal.SIGTERM)
+    return process_id
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve, or end the memory service that serves; return the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m kvcache.memory_service.process", description=__doc__
+    )
+    parser.add_argument("address", help="unix:@ and a name")
+    parser.add_argument("--idle-s", type=float, default=3600.0, help="end when unused so long")
+    parser.add_argument("--end", action="store_true", help="end the one at the address")
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.end:
+            print(f"ended the memory service {end(chosen.address)}")
+        else:
+            serve(chosen.address, chosen.idle_s)
+    except AlreadyRunningError:
+        return 0  # the other one serves
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _answers(client: MemoryServiceClient) -> bool:
+    try:
+        descriptor = client.attach("")
+    except ClusterError:
+        return False
+    if descriptor is not None:
+        os.close(descriptor)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
