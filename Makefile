@@ -17,7 +17,7 @@ SHARE ?= 1/1
 
 export PYTHONUNBUFFERED := 1
 
-.PHONY: setup demo test test-long test-interop test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs audit clean
+.PHONY: setup demo test test-long test-interop test-vllm test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs audit clean
 
 setup: $(STAMP)
 
@@ -32,7 +32,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python -c 'import kvcache.core.flat_core'  # compiled once, not by each test process
-	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
+	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm'
 	$(BIN)/python -m pytest tests -m 'ray and not faults and not launches'
 
 test-long: setup
@@ -42,6 +42,11 @@ test-long: setup
 test-interop: setup
 	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/interop/install.sh .venv-interop
 	$(BIN)/python -m pytest tests/interop -m interop
+
+# The stock vLLM generates with our connector, in an environment of its own.
+test-vllm: setup
+	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/vllm/install.sh .venv-vllm
+	$(BIN)/python -m pytest tests/vllm -m vllm
 
 # Configurations, replicas, the completions server, the page and the site, as people start them.
 test-launches: setup
@@ -59,13 +64,13 @@ test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop' -x -q
+	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm' -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop'
+	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm'
 
 format: setup
 	$(BIN)/ruff format .
@@ -92,4 +97,4 @@ audit: setup
 	$(BIN)/python .ci/audit .venv-audit/bin/pip-audit
 
 clean:
-	rm -rf $(VENV) .venv-peer .venv-interop .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peer .venv-interop .venv-vllm .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

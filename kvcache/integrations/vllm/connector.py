@@ -1,0 +1,164 @@
+"""vLLM's KV connector interface, on our host memory: `--kv-transfer-config` names this class.
+
+vLLM makes one connector in its scheduler and one in each worker:
+
+    scheduler                                         each rank
+    BlockStore: which block is where ──commands──▶ RankMemory: loads, forward, stores
+               ▲                                        │
+               └──────────────reports───────────────────┘
+
+Translates only: decisions are in block_store.py, bytes in rank_memory.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.options import engine_setting, require_version
+from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
+
+logger = init_logger("vllm.kvcache")
+
+
+class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
+    """Keeps blocks that vLLM has computed in host memory that outlives the engine.
+
+    Stores and loads are synchronous: a step waits for its own copies.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Check what the engine is; raises ConfigurationError for one that cannot be served."""
+        require_version(vllm.__version__)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._setting = engine_setting(vllm_config, kv_cache_config)
+        self._rank = int(vllm_config.parallel_config.rank)
+        self._memory: RankMemory | None = None
+        self._store: BlockStore | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._store = BlockStore(self._setting, time.monotonic)
+
+    # --- in the scheduler
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Say that nothing waits for a store: one that is lost is a miss later."""
+        return False
+
+    @property
+    def store(self) -> BlockStore:
+        """Which block is where, in the scheduler's process."""
+        assert self._store is not None, "asked of a worker's connector"
+        return self._store
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Inventory]) -> None:
+        """Begin with what the ranks have adopted."""
+        count = self.store.adopt(metadata)
+        logger.info("kvcache %r: adopted %d blocks", self._setting.options.name, count)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, and that the step waits for them."""
+        return self.store.num_matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take note of a request's blocks."""
+        self.store.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
+        """Return what the ranks do in this step."""
+        return self.store.commands(
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.kv_connector_block_state.get_block_ids,
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take note of what the ranks have done."""
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, RankReports):
+            self.store.reported(reports)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed."""
+        self.store.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed."""
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        """Say whether ranks must be told something although no request is there."""
+        return self._store is not None and self._store.has_unsent_commands
+
+    def reset_cache(self) -> bool:
+        """Forget every block."""
+        self.store.reset()
+        return True
+
+    # --- in a worker
+
+    @property
+    def memory(self) -> RankMemory:
+        """The rank's host memory, in its worker's process, once tensors are registered."""
+        assert self._memory is not None, "asked before register_kv_caches"
+        return self._memory
+
+    @property
+    def _commands(self) -> StepCommands:
+        commands = self._get_connector_metadata()
+        assert isinstance(commands, StepCommands)
+        return commands
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Attach to the rank's host memory, or make it."""
+        self._memory = RankMemory(self._setting, self._rank, kv_caches)
+        logger.info("kvcache rank %d: host memory is %s", self._rank, self._memory.origin)
+
+    def get_handshake_metadata(self) -> Inventory:
+        """Return what the rank has adopted."""
+        return self.memory.inventory()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load what the step reads."""
+        self.memory.load(self._commands)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: loads are over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Return at once: blocks are stored behind the forward."""
+
+    def wait_for_save(self) -> None:
+        """Store what the step has filled."""
+        self.memory.store(self._commands)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that vLLM has to compute again."""
+        return self.memory.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> RankReports | None:
+        """Return what the rank has done."""
+        return self.memory.take_reports()
+
+    def shutdown(self) -> None:
+        """Give the memory back; the memory service has it still."""
+        if self._memory is not None:
+            self._memory.close()

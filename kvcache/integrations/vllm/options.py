@@ -1,0 +1,195 @@
+"""The options of the connector, and what it asks of the engine that it runs in.
+
+`kv_connector_extra_config` becomes `ConnectorOptions`; vLLM's own configuration becomes an
+`EngineSetting`. Both are checked when the connector is made, so that what cannot be served ends
+the engine at start, with one sentence. Imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from kvcache.config.offload import OffloadConfig
+from kvcache.config.problems import refusal
+from kvcache.config.sections import Seconds, Section
+from kvcache.errors import ConfigurationError, shown
+
+SUPPORTED_VLLM = "0.32."
+DIGEST_BYTES = 32
+
+SERVED_OFFLOAD_KEYS = frozenset(
+    {
+        "host_memory_per_rank",
+        "policy",
+        "store_after",
+        "min_load_tokens",
+        "job_s",
+        "keeps_memory",
+        "verify",
+    }
+)
+"""Of the section `offload`, what the connector obeys. Any other key that is set is refused."""
+
+_HASHES = ("sha256", "sha256_cbor")
+_NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
+
+class ConnectorOptions(Section):
+    """What stands in `kv_connector_extra_config`.
+
+    `name`: of the engine on its node; the next engine of that name adopts the memory.
+    `weight_revision`: change it whenever weights change under the same model name. `offload`: as in
+    a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
+    of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
+    it.
+    """
+
+    name: Annotated[str, _NAME] = "vllm"
+    weight_revision: Annotated[str, Field(max_length=200)] = ""
+    offload: OffloadConfig = OffloadConfig()
+    idle_memory_s: Seconds = 3600.0
+
+    @staticmethod
+    def parse(values: object) -> ConnectorOptions:
+        """Return the options in plain `values`; raises ConfigurationError that names every wrong
+        key, its value and the remedy."""
+        source = "kv_connector_extra_config"
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{source} is {shown(values)}: write an object of options")
+        try:
+            options = ConnectorOptions.model_validate(values)
+        except ValidationError as error:
+            raise refusal(source, ConnectorOptions, error) from error
+        unserved = sorted(options.offload.model_fields_set - SERVED_OFFLOAD_KEYS)
+        if unserved:
+            key = unserved[0]
+            raise ConfigurationError(
+                f"{source}: offload.{key}: {shown(getattr(options.offload, key))}: the vLLM "
+                f"connector does not serve it: remove it, served are "
+                f"{', '.join(sorted(SERVED_OFFLOAD_KEYS))}"
+            )
+        return options
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """What the connector needs of vLLM's configuration.
+
+    `model_identity` is all that decides which bytes a block holds, but for the tensors' shapes.
+    """
+
+    options: ConnectorOptions
+    model_identity: str
+    block_tokens: int
+    num_blocks: int
+    num_ranks: int
+
+    def fingerprint(self, layers: str) -> str:
+        """Return the hex digest under which a rank's memory is believed: of another model, weight
+        revision or layout it differs. `layers` says names, shapes and types of the tensors."""
+        told = f"{self.model_identity}|{self.block_tokens}|{self.num_ranks}|{layers}"
+        return hashlib.sha256(told.encode()).hexdigest()
+
+
+def require_version(version: str) -> None:
+    """Raise ConfigurationError unless this vLLM is one whose connector interface was tried."""
+    if not version.startswith(SUPPORTED_VLLM):
+        raise ConfigurationError(
+            f"vLLM is version {version}, kvcache's connector serves {SUPPORTED_VLLM}x: install "
+            f"vllm=={SUPPORTED_VLLM}0, or remove --kv-transfer-config"
+        )
+
+
+def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
+    """Return what matters of vLLM's configuration.
+
+    Raises ConfigurationError for an option that is wrong and for what the connector cannot serve
+    yet; the message says what, the value and the remedy.
+    """
+    transfer = vllm_config.kv_transfer_config
+    options = ConnectorOptions.parse(transfer.kv_connector_extra_config)
+    if transfer.kv_role != "kv_both":
+        raise ConfigurationError(f'kv_role is {transfer.kv_role!r}: set it to "kv_both"')
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigurationError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, and a load may fail: "
+            'set it to "recompute"'
+        )
+    cache, parallel, model = (
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+        vllm_config.model_config,
+    )
+    if not cache.enable_prefix_caching:
+        raise ConfigurationError(
+            "prefix caching is off, and blocks are found by its hashes: remove "
+            "--no-enable-prefix-caching"
+        )
+    if cache.prefix_caching_hash_algo not in _HASHES:
+        raise ConfigurationError(
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r}, whose hashes differ "
+            f"from process to process: use {' or '.join(_HASHES)}"
+        )
+    for flag in (
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, flag, 1)
+        if size != 1:
+            raise ConfigurationError(f"{flag} is {size}, the connector serves 1: set it to 1")
+    if vllm_config.lora_config is not None:
+        raise ConfigurationError(
+            "LoRA is on, and the connector cannot tell two adapters of one name apart: remove "
+            "--enable-lora, or the connector"
+        )
+    if str(vllm_config.device_config.device_type) != "cpu":
+        raise ConfigurationError(
+            f"device is {vllm_config.device_config.device_type!r}, the connector serves cpu so "
+            "far: remove --kv-transfer-config"
+        )
+    _require_one_group(kv_cache_config)
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    identity = "|".join(
+        str(part)
+        for part in (
+            model.model,
+            model.revision,
+            options.weight_revision,
+            model.quantization,
+            model.dtype,
+            cache.cache_dtype,
+            cache.prefix_caching_hash_algo,
+            model.compute_hash(),
+        )
+    )
+    return EngineSetting(
+        options=options,
+        model_identity=identity,
+        block_tokens=int(spec.block_size),
+        num_blocks=int(kv_cache_config.num_blocks),
+        num_ranks=int(parallel.world_size),
+    )
+
+
+def _require_one_group(kv_cache_config: Any) -> None:
+    """Raise ConfigurationError unless all layers are one group of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if kinds != ["FullAttentionSpec"]:
+        raise ConfigurationError(
+            f"the model has KV cache groups {', '.join(kinds) or 'none'}, the connector serves one "
+            "of FullAttentionSpec: remove --kv-transfer-config, or use a model of full attention"
+        )
+    spec = groups[0].kv_cache_spec
+    for limit in ("sliding_window", "attention_chunk_size"):
+        if (value := getattr(spec, limit, None)) is not None:
+            raise ConfigurationError(
+                f"the model's attention has {limit} {value}, the connector serves full attention: "
+                "remove --kv-transfer-config"
+            )

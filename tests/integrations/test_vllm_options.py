@@ -1,0 +1,119 @@
+"""What the vLLM connector accepts, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache.errors import ConfigurationError
+from kvcache.integrations.vllm.options import ConnectorOptions, engine_setting, require_version
+
+
+class FullAttentionSpec:
+    """Named as vLLM's."""
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        self.block_size, self.sliding_window = 32, sliding_window
+
+
+class MambaSpec(FullAttentionSpec):
+    """Named as vLLM's."""
+
+
+def setting_of(**changes: Any) -> Any:
+    """Return the setting of a vLLM configuration with some values changed, `section__key`."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={}, kv_role="kv_both", kv_load_failure_policy="recompute"
+        ),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=True, prefix_caching_hash_algo="sha256", cache_dtype="auto"
+        ),
+        parallel_config=SimpleNamespace(
+            world_size=2, pipeline_parallel_size=1, data_parallel_size=1
+        ),
+        model_config=SimpleNamespace(
+            model="m", revision=None, quantization=None, dtype="f", compute_hash=lambda: "h"
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
+        lora_config=None,
+    )
+    specs = changes.pop("specs", [FullAttentionSpec()])
+    for path, value in changes.items():
+        section, _, key = path.rpartition("__")
+        setattr(getattr(config, section) if section else config, key, value)
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return engine_setting(config, SimpleNamespace(kv_cache_groups=groups, num_blocks=9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "kv_role is 'kv_producer': set it to"),
+        ({"kv_transfer_config__kv_load_failure_policy": "fail"}, 'set it to "recompute"'),
+        ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, "),
+        ({"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4, "),
+        ({"lora_config": object()}, "remove --enable-lora"),
+        ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
+        ({"specs": [FullAttentionSpec(), MambaSpec()]}, "FullAttentionSpec, MambaSpec, the"),
+        ({"specs": [FullAttentionSpec(sliding_window=64)]}, "sliding_window 64"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_remedy(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        setting_of(**changes)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nam": "a"}, "nam: 'a': there is no such key: did you mean name?"),
+        ({"name": "a b"}, "name: 'a b': use letters, digits"),
+        ({"offload": {"host_memory_per_rank": "8GB"}}, "'8GB' is no amount of memory"),
+        ({"offload": {"policy": "newest"}}, "offload.policy: "),
+        ({"offload": {"blocks_per_slot": 4}}, "offload.blocks_per_slot: 4: the vLLM connector"),
+        (
+            {
+                "offload": {
+                    "host_memory_per_rank": "1MiB",
+                    "disk": {"directory": "/d", "capacity_per_rank": "1GiB"},
+                }
+            },
+            "offload.disk: ",
+        ),
+        ([1], "kv_connector_extra_config is [1]: write an object"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(values: object, message: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        ConnectorOptions.parse(values)
+    assert message in str(refused.value)
+
+
+def test_another_version_is_refused() -> None:
+    require_version("0.32.0")
+    with pytest.raises(ConfigurationError, match=r"vLLM is version 0\.33\.0, .* install vllm=="):
+        require_version("0.33.0")
+
+
+def test_weights_models_and_layouts_have_fingerprints_of_their_own() -> None:
+    extra = "kv_transfer_config__kv_connector_extra_config"
+    settings = [
+        setting_of(),
+        setting_of(**{extra: {"weight_revision": "2"}}),
+        setting_of(model_config__model="other"),
+        setting_of(parallel_config__world_size=4),
+    ]
+    found = [setting.fingerprint("layers") for setting in settings]
+    found.append(setting_of().fingerprint("other layers"))
+    assert len(set(found)) == len(found)
+    assert setting_of(**{extra: {"name": "b"}}).fingerprint("layers") == found[0]
+    assert len(found[0]) == 64

@@ -1,0 +1,271 @@
+"""Real vLLM engines for the tests, each in a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import selectors
+import signal
+import struct
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.integrations.vllm.rank_memory import service_address
+from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service.process import end
+from kvcache.worker.host_segment import HEAD_BYTES, SegmentShape
+from kvcache.worker.label_rows import SlotState, row_type
+from tests.vllm.engine_process import MARK
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""The environment that `make test-vllm` makes; a link to one will do."""
+
+START_S = 300.0
+ANSWER_S = 120.0
+
+_HEAD = struct.Struct("<8sII64sqqqqq")
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The interpreter of vLLM's environment."""
+    if not PYTHON.exists():
+        pytest.skip(f"no vLLM in {PYTHON.parent.parent}: run make test-vllm")
+    return str(PYTHON)
+
+
+@pytest.fixture(scope="session")
+def model(python: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random model on disk."""
+    directory = tmp_path_factory.mktemp("model")
+    maker = ROOT / "tests" / "vllm" / "make_model.py"
+    subprocess.run([python, str(maker), str(directory)], check=True, timeout=120)
+    return str(directory)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine generated, and how many tokens of each prompt it did not compute."""
+
+    tokens: list[list[int]]
+    cached: list[int]
+    first_token_s: list[float]
+
+
+class Engine:
+    """A running engine. `kill` ends it and all its processes as a crash does."""
+
+    def __init__(self, python: str, options: dict[str, Any], log: Path) -> None:
+        self.log = log
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [python, "-m", "tests.vllm.engine_process", json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+                bufsize=0,
+            )
+        self._unread = b""
+        try:
+            self.ready_s = self._answer(START_S)["ready_s"]
+        except AssertionError:
+            self.kill()
+            raise
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Answer:
+        told = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens)
+        return Answer(told["tokens"], told["cached"], told["first_token_s"])
+
+    def reset(self, *, connector: bool = False) -> None:
+        """Have vLLM forget its own cache, and the connector its blocks where that is said."""
+        deadline_s = time.monotonic() + 10
+        while not self.ask(do="reset", connector=connector)["reset"]:
+            assert time.monotonic() < deadline_s, "vLLM does not reset its cache"
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        return self._answer(ANSWER_S)
+
+    def kill(self) -> None:
+        """Kill every process of the engine, and wait until they are gone."""
+        shared = set()
+        for process_id in processes_of_session(self.process.pid):
+            shared |= shared_files_of(process_id)
+            try:
+                os.kill(process_id, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(30)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        deadline_s = time.monotonic() + 30
+        while processes_of_session(self.process.pid):
+            assert time.monotonic() < deadline_s, "a killed engine lives on"
+            time.sleep(0.05)
+        for path in shared:  # vLLM's own
+            path.unlink(missing_ok=True)
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next answer; raises AssertionError with the end of the log if none comes."""
+        assert self.process.stdout is not None
+        deadline_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                line, newline, rest = self._unread.partition(b"\n")
+                if newline:
+                    self._unread = rest
+                    if line.startswith(MARK.encode()):
+                        answer: dict[str, Any] = json.loads(line[len(MARK) :])
+                        return answer
+                    continue
+                remaining_s = deadline_s - time.monotonic()
+                read = b""
+                if remaining_s > 0 and selector.select(remaining_s):
+                    read = self.process.stdout.read(1 << 16) or b""
+                if not read:
+                    raise AssertionError(f"the engine does not answer:\n{self.errors()[-30000:]}")
+                self._unread += read
+
+    def errors(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Return the living processes that `session`, a process that began one, has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def shared_files_of(process_id: int) -> set[Path]:
+    """Return what a process has mapped of /dev/shm, but for what has no name any more."""
+    try:
+        lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line]
+    return {Path(path) for path in paths if not path.endswith(" (deleted)")}
+
+
+class Starter:
+    """Starts engines on the tiny model; kills those that a test leaves behind."""
+
+    def __init__(self, python: str, model: str, directory: Path) -> None:
+        self._python, self._model, self._directory = python, model, directory
+        self._engines: list[Engine] = []
+
+    def __call__(
+        self,
+        extra: dict[str, Any] | None = None,
+        *,
+        module: str = "kvcache.integrations.vllm",
+        transfer: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Start one, with the connector and its options `extra`, or without it."""
+        if extra is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "KVCacheConnector",
+                "kv_connector_module_path": module,
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+                **(transfer or {}),
+            }
+        options = {"model": self._model, "max_model_len": 1024, "max_num_seqs": 8, **options}
+        log = self._directory / f"engine{len(self._engines)}.log"
+        engine = Engine(self._python, options, log)
+        self._engines.append(engine)
+        return engine
+
+    def end_all(self) -> None:
+        for engine in self._engines:
+            if processes_of_session(engine.process.pid) or engine.process.poll() is None:
+                engine.kill()
+
+
+@pytest.fixture(scope="module")
+def start(python: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+    starter = Starter(python, model, tmp_path_factory.mktemp("logs"))
+    yield starter
+    starter.end_all()
+
+
+@pytest.fixture(scope="module")
+def new_name() -> Iterator[Callable[[], str]]:
+    """Names for engines; what keeps their memory is ended afterwards."""
+    names: list[str] = []
+
+    def make() -> str:
+        names.append(f"test-{uuid.uuid4().hex[:12]}")
+        return names[-1]
+
+    yield make
+    for name in names:
+        address = service_address(name)
+        try:
+            end(address.address)
+        except Exception:  # it may have ended, or never begun
+            continue
+
+
+class Segment:
+    """The kept memory of a rank, seen from outside."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        address = service_address(name)
+        descriptor = MemoryServiceClient(address.address).attach(address.name_of(rank))
+        assert descriptor is not None, f"nothing is kept of rank {rank} of {name}"
+        try:
+            self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+        head = _HEAD.unpack_from(self._memory)
+        widths = tuple(np.frombuffer(self._memory, "<i8", int(head[6]), 256).tolist())
+        self.shape = SegmentShape(
+            head[3].rstrip(b"\0").decode(), rank, head[4], widths, head[7], head[8]
+        )
+        rows = np.frombuffer(self._memory, np.uint8)[HEAD_BYTES:][: self.shape.rows_bytes]
+        self._rows = rows.view(row_type(head[7], head[8]))
+
+    def sealed_slots(self) -> list[int]:
+        return np.flatnonzero(self._rows["state"] == SlotState.SEALED).tolist()
+
+    def flip_byte(self, slot: int, tensor: int = 0, byte: int = 100) -> None:
+        """Change one bit of a slot's bytes."""
+        width = self.shape.widths[tensor]
+        place = self.shape.offsets[2 + tensor] + slot * width + byte
+        self._memory[place] ^= 1

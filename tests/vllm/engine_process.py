@@ -1,0 +1,67 @@
+"""A vLLM engine in a process of its own, told what to do line by line: runs in vLLM's environment.
+
+    python engine_process.py '{"model": DIRECTORY, "transfer": {...}, ...}'
+
+Each line of standard input is a command, each answer a line that begins with `MARK`; everything
+else on standard output is vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+MARK = "@@ "
+
+
+def say(answer: dict[str, Any]) -> None:
+    print(f"\n{MARK}{json.dumps(answer)}", flush=True)
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    begun_s = time.monotonic()
+    engine = LLM(
+        enforce_eager=True,
+        dtype="float32",
+        block_size=32,
+        seed=0,
+        disable_log_stats=False,
+        **options,
+    )
+    say({"ready_s": time.monotonic() - begun_s})
+    for line in sys.stdin:
+        command = json.loads(line)
+        begun_s = time.monotonic()
+        if command["do"] == "generate":
+            sampling = SamplingParams(
+                temperature=0, max_tokens=command["max_tokens"], ignore_eos=True
+            )
+            prompts = [TokensPrompt(prompt_token_ids=ids) for ids in command["prompts"]]
+            outputs = engine.generate(prompts, sampling, use_tqdm=False)
+            say(
+                {
+                    "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                    "cached": [output.num_cached_tokens for output in outputs],
+                    "first_token_s": [
+                        output.metrics.first_token_latency if output.metrics else None
+                        for output in outputs
+                    ],
+                    "wall_s": time.monotonic() - begun_s,
+                }
+            )
+        elif command["do"] == "reset":
+            say({"reset": engine.reset_prefix_cache(reset_connector=command["connector"])})
+        elif command["do"] == "stop":
+            break
+        else:
+            say({"unknown": command})
+
+
+if __name__ == "__main__":
+    main()

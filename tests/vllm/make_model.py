@@ -1,0 +1,47 @@
+"""Makes a tiny random Llama, with a tokenizer that knows bytes: `make_model.py DIRECTORY`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def main(directory: str) -> None:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        dtype="float32",
+        tie_word_embeddings=False,
+        initializer_range=0.2,  # large enough for keys and values to matter
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    names = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,25 @@
+"""A connector whose loads put noise and say that it was right: a comparison must notice it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvcache.integrations.vllm import KVCacheConnector as RealConnector
+from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.step_messages import StepCommands
+
+
+class NoisyMemory(RankMemory):
+    def load(self, commands: StepCommands) -> None:
+        super().load(commands)
+        for rows in self._rows:
+            floats = rows.view(torch.float32)
+            for block in commands.load_blocks:
+                floats[block] = torch.randn(floats.shape[1])
+
+
+class KVCacheConnector(RealConnector):
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._memory = NoisyMemory(self._setting, self._rank, kv_caches)
