@@ -10,16 +10,17 @@ import secrets
 
 from actors.event_publishing import make_event_feed
 from actors.tier_parts import offload_parts
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.curve import CurveKeys
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.curve import CurveKeys
 from kvcache.manager import KVCacheManager
 from kvcache.planner import Plan, rank_layout_fingerprint
+from kvcache.protocol.state_store import StateStore
 from kvcache.recorder import (
     FileStepRecorder,
     ManagerConfig,
@@ -30,7 +31,6 @@ from kvcache.recorder import (
 )
 from kvcache.recorder.segments import SegmentLimits
 from kvcache.specs import require_eagle_support
-from kvcache.state_store import StateStore
 
 
 def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettings:

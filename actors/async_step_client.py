@@ -19,9 +19,8 @@ from actors.connection import (
     require_served,
 )
 from actors.session_view import SessionView
-from kvcache.arguments import as_int
-from kvcache.client_session import SessionState, Submitted
-from kvcache.errors import (
+from kvcache.base.arguments import as_int
+from kvcache.base.errors import (
     BacklogFullError,
     ClusterError,
     DeadlineError,
@@ -31,8 +30,9 @@ from kvcache.errors import (
     StaleEpochError,
     SupersededError,
 )
-from kvcache.messages import CallResult
-from kvcache.step import StepRequest, StepResult
+from kvcache.client.session import SessionState, Submitted
+from kvcache.protocol.messages import CallResult
+from kvcache.protocol.step import StepRequest, StepResult
 
 T = TypeVar("T")
 C = TypeVar("C", bound="AsyncStepClient")

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     MAX_INT32,
     as_bool,
     as_int,
@@ -21,14 +21,14 @@ from kvcache.arguments import (
     as_text,
     check_kind,
 )
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import BlockError, RequestError
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
-from kvcache.errors import BlockError, RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.kv_cache_manager import COUNTS
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
+from kvcache.requests.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
 
 T = TypeVar("T")
 

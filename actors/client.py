@@ -12,14 +12,14 @@ from typing import TypeVar
 from actors.calls import RemoteCall, read_answer
 from actors.connection import require_served
 from actors.step_client import StepClient
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.kv_cache_manager import checked_counts
 from kvcache.manager.pins import Pin
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.messages import CallResult
-from kvcache.request import LoRARequest, Request, TokenIds
-from kvcache.step import NO_STEP
+from kvcache.protocol.messages import CallResult
+from kvcache.protocol.step import NO_STEP
+from kvcache.requests.request import LoRARequest, Request, TokenIds
 
 T = TypeVar("T")
 

@@ -26,11 +26,11 @@ from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name
 from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ConfigurationError, NotRunningError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
-from kvcache.curve import CurveKeys
-from kvcache.errors import ConfigurationError, NotRunningError
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.recorder import RecordedBatch
 

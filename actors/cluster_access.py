@@ -26,10 +26,8 @@ from actors.placement import wait_until
 from actors.replacement import FAILED
 from actors.reports import ClusterStatus, HostStatistics
 from actors.service import ServiceStatistics
-from kvcache.arguments import as_int
-from kvcache.config import ClusterConfig
-from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import (
+from kvcache.base.arguments import as_int
+from kvcache.base.errors import (
     DeadlineError,
     KVCacheError,
     NotRunningError,
@@ -37,12 +35,14 @@ from kvcache.errors import (
     StartupError,
     WorkerLostError,
 )
+from kvcache.config import ClusterConfig
+from kvcache.coordinator.settings import CoordinatorStatistics
 
 if TYPE_CHECKING:
     from actors.async_client import AsyncKVCacheClient
     from actors.client import KVCacheClient
     from kvcache.coordinator.watchdog import PendingWork
-    from kvcache.labels import LabelSet
+    from kvcache.protocol.labels import LabelSet
     from kvcache.worker.settings import WorkerStatistics
 
 CALL_TIMEOUT_S = 15.0

@@ -15,8 +15,8 @@ from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits
-from kvcache.errors import NotRunningError
-from kvcache.messages import WorkerAddress
+from kvcache.base.errors import NotRunningError
+from kvcache.protocol.messages import WorkerAddress
 
 
 def require_ray() -> None:

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from typing import Protocol, get_args
 
 from actors.transport import Endpoint, Peer, PeerTransport, client_peer
-from kvcache import errors
-from kvcache.arguments import as_number, as_text
-from kvcache.client_session import ClientSession, SessionSettings, SessionState, Submitted
-from kvcache.clock import Clock, SystemClock
-from kvcache.config import ClusterConfig
-from kvcache.errors import (
+from kvcache.base import errors
+from kvcache.base.arguments import as_number, as_text
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import (
     ConfigurationError,
     KVCacheError,
     NotRunningError,
@@ -27,11 +25,13 @@ from kvcache.errors import (
     WorkerLostError,
     shown,
 )
-from kvcache.logs import get_logger
-from kvcache.messages import CallResult, FromClient, ToClient
-from kvcache.serving_loop import Faults
-from kvcache.step import StepResult
-from kvcache.wire import decode, encode
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import Faults
+from kvcache.client.session import ClientSession, SessionSettings, SessionState, Submitted
+from kvcache.config import ClusterConfig
+from kvcache.protocol.messages import CallResult, FromClient, ToClient
+from kvcache.protocol.step import StepResult
+from kvcache.protocol.wire import decode, encode
 
 logger = get_logger(__name__)
 

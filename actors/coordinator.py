@@ -34,18 +34,18 @@ from actors.transport.zmq_server import ZmqLimits
 from actors.worker_making import WorkerOptions
 from actors.worker_set import WorkerSet, look_for_workers
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import KVCacheError, NotRunningError, StartupError
+from kvcache.base.logs import get_logger, log_to_stderr
+from kvcache.base.serving_loop import problems_of
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
-from kvcache.curve import CurveKeys
-from kvcache.errors import KVCacheError, NotRunningError, StartupError
-from kvcache.logs import get_logger, log_to_stderr
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTracer, record_request
-from kvcache.serving_loop import problems_of
 
 logger = get_logger(__name__)
 

@@ -12,8 +12,8 @@ from actors.endpoint_record import load_endpoint
 from actors.reports import ClusterStatus
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
+from kvcache.base.errors import ClusterError, DeadlineError, NotRunningError
 from kvcache.config import ClusterConfig
-from kvcache.errors import ClusterError, DeadlineError, NotRunningError
 
 DIAL_TIMEOUT_S = 5.0
 

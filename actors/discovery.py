@@ -13,8 +13,8 @@ from typing import Any
 from actors.cluster import KVCacheCluster
 from actors.cluster_events import publisher_host
 from actors.event_endpoints import endpoints_in
-from kvcache.curve import CurveKeys
-from kvcache.errors import NotRunningError
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import NotRunningError
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
 from actors.worker_set import WorkerSet, look_for_workers
+from kvcache.base.errors import NotRunningError, SupersededError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import NotRunningError, SupersededError
 
 if TYPE_CHECKING:
     from kvcache.coordinator.watchdog import PendingWork

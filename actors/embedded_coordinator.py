@@ -34,13 +34,9 @@ from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.worker_set import DiscoveredCluster, WorkerSet
 from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
-from kvcache.clock import SystemClock
-from kvcache.config import ClusterConfig
-from kvcache.coordinator import Coordinator
-from kvcache.coordinator.phase import Phase
-from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.curve import generate_curve_keys
-from kvcache.errors import (
+from kvcache.base.clock import SystemClock
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import (
     ClusterError,
     ConfigurationError,
     KVCacheError,
@@ -48,8 +44,12 @@ from kvcache.errors import (
     StartupError,
     SupersededError,
 )
-from kvcache.logs import get_logger
-from kvcache.serving_loop import ServingLoop
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import ServingLoop
+from kvcache.config import ClusterConfig
+from kvcache.coordinator import Coordinator
+from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.settings import CoordinatorStatistics
 
 logger = get_logger(__name__)
 

@@ -19,13 +19,13 @@ from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
 from actors.process_identity import ProcessIdentity, is_process_alive, this_process
 from actors.state import RayRecordStore
 from actors.worker_making import WorkerOptions
-from kvcache.config import ClusterConfig, parse_config
-from kvcache.errors import (
+from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,
     MalformedMessageError,
     VersionMismatchError,
 )
+from kvcache.config import ClusterConfig, parse_config
 
 RECORD_VERSION = 1
 

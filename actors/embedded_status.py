@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from actors.process_identity import ProcessIdentity
 from actors.reports import ClusterStatus, MemoryServiceStatus, NodeAddress, RankStatus
+from kvcache.base.serving_loop import LoopStatistics, problems_of
 from kvcache.config import ClusterConfig
 from kvcache.planner import Plan
-from kvcache.serving_loop import LoopStatistics, problems_of
 
 NO_PROCESS = ProcessIdentity("", "no node", 0, 0)
 

@@ -21,23 +21,23 @@ from actors.process_start import started_ticks
 from actors.reports import HostStatistics, NodeAddress, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
 from actors.transport.mailbox import Mailbox
-from kvcache.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import NotRunningError, ProtocolError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import Faults
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.config.sections import Location
-from kvcache.errors import NotRunningError, ProtocolError
-from kvcache.hashing import get_hash_fn
-from kvcache.logs import get_logger
 from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.messages import Message, ToWorker
 from kvcache.planner import (
     Plan,
     plan_fingerprint,
     rank_layout_fingerprint,
     rank_memory,
 )
-from kvcache.serving_loop import Faults
+from kvcache.protocol.messages import Message, ToWorker
+from kvcache.protocol.wire import decode, encode
+from kvcache.requests.hashing import get_hash_fn
 from kvcache.specs import KVCacheConfig, KVCacheSpec
-from kvcache.wire import decode, encode
 from kvcache.worker.file_format import files_bound
 from kvcache.worker.file_tier import FileTierSettings
 from kvcache.worker.settings import WorkerSettings

@@ -13,8 +13,8 @@ from actors.transport import Endpoint
 from actors.transport.node_server import NodeServer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import local_address, network_address
+from kvcache.base.curve import CurveKeys
 from kvcache.config import TransportConfig
-from kvcache.curve import CurveKeys
 
 
 class EndpointTable:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcache.curve import CurveKeys
-from kvcache.errors import ConfigurationError, NotRunningError
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ConfigurationError, NotRunningError
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import SubscriptionSettings
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.event_feed import LinkedEventFeed
-from kvcache.curve import CurveKeys
-from kvcache.errors import ConfigurationError
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from kvcache.logs import get_logger
-from kvcache.serving_loop import ServingLoop
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import ServingLoop
 
 logger = get_logger(__name__)
 

@@ -29,10 +29,9 @@ from actors.reports import WorkerReport
 from actors.shutdown import ClusterParts, take_down
 from actors.worker_making import WorkerOptions, code_options, make_worker
 from actors.worker_set import WorkerSet
-from kvcache.arguments import as_bool, as_tuple, check_methods
-from kvcache.config import ClusterConfig
-from kvcache.curve import generate_curve_keys
-from kvcache.errors import (
+from kvcache.base.arguments import as_bool, as_tuple, check_methods
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,
     KVCacheError,
@@ -41,6 +40,7 @@ from kvcache.errors import (
     StartupError,
     shown,
 )
+from kvcache.config import ClusterConfig
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 
 OnProgress = Callable[[str], None]

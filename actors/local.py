@@ -21,13 +21,13 @@ from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
-from kvcache.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import StartupError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
-from kvcache.errors import StartupError
 from kvcache.planner import Plan, plan_kv_cache, plan_options
-from kvcache.state_store import MemoryStateStore, StateStore
+from kvcache.protocol.state_store import MemoryStateStore, StateStore
 
 LOCAL_ENDPOINT = Endpoint("local")
 MIN_STARTUP_ROUNDS = 10_000

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from kvcache.errors import BacklogFullError, ClusterError, DeadlineError
-from kvcache.serving_loop import LoopStatistics, ServingLoop
+from kvcache.base.errors import BacklogFullError, ClusterError, DeadlineError
+from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 
 T = TypeVar("T")
 

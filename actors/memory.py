@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
-from kvcache.errors import ConfigurationError
 
 USABLE_SHARE = 0.8
 """Of what is free: the rest is for activations, staging and everybody else."""

@@ -35,13 +35,13 @@ from actors.process_identity import ProcessIdentity
 from actors.process_start import started_ticks
 from actors.reports import MemoryServiceReport, MemoryServiceStatus, NodeAddress, WorkerReport
 from actors.worker_making import code_options
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.errors import KVCacheError, StartupError
+from kvcache.base.logs import get_logger, log_to_stderr
+from kvcache.base.serving_loop import ServingLoop
 from kvcache.config import ClusterConfig
-from kvcache.errors import KVCacheError, StartupError
-from kvcache.logs import get_logger, log_to_stderr
 from kvcache.memory_service.client import segment_name
 from kvcache.memory_service.service import HostMemoryService
-from kvcache.serving_loop import ServingLoop
 
 if TYPE_CHECKING:
     from actors.worker_set import WorkerSet

@@ -16,7 +16,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 from kvcache.metrics import AnySample, CounterGrowth, HistogramSample, Kind, Metric, Sample
 
 logger = get_logger(__name__)

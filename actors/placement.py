@@ -19,8 +19,8 @@ from ray.util.placement_group import (
 )
 
 from actors.names import placement_group_name
+from kvcache.base.errors import StartupError
 from kvcache.config import ClusterConfig
-from kvcache.errors import StartupError
 
 POLL_S = 0.05
 

@@ -26,10 +26,10 @@ from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import WorkerReport
 from actors.worker_making import WorkerOptions, begin_making_worker
 from actors.worker_set import WorkerSet
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
+from kvcache.base.logs import get_logger
 from kvcache.config import ClusterConfig
-from kvcache.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
-from kvcache.logs import get_logger
 from kvcache.planner import Plan
 from kvcache.specs import KVCacheSpec
 

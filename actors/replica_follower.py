@@ -10,12 +10,12 @@ import threading
 from dataclasses import dataclass
 
 from actors.event_endpoints import EventEndpoints, subscribe
-from kvcache.arrays import Int32Array
-from kvcache.clock import Clock
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import Clock
+from kvcache.base.serving_loop import ServingLoop, describe_error
 from kvcache.events.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import SubscriptionSettings, SubscriptionStatistics, Update
-from kvcache.serving_loop import ServingLoop, describe_error
 
 _POLL_S = 0.1
 _SOURCE = "replica"

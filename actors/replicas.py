@@ -22,9 +22,9 @@ from actors.cluster_access import connect_to_ray
 from actors.discovery import DiscoveryRecord, discovery_records
 from actors.launch import OnProgress
 from actors.names import RAY_NAMESPACE, coordinator_name
+from kvcache.base.errors import ConfigurationError, NotRunningError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.config.events import shifted
-from kvcache.errors import ConfigurationError, NotRunningError
 
 
 def replica_name(name: str, rank: int) -> str:

@@ -11,9 +11,9 @@ from itertools import zip_longest
 from typing import Any
 
 from actors.transport.protocol import TransportStatistics
+from kvcache.base.serving_loop import LoopStatistics
 from kvcache.memory_service import MemoryServiceStatistics
 from kvcache.planner import RankMemory
-from kvcache.serving_loop import LoopStatistics
 from kvcache.specs import KVCacheSpec
 
 

@@ -23,10 +23,10 @@ from actors.event_endpoints import EventEndpoints
 from actors.names import RAY_NAMESPACE, router_name
 from actors.replica_follower import FollowerState, ReplicaFollower
 from actors.replica_scores import Candidate, RankedReplica, RouterSettings, rank_candidates
-from kvcache.clock import Clock, SystemClock
-from kvcache.curve import CurveKeys
-from kvcache.errors import RequestError
-from kvcache.tokens import TokenIds, as_token_ids
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import RequestError
+from kvcache.requests.tokens import TokenIds, as_token_ids
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from actors.event_endpoints import EventEndpoints
 from actors.replica_scores import RouterSettings
 from actors.router import PrefixRouter
-from kvcache.errors import ConfigurationError, KVCacheError
-from kvcache.tokens import TokenIds
+from kvcache.base.errors import ConfigurationError, KVCacheError
+from kvcache.requests.tokens import TokenIds
 
 EVENTS_KEY = "kvcache_events"
 """Where a replica's metadata says what `EventEndpoints` it has."""

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Protocol, get_args
 
 from actors.transport import Inbound, ServerTransport, TransportStatistics
-from kvcache.clock import Clock
-from kvcache.errors import ProtocolError
-from kvcache.logs import get_logger
-from kvcache.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
-from kvcache.serving_loop import Faults, LoopStatistics
-from kvcache.wire import decode, encode
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ProtocolError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import Faults, LoopStatistics
+from kvcache.protocol.messages import Address, FromClient, FromWorker, Outgoing, WorkerAddress
+from kvcache.protocol.wire import decode, encode
 
 logger = get_logger(__name__)
 

@@ -6,9 +6,9 @@ Reads the session's state, which the client's own waits bring up to date. Change
 from __future__ import annotations
 
 from actors.connection import ClientConnection
-from kvcache.client_session import SessionState
-from kvcache.errors import NotRunningError
-from kvcache.messages import Attached, FailedForward
+from kvcache.base.errors import NotRunningError
+from kvcache.client.session import SessionState
+from kvcache.protocol.messages import Attached, FailedForward
 
 
 class SessionView:

@@ -20,11 +20,11 @@ from typing import Protocol, TypeVar
 from actors.service import CoordinatorService, Decider, ServiceStatistics
 from actors.transport import Inbound, Peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
-from kvcache.clock import Clock
-from kvcache.errors import ClusterError, KVCacheError, ProtocolError
-from kvcache.logs import get_logger
-from kvcache.messages import ClientAddress, Detach, Detached, Outgoing, Unattached
-from kvcache.wire import decode, encode, prose
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ClusterError, KVCacheError, ProtocolError
+from kvcache.base.logs import get_logger
+from kvcache.protocol.messages import ClientAddress, Detach, Detached, Outgoing, Unattached
+from kvcache.protocol.wire import decode, encode, prose
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 
 
 class StallAwareClock:

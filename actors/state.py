@@ -12,8 +12,8 @@ from typing import Any
 from ray.experimental import internal_kv
 
 from actors.names import state_prefix
-from kvcache.errors import ClusterError
-from kvcache.state_store import SmallState, require_saved
+from kvcache.base.errors import ClusterError
+from kvcache.protocol.state_store import SmallState, require_saved
 
 KV_NAMESPACE = b"kvcache"
 

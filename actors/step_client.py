@@ -29,9 +29,8 @@ from actors.connection import (
 )
 from actors.session_view import SessionView
 from actors.transport import Endpoint
-from kvcache.arguments import as_int
-from kvcache.client_session import SessionState
-from kvcache.errors import (
+from kvcache.base.arguments import as_int
+from kvcache.base.errors import (
     BacklogFullError,
     ClusterError,
     DeadlineError,
@@ -41,9 +40,10 @@ from kvcache.errors import (
     StaleEpochError,
     SupersededError,
 )
-from kvcache.messages import CallResult
-from kvcache.serving_loop import ServingLoop
-from kvcache.step import StepRequest, StepResult
+from kvcache.base.serving_loop import ServingLoop
+from kvcache.client.session import SessionState
+from kvcache.protocol.messages import CallResult
+from kvcache.protocol.step import StepRequest, StepResult
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.metrics.step_meter import OnApplied, StepTimes
 
 
@@ -35,12 +35,12 @@ def span_maker(cluster: str, tracer: Any = None) -> OnApplied:
 
     def on_applied(times: StepTimes) -> None:
         span = tracer.start_span(
-            "kvcache.step",
+            "kvcache.protocol.step",
             start_time=at(times.arrived_s),
             attributes={
                 "kvcache.cluster": cluster,
                 "kvcache.client": times.client_id,
-                "kvcache.step": times.step,
+                "kvcache.protocol.step": times.step,
                 "kvcache.epoch": times.epoch,
                 "kvcache.seq": times.seq,
             },

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.errors import ConfigurationError
-from kvcache.hashing import get_hash_fn
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.jobs import Deadlines
@@ -22,6 +21,7 @@ from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.planner import Plan
+from kvcache.requests.hashing import get_hash_fn
 
 
 def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:

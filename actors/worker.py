@@ -22,12 +22,12 @@ from actors.names import OUR_LOGGERS
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
 from actors.worker_metrics import report_worker
-from kvcache.arguments import as_int
+from kvcache.base.arguments import as_int
+from kvcache.base.errors import RequestError, shown
+from kvcache.base.logs import log_to_stderr
 from kvcache.config import ClusterConfig
-from kvcache.errors import RequestError, shown
-from kvcache.labels import LabelSet
-from kvcache.logs import log_to_stderr
 from kvcache.planner import Plan
+from kvcache.protocol.labels import LabelSet
 
 if TYPE_CHECKING:
     from actors.embedding import EmbeddedWorker

@@ -22,9 +22,9 @@ from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import NodeAddress, WorkerReport
 from actors.state import RayRecordStore
+from kvcache.base.errors import ClusterError, StartupError
+from kvcache.base.logs import get_logger
 from kvcache.config import ClusterConfig, layer_specs
-from kvcache.errors import ClusterError, StartupError
-from kvcache.logs import get_logger
 from kvcache.planner import Plan, RankMemory
 
 logger = get_logger(__name__)

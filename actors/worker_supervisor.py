@@ -28,7 +28,10 @@ from actors.state import RayStateStore
 from actors.transport import Endpoint
 from actors.worker_making import WorkerOptions
 from actors.worker_set import WorkerSet, save_roster
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ClusterError, KVCacheError, RequestError, StartupError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 from kvcache.config import ClusterConfig
 from kvcache.config.deadlines import ENDING_S
 from kvcache.coordinator import Coordinator
@@ -40,10 +43,7 @@ from kvcache.coordinator.watchdog import (
     signs_of_life,
     signs_of_progress,
 )
-from kvcache.errors import ClusterError, KVCacheError, RequestError, StartupError
-from kvcache.logs import get_logger
-from kvcache.messages import Outgoing
-from kvcache.serving_loop import LoopStatistics, ServingLoop
+from kvcache.protocol.messages import Outgoing
 
 logger = get_logger(__name__)
 

@@ -48,9 +48,9 @@ from actors.reports import ClusterStatus  # noqa: E402
 from bench.cores import OURS, PEER  # noqa: E402
 from bench.measure import Figure, Row  # noqa: E402
 from kvcache.config import ClusterConfig, parse_config  # noqa: E402
-from kvcache.messages import StepCommands  # noqa: E402
-from kvcache.step import NewRequest, RunningRequests, StepRequest  # noqa: E402
-from kvcache.wire import encode  # noqa: E402
+from kvcache.protocol.messages import StepCommands  # noqa: E402
+from kvcache.protocol.step import NewRequest, RunningRequests, StepRequest  # noqa: E402
+from kvcache.protocol.wire import encode  # noqa: E402
 
 EMPTY_STEP = StepRequest("", 0, 0)
 DEPTH = 16

@@ -28,7 +28,7 @@ from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
 from bench.step_beside_copies import OtherCopies, StepBesideCopies
 from bench.stopwatch import now_s
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import checksums_of_rows

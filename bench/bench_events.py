@@ -17,11 +17,10 @@ from actors import KVCacheClient, KVCacheCluster
 from bench.bench_cluster import Decodes, make_config, per_step_us
 from bench.cores import OURS
 from bench.measure import Figure, Row
-from kvcache.arrays import int32_array
-from kvcache.clock import SystemClock
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import SystemClock
 from kvcache.config import parse_config
 from kvcache.core import BlocksStored, CacheEvent
-from kvcache.digests import PackedDigests
 from kvcache.events.codec import EventCodec
 from kvcache.events.feed_frames import pack_events, pack_frame, pack_state
 from kvcache.events.process_link import ProcessLink
@@ -29,7 +28,8 @@ from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.translation import EventTranslator, GroupKind
-from kvcache.request_content import Namespace
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.request_content import Namespace
 
 BLOCK_TOKENS = 16
 BLOCKS_AT_ONCE = 2048

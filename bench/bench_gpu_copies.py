@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.copy_measurement import NEVER_BYTES, measure_cuda
 from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice

@@ -17,20 +17,26 @@ from rich.progress import Progress
 
 from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
-from kvcache.arrays import int32_array
-from kvcache.clock import SystemClock
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import SystemClock
 from kvcache.config.metrics import MetricsConfig
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core.flat_core import FlatCore
-from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
-from kvcache.messages import Ack, Acknowledge, Attach, Granted, Hello, LabelReport
 from kvcache.metrics import AgeMeter, MeteredCoordinator, StepMeter
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import Ack, Acknowledge, Attach, Granted, Hello, LabelReport
+from kvcache.protocol.state_store import MemoryStateStore
+from kvcache.protocol.step import (
+    EMPTY_RUNNING,
+    NewRequest,
+    RunningRequests,
+    StepRequest,
+    StepResult,
+)
+from kvcache.protocol.wire import encode
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.state_store import MemoryStateStore
-from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest, StepResult
-from kvcache.wire import encode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 from actors import KVCacheClient, KVCacheCluster
 from bench.cores import OURS, PEER
 from bench.measure import Figure, Row
+from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.errors import KVCacheError
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 512

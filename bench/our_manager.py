@@ -9,14 +9,21 @@ import numpy as np
 from side_setup import BLOCK_SIZE, WINDOW_TOKENS, Setup
 from stopwatch import now_s
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.core import BlocksStored
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.digests import PackedDigests
 from kvcache.events import EventCodec
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.protocol.step import (
+    EMPTY_RUNNING,
+    NewRequest,
+    RunningRequests,
+    StepRequest,
+    StepResult,
+)
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import Request
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -24,7 +31,6 @@ from kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest, StepResult
 
 CLIENT = "benchmark"
 

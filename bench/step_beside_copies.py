@@ -17,12 +17,12 @@ from multiprocessing.synchronize import Event
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.clock import SystemClock
-from kvcache.commands import BlockTablePatch, Command, Load, Store
-from kvcache.messages import Ack, Finished, FinishedAck, Grant, Message, StepCommands
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import SystemClock
+from kvcache.protocol.commands import BlockTablePatch, Command, Load, Store
+from kvcache.protocol.messages import Ack, Finished, FinishedAck, Grant, Message, StepCommands
+from kvcache.protocol.wire import decode, encode
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from kvcache.wire import decode, encode
 
 NUM_ROWS = 16
 NUM_LAYERS = 4

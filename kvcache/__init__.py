@@ -7,7 +7,36 @@ blocks, managers by attention kind, and the `KVCacheManager` on top. The cluster
 
 from __future__ import annotations
 
-from kvcache.clock import Clock, SystemClock, VirtualClock
+from kvcache.base.clock import Clock, SystemClock, VirtualClock
+from kvcache.base.errors import (
+    AlreadyRunningError,
+    BacklogFullError,
+    BlockError,
+    ClusterError,
+    ConfigurationError,
+    DeadlineError,
+    ExhaustedError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    InvariantError,
+    KVCacheError,
+    MalformedMessageError,
+    NotEnoughMemoryError,
+    NotRunningError,
+    OutOfBlocksError,
+    PinLimitError,
+    PlanMismatchError,
+    ProtocolError,
+    RecordingError,
+    RequestError,
+    StaleEpochError,
+    StartupError,
+    SupersededError,
+    TraceError,
+    VersionMismatchError,
+    WorkerLostError,
+    WrongBytesError,
+)
 from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -39,50 +68,6 @@ from kvcache.core.single_type_managers import (
     SlidingWindowManager,
     get_manager_for_kv_cache_spec,
 )
-from kvcache.errors import (
-    AlreadyRunningError,
-    BacklogFullError,
-    BlockError,
-    ClusterError,
-    ConfigurationError,
-    DeadlineError,
-    ExhaustedError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    InvariantError,
-    KVCacheError,
-    MalformedMessageError,
-    NotEnoughMemoryError,
-    NotRunningError,
-    OutOfBlocksError,
-    PinLimitError,
-    PlanMismatchError,
-    ProtocolError,
-    RecordingError,
-    RequestError,
-    StaleEpochError,
-    StartupError,
-    SupersededError,
-    TraceError,
-    VersionMismatchError,
-    WorkerLostError,
-    WrongBytesError,
-)
-from kvcache.hashing import (
-    BlockHash,
-    BlockHashWithGroupId,
-    HashFn,
-    generate_block_hash_extra_keys,
-    get_block_hash,
-    get_group_id,
-    get_hash_fn,
-    get_hash_value,
-    get_request_block_hasher,
-    hash_block_tokens,
-    init_none_hash,
-    make_block_hash_with_group_id,
-    need_extra_keys,
-)
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
@@ -113,7 +98,34 @@ from kvcache.planner import (
     unify_hybrid_kv_cache_specs,
     unify_kv_cache_configs,
 )
-from kvcache.request import LoRARequest, MultiModalPosition, Namespace, Request
+from kvcache.protocol.step import (
+    NO_SLOT,
+    NO_STEP,
+    Fork,
+    NewRequest,
+    Refusal,
+    ResumedRequest,
+    RunningRequests,
+    RunningRow,
+    StepRequest,
+    StepResult,
+)
+from kvcache.requests.hashing import (
+    BlockHash,
+    BlockHashWithGroupId,
+    HashFn,
+    generate_block_hash_extra_keys,
+    get_block_hash,
+    get_group_id,
+    get_hash_fn,
+    get_hash_value,
+    get_request_block_hasher,
+    hash_block_tokens,
+    init_none_hash,
+    make_block_hash_with_group_id,
+    need_extra_keys,
+)
+from kvcache.requests.request import LoRARequest, MultiModalPosition, Namespace, Request
 from kvcache.sequences import (
     AllocatorStatistics,
     BlockTracker,
@@ -135,18 +147,6 @@ from kvcache.specs import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-)
-from kvcache.step import (
-    NO_SLOT,
-    NO_STEP,
-    Fork,
-    NewRequest,
-    Refusal,
-    ResumedRequest,
-    RunningRequests,
-    RunningRow,
-    StepRequest,
-    StepResult,
 )
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.logs import LineLimit
+from kvcache.base.logs import LineLimit
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
 """Short, because Ray puts socket paths below it and those end at 107 characters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.arrays import are_below, are_distinct, are_ids, int32_array
+from kvcache.base.arrays import are_below, are_distinct, are_ids, int32_array
 
 EDGES = (-(2**31), -5, -1, 0, 1, 4, 5, 6, 2**31 - 1)
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from numba import types
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.compiled import array_type, compiled
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.compiled import array_type, compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,7 +63,7 @@ def test_without_a_place_to_keep_it_a_function_is_compiled_all_the_same(
 ) -> None:
     names: dict[str, object] = {}
     exec("def double(value):\n    return 2 * value\n", names)  # of no file
-    with caplog.at_level("INFO", logger="kvcache.compiled"):
+    with caplog.at_level("INFO", logger="kvcache.base.compiled"):
         double = compiled(types.int64(types.int64))(names["double"])  # type: ignore[type-var]
     assert double(21) == 42  # type: ignore[operator]
     assert "double is compiled again in every process" in caplog.text
@@ -74,7 +74,7 @@ def make(directory: Path, added: int) -> Callable[[int], int]:
     source = directory / "adding.py"
     source.write_text(
         "from numba import types\n"
-        "from kvcache.compiled import compiled\n"
+        "from kvcache.base.compiled import compiled\n"
         "@compiled(types.int64(types.int64))\n"
         "def add(value):\n"
         f"    return value + {added}\n"
@@ -92,7 +92,7 @@ def kept(directory: Path, ending: str) -> list[Path]:
 
 
 def test_what_is_kept_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="kvcache.compiled"):
+    with caplog.at_level(logging.INFO, logger="kvcache.base.compiled"):
         assert make(tmp_path, 1)(10) == 11
         (code,) = kept(tmp_path, "nbc")
         written = code.stat().st_ino  # files are replaced, not changed
@@ -138,7 +138,7 @@ def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None
     source, cache = tmp_path / "source", tmp_path / "cache"
     source.mkdir()
     (source / "adding.py").write_text(
-        "from kvcache.compiled import compiled\n"
+        "from kvcache.base.compiled import compiled\n"
         "from kvcache.core.machine import INT, kernel, routine\n"
         "@compiled(INT(INT))\n"
         "def add_one(value):\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import (
     ClusterConfig,
     DeadlinesConfig,
@@ -23,10 +24,9 @@ from kvcache.config import (
 from kvcache.config.deadlines import ENDING_S
 from kvcache.config.prepared import prepared_names
 from kvcache.config.sections import Location
-from kvcache.errors import ConfigurationError
-from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.planner import plan_cluster
 from kvcache.policies import EVICTION_POLICIES
+from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

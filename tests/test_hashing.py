@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvcache.errors import ConfigurationError, InvalidInputError, RequestError
-from kvcache.hashing import (
+from kvcache.base.errors import ConfigurationError, InvalidInputError, RequestError
+from kvcache.requests.hashing import (
     DEFAULT_HASH_SEED,
     generate_block_hash_extra_keys,
     get_block_hash,
@@ -29,7 +29,7 @@ from kvcache.hashing import (
     make_block_hash_with_group_id,
     need_extra_keys,
 )
-from kvcache.request import LoRARequest, Request
+from kvcache.requests.request import LoRARequest, Request
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VECTORS = Path(__file__).parent / "vectors" / "block_hashes_sha256_cbor.json"
@@ -340,8 +340,8 @@ def test_digests_are_the_ones_they_have_always_been():
 
 def test_two_processes_agree_on_every_digest():
     program = (
-        "from kvcache.hashing import get_hash_fn, get_request_block_hasher\n"
-        "from kvcache.request import Request\n"
+        "from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher\n"
+        "from kvcache.requests.request import Request\n"
         f"for name in {ALGORITHMS}:\n"
         "    hasher = get_request_block_hasher(4, get_hash_fn(name))\n"
         "    print(Request('r', range(8), cache_salt='s', block_hasher=hasher).block_hashes)\n"

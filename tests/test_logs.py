@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from kvcache.errors import ConfigurationError, RequestError, WrongBytesError, legible
-from kvcache.logs import LineLimit, get_logger, log_to_stderr
+from kvcache.base.errors import ConfigurationError, RequestError, WrongBytesError, legible
+from kvcache.base.logs import LineLimit, get_logger, log_to_stderr
 
 
 def record(created: float, line: int = 1, text: str = "rank %d") -> logging.LogRecord:

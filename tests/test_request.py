@@ -11,10 +11,10 @@ from array import array
 import numpy as np
 import pytest
 
-from kvcache.errors import MalformedMessageError, RequestError
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.request import LoRARequest, MultiModalPosition, Namespace, Request
-from kvcache.request_content import namespace_name, parse_namespace_name
+from kvcache.base.errors import MalformedMessageError, RequestError
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import LoRARequest, MultiModalPosition, Namespace, Request
+from kvcache.requests.request_content import namespace_name, parse_namespace_name
 
 TOO_LARGE = 2**31
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.serving_loop import Faults, ServingLoop, describe_error
+from kvcache.base.serving_loop import Faults, ServingLoop, describe_error
 
 DEADLINE_S = 30.0
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.specs import (
     SPEC_KINDS,
     ChunkedLocalAttentionSpec,

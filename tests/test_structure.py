@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from tests.test_architecture import ORDER
 from tools import structure
 from tools.structure import Depth

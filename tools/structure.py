@@ -25,14 +25,14 @@ from typing import TypeVar
 import numpy as np
 
 from actors.local import LocalCluster
-from kvcache.arrays import Int32Array
-from kvcache.clock import VirtualClock
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.protocol.step import NewRequest, RunningRequests, StepRequest, StepResult
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import Request
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.step import NewRequest, RunningRequests, StepRequest, StepResult
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "actors")

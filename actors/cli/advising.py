@@ -18,8 +18,8 @@ from actors.cli.plots import Curve, draw_curves, require_plots
 from actors.cli.simulating import parse_policies, play
 from actors.cli.tables import bytes_text, print_json, print_table
 from actors.cli.trace_choices import TraceChoices, capacity_range
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.sections import parse_bytes
-from kvcache.errors import ConfigurationError
 from kvcache.simulate.advice import (
     HitCurve,
     MeasuredCandidate,

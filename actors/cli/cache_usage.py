@@ -14,12 +14,12 @@ from actors.cli.clusters import open_cluster
 from actors.cli.prefix_tree import blocks_by_group, blocks_by_namespace
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 from actors.cli.tenant_facts import tenant_usage_table, tenants_of
+from kvcache.base.errors import NotRunningError, legible
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import NotRunningError, legible
-from kvcache.labels import LabelSet
 from kvcache.metrics.inspection import CacheInspection
 from kvcache.offload.statistics import TierStatistics
-from kvcache.request import Namespace
+from kvcache.protocol.labels import LabelSet
+from kvcache.requests.request import Namespace
 from kvcache.tenants import TenantStatistics
 
 MAX_NAMESPACES = 20

@@ -15,7 +15,7 @@ from actors.cli.cache_usage import namespace_fields, namespace_text
 from actors.cli.clusters import open_cluster
 from actors.cli.prefix_tree import SORTS, PrefixNode, prefix_roots, sorted_prefixes
 from actors.cli.tables import print_json, print_table
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 DIGEST_DIGITS = 16
 MAX_DEPTH = 8

@@ -15,7 +15,7 @@ from actors.cli.launching import say
 from actors.cli.pinning import ADMIN_CLIENT
 from actors.cli.tables import print_json
 from actors.cluster import KVCacheCluster
-from kvcache.errors import ConfigurationError, DeadlineError, ExhaustedError, NotRunningError
+from kvcache.base.errors import ConfigurationError, DeadlineError, ExhaustedError, NotRunningError
 from kvcache.manager.statistics import ManagerStatistics
 
 POLL_S = 0.2

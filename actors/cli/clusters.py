@@ -17,7 +17,7 @@ from actors.embedded_site import EmbeddedSite, find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
 from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
-from kvcache.errors import NotRunningError
+from kvcache.base.errors import NotRunningError
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import webbrowser
 
 from actors.cli.clusters import open_cluster
 from actors.endpoints import is_loopback
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 
 def serve_dashboard(

@@ -39,10 +39,10 @@ from actors.cli.doctor_network import (
     ray_problems,
 )
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.config.sections import Location
-from kvcache.errors import KVCacheError
 from kvcache.planner import Plan, plan_cluster
 from kvcache.worker.copy_measurement import (
     PLAIN,

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from actors.cli.tables import bytes_text
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.planner import Plan

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.cli.doctor_checks import Problem
+from kvcache.base.errors import KVCacheError, NotRunningError
 from kvcache.config import ClusterConfig
 from kvcache.config.events import shifted
-from kvcache.errors import KVCacheError, NotRunningError
 
 MIN_OPEN_FILES = 4096
 """Ray's own advice begins there: sockets to every worker are files."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.cli.event_source import SourceChoice, open_source
 from actors.event_endpoints import subscribe
-from kvcache.errors import DeadlineError
+from kvcache.base.errors import DeadlineError
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import Update
 from kvcache.events.wire_events import RemovedEvent, StoredEvent, WireEvent

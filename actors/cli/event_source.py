@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from actors.event_endpoints import EventEndpoints
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
+from kvcache.base.serving_loop import ServingLoop
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
-from kvcache.serving_loop import ServingLoop
 
 Look = Callable[[], "CoordinatorStatistics | None"]
 

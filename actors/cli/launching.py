@@ -27,9 +27,9 @@ from actors.names import coordinator_name
 from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
 from actors.shutdown import ClusterParts, take_down
+from kvcache.base.errors import DeadlineError, KVCacheError, NotRunningError
 from kvcache.config import load_config, parse_config
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import DeadlineError, KVCacheError, NotRunningError
 from kvcache.manager.statistics import ManagerStatistics
 
 _WATCH_INTERVAL_S = 2.0

@@ -56,7 +56,7 @@ def run_command(work: Callable[[], None], verbose: bool) -> None:
 
 def outcome_of(error: Exception) -> tuple[int, str]:
     """Return the exit code for an error, and the line that says what happened."""
-    from kvcache.errors import ClusterError, ExhaustedError, InvalidInputError, WrongBytesError
+    from kvcache.base.errors import ClusterError, ExhaustedError, InvalidInputError, WrongBytesError
 
     if isinstance(error, WrongBytesError):
         return EXIT_WRONG_BYTES, str(error)

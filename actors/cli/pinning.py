@@ -15,12 +15,12 @@ from rich.table import Table
 from actors.cli.clusters import open_cluster
 from actors.cli.launching import say
 from actors.cli.tables import print_json, print_table
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ConfigurationError, RequestError, shown
 from kvcache.config.sections import MAX_COUNT
-from kvcache.errors import ConfigurationError, RequestError, shown
 from kvcache.manager.pins import Pin
 from kvcache.metrics.inspection import PinStatus
-from kvcache.request import LoRARequest
+from kvcache.requests.request import LoRARequest
 
 ADMIN_CLIENT = "admin"
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, load_config
-from kvcache.errors import ConfigurationError
 from kvcache.planner import (
     HFChoices,
     PlanReport,

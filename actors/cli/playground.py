@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from actors.step_client import StepClient
-from kvcache.config import ClusterConfig, layer_specs, load_config
-from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import (
+from kvcache.base.errors import (
     ConfigurationError,
     DeadlineError,
     NotRunningError,
     WorkerLostError,
 )
-from kvcache.messages import FailedForward
+from kvcache.config import ClusterConfig, layer_specs, load_config
+from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
+from kvcache.protocol.messages import FailedForward
+from kvcache.protocol.step import StepRequest, StepResult
 from kvcache.replay.limits import EngineLimits
 from kvcache.replay.stepper import CacheCounters, ForwardProgress, Stepper, TierCounters
 from kvcache.replay.traits import ModelTraits
-from kvcache.step import StepRequest, StepResult
 
 if TYPE_CHECKING:
     from actors.cluster import KVCacheCluster

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 _ENDS = (".svg", ".png", ".pdf")
 

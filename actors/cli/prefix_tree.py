@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.labels import LabelSet
 from kvcache.metrics.inspection import CacheInspection
-from kvcache.request import Namespace
-from kvcache.request_content import parse_namespace_name
+from kvcache.protocol.labels import LabelSet
+from kvcache.requests.request import Namespace
+from kvcache.requests.request_content import parse_namespace_name
 
 SORTS = ("used", "shared", "longest", "recent")
 

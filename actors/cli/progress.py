@@ -9,8 +9,8 @@ from types import TracebackType
 from rich.console import Console
 
 from actors.cli.bars import progress_bar
-from kvcache.clock import Clock
-from kvcache.errors import TraceError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import TraceError
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate.counting import PrefillCount
 from kvcache.simulate.workload import Workload, WorkloadRequest

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from actors.cli.bars import progress_bar
 from actors.cli.tables import bytes_text, print_facts, print_json
-from kvcache.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, SystemClock
 from kvcache.recorder import Recording, RecordReplay, RecordReplayReport, open_recording
 
 _LINE_INTERVAL_S = 10.0

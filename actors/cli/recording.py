@@ -20,8 +20,8 @@ from types import FrameType
 from rich.console import Console
 
 from actors.cli.tables import bytes_text, print_facts, print_json
-from kvcache.clock import Clock, SystemClock
-from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 from kvcache.recorder import SALT_BYTES, RecordedBatch
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 

@@ -15,9 +15,9 @@ from actors.cli.playground import open_playground
 from actors.cli.progress import ReplayProgress, WorkloadSize, measure_workload
 from actors.cli.tables import bytes_text, print_facts, print_json
 from actors.cli.trace_choices import UNLIMITED, parse_capacity
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import ConfigurationError, WrongBytesError
 from kvcache.config import load_config
-from kvcache.errors import ConfigurationError, WrongBytesError
 from kvcache.replay.engine import ReplayEngine
 from kvcache.replay.limits import require_model_len
 from kvcache.replay.report import ReplayReport

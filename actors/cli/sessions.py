@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from actors.cli.outcomes import EXIT_CLUSTER
 from actors.cli.ray_access import Refusal, find_refusal, refusal_behind, why_unanswered
-from kvcache.errors import ClusterError, NotRunningError
+from kvcache.base.errors import ClusterError, NotRunningError
 
 RAY_WAITS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
 """How long Ray lets the control service be away, as while it restarts, before it ends processes."""

@@ -17,8 +17,8 @@ from actors.cli.plots import Curve, draw_curves, require_plots
 from actors.cli.simulation_progress import SimulationProgress
 from actors.cli.tables import print_json, print_table
 from actors.cli.trace_choices import TraceChoices, capacity_range, capacity_text, parse_capacity
-from kvcache.clock import SystemClock
-from kvcache.errors import ConfigurationError
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.running_counting import Pace

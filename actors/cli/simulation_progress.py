@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 
 from actors.cli.bars import progress_bar
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 
 _LINE_INTERVAL_S = 10.0
 

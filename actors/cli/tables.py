@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from kvcache.errors import legible
+from kvcache.base.errors import legible
 
 _BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB")
 

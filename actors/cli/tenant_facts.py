@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kvcache.base.errors import legible
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import legible
 from kvcache.tenants import TenantStatistics
 
 _UNNAMED = "(none)"

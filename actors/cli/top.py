@@ -18,8 +18,8 @@ from actors.cli.clusters import open_cluster
 from actors.cli.tables import bytes_text
 from actors.cluster_access import ClusterStatistics
 from actors.reports import ClusterStatus
+from kvcache.base.errors import DeadlineError
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import DeadlineError
 
 BAR_CELLS = 30
 

@@ -14,8 +14,8 @@ from actors.cli.clusters import named_cluster
 from actors.cli.sessions import ray_session
 from actors.cli.tables import print_json, print_table
 from actors.cluster import KVCacheCluster
+from kvcache.base.errors import NotRunningError
 from kvcache.coordinator.watchdog import PendingWork
-from kvcache.errors import NotRunningError
 
 
 def show_pending(name: str | None, as_json: bool) -> bool:

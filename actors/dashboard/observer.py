@@ -23,10 +23,10 @@ from actors.cluster import KVCacheCluster
 from actors.cluster_events import cluster_endpoints, publisher_host
 from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture
 from actors.event_endpoints import EventEndpoints, moved, subscribe
+from kvcache.base.errors import KVCacheError
+from kvcache.base.serving_loop import ServingLoop
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.errors import KVCacheError
 from kvcache.events import KVEventSubscriber
-from kvcache.serving_loop import ServingLoop
 
 INTERVAL_S = 1.0
 LABELS_EVERY_S = 3.0

@@ -18,8 +18,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from actors.dashboard.observer import Observer
-from kvcache.errors import ClusterError
-from kvcache.logs import get_logger
+from kvcache.base.errors import ClusterError
+from kvcache.base.logs import get_logger
 
 PAGE = Path(__file__).parent / "page"
 MAX_STREAMS = 16

@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from actors.transport.node_server import NodeServer
 from actors.transport.protocol import Inbound, Peer, TransportStatistics
 from actors.transport.zmq_server import WakePipe, ZmqLimits
-from kvcache.errors import MalformedMessageError
-from kvcache.messages import Address, ClientAddress
+from kvcache.base.errors import MalformedMessageError
+from kvcache.protocol.messages import Address, ClientAddress
 
 Serve = Callable[[Inbound, "InProcessPeer"], None]
 """Serves a message that a client of this process sent by its end, in the thread that calls."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from actors.transport.protocol import Inbound, Peer, TransportStatistics
-from kvcache.messages import Address, ClientAddress
+from kvcache.protocol.messages import Address, ClientAddress
 
 IDLE_S = 0.0005
 """How long a waiting end rests when a whole round brought nothing: only the clock can help then."""

@@ -12,9 +12,9 @@ from actors.transport.protocol import Inbound, TransportStatistics
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_server import UnixServer
 from actors.transport.zmq_server import ZmqLimits, ZmqServer
-from kvcache.curve import CurveKeys
-from kvcache.errors import ClusterError
-from kvcache.messages import Address
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ClusterError
+from kvcache.protocol.messages import Address
 
 
 class NodeServer:

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
-from kvcache.curve import CurveKeys
-from kvcache.errors import ConfigurationError
-from kvcache.messages import Address, ClientAddress, WorkerAddress
+from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ConfigurationError
+from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
 MAX_IDENTITY_BYTES = 255
 """ZMQ's limit for a routing id."""

@@ -20,9 +20,9 @@ import ray
 from actors.transport.mailbox import Mailbox
 from actors.transport.protocol import Inbound, Peer, TransportStatistics, parse_identity
 from actors.transport.zmq_server import WakePipe, ZmqLimits
-from kvcache.errors import MalformedMessageError
-from kvcache.messages import Address, ClientAddress, WorkerAddress
-from kvcache.serving_loop import ServingLoop
+from kvcache.base.errors import MalformedMessageError
+from kvcache.base.serving_loop import ServingLoop
+from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
 RAY_SCHEME = "ray:"
 """An endpoint of this kind names the coordinator's actor."""

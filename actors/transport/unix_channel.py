@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from actors.transport.zmq_server import HARD_LIMIT_FACTOR, ZmqLimits
-from kvcache.errors import MalformedMessageError
+from kvcache.base.errors import MalformedMessageError
 
 UNIX_SCHEME = "unix:@"
 """How the addresses begin: abstract names, no file; a second binder is refused."""

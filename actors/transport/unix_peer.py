@@ -16,8 +16,8 @@ from contextlib import suppress
 from actors.transport.protocol import Endpoint, Peer, TransportStatistics
 from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
 from actors.transport.zmq_server import WakePipe, ZmqLimits
-from kvcache.errors import MalformedMessageError
-from kvcache.serving_loop import Faults
+from kvcache.base.errors import MalformedMessageError
+from kvcache.base.serving_loop import Faults
 
 PUSH_MS = 500
 """How long the coordinator may not read while a large message is being sent to it."""

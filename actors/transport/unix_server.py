@@ -34,10 +34,10 @@ from actors.transport.unix_channel import (
     socket_name,
 )
 from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
-from kvcache.errors import ClusterError, MalformedMessageError
-from kvcache.logs import get_logger
-from kvcache.messages import Address, ClientAddress
-from kvcache.serving_loop import Faults
+from kvcache.base.errors import ClusterError, MalformedMessageError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import Faults
+from kvcache.protocol.messages import Address, ClientAddress
 
 logger = get_logger(__name__)
 

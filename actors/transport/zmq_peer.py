@@ -20,8 +20,8 @@ from actors.transport.zmq_server import (
     ZmqLimits,
     has_message,
 )
-from kvcache.curve import equip_peer
-from kvcache.errors import ClusterError, MalformedMessageError
+from kvcache.base.curve import equip_peer
+from kvcache.base.errors import ClusterError, MalformedMessageError
 
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500

@@ -28,11 +28,11 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
-from kvcache.curve import CurveGate, CurveKeys, guard_server
-from kvcache.errors import ClusterError, MalformedMessageError
-from kvcache.logs import get_logger
-from kvcache.messages import Address, ClientAddress, WorkerAddress
-from kvcache.serving_loop import Faults
+from kvcache.base.curve import CurveGate, CurveKeys, guard_server
+from kvcache.base.errors import ClusterError, MalformedMessageError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import Faults
+from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 
 from examples.engine.model_config import DecoderConfig
 from examples.engine.weights import RandomWeights, WeightSource
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 _ENDS: Mapping[str, str] = MappingProxyType(
     {

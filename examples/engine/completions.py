@@ -21,7 +21,7 @@ from examples.engine.outputs import Output
 from examples.engine.request_checks import check_limits, checked_tokens
 from examples.engine.sampling import SamplingParams
 from examples.engine.tokenizer import Tokenizer
-from kvcache.errors import RequestError, shown
+from kvcache.base.errors import RequestError, shown
 
 MAX_BODY_BYTES = 1 << 20
 MAX_TOKENS = 16

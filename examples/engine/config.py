@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from examples.engine.model_config import DecoderConfig
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.errors import ConfigurationError
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,14 @@ from examples.engine.stream import TokenStream
 from examples.engine.tally import EngineTally
 from examples.engine.tokenizer import ByteTokenizer, Tokenizer
 from examples.engine.work import StepWork, WorkRow
-from kvcache.errors import (
+from kvcache.base.errors import (
     KVCacheError,
     NotRunningError,
     RequestError,
     StaleEpochError,
     WorkerLostError,
 )
-from kvcache.step import NO_STEP, StepRequest
+from kvcache.protocol.step import NO_STEP, StepRequest
 
 MAX_FAILED_FORWARDS = 3
 """Forwards in a row that may fail before the error is raised."""

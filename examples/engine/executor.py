@@ -21,7 +21,7 @@ from examples.engine.parallel import Communicator, RankGroup, SingleRank, local_
 from examples.engine.runner import RankRunner
 from examples.engine.weights import RankPlace
 from examples.engine.work import StepOutput, StepWork
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 
 
 class Executor(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 LayerKind = Literal["full", "window", "latent", "state"]
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from examples.engine.weights import RankPlace
-from kvcache.errors import ClusterError
+from kvcache.base.errors import ClusterError
 
 LOOPBACK = "127.0.0.1"
 

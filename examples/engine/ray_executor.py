@@ -34,7 +34,7 @@ from examples.engine.parallel import (
 from examples.engine.runner import RankRunner
 from examples.engine.weights import RankPlace
 from examples.engine.work import StepOutput, StepWork
-from kvcache.errors import (
+from kvcache.base.errors import (
     ClusterError,
     DeadlineError,
     KVCacheError,

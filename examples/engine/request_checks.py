@@ -12,7 +12,7 @@ import numpy as np
 from examples.engine.config import EngineConfig
 from examples.engine.model_config import DecoderConfig
 from examples.engine.sampling import SamplingParams
-from kvcache.errors import RequestError, shown
+from kvcache.base.errors import RequestError, shown
 
 
 def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:

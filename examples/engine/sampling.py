@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 
 _NO_SEED = 0
 

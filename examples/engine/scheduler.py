@@ -23,7 +23,7 @@ import numpy as np
 
 from examples.engine.drafts import propose
 from examples.engine.sequence import Phase, Sequence
-from kvcache.step import (
+from kvcache.protocol.step import (
     NO_SLOT,
     Fork,
     NewRequest,

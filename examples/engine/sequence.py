@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from examples.engine.sampling import SamplingParams
-from kvcache.step import NO_SLOT
+from kvcache.protocol.step import NO_SLOT
 
 
 class Phase(Enum):

@@ -52,7 +52,7 @@ from examples.engine.model_config import DecoderConfig, llama
 from examples.engine.outputs import Output
 from examples.engine.sampling import SamplingParams
 from examples.engine.tokenizer import ByteTokenizer
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 
 APP_NAME = "completions"
 MODEL = llama(name="tiny-random-llama", max_model_len=1024)

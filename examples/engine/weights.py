@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from examples.engine.model_config import DecoderConfig
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.worker.tensors import TORCH_DTYPES
 
 

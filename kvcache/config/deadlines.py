@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.sections import Seconds, SecondsOrNever, Section
-from kvcache.errors import ConfigurationError
 
 ENDING_S = 30.0
 """How long it may take, from the decision to end a process, until it is proven dead: a third to

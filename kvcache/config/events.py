@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.sections import Bytes, Count, Seconds, Section
-from kvcache.errors import ConfigurationError, shown
 
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.*-]+):(?P<port>[0-9]{1,5}|\*)")
 

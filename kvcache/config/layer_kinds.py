@@ -14,8 +14,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.sections import Count, FewThousand, List, Section
-from kvcache.errors import ConfigurationError, shown
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

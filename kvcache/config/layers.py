@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.arguments import check_kind
+from kvcache.base.arguments import check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.layer_kinds import Layer
 from kvcache.config.models import ClusterConfig
-from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheSpec
 
 

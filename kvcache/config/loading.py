@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from kvcache.arguments import as_text, check_kind
+from kvcache.base.arguments import as_text, check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.models import ClusterConfig
 from kvcache.config.prepared import prepared_names, prepared_path
 from kvcache.config.problems import refusal
-from kvcache.errors import ConfigurationError
 
 
 def load_config(path: str | Path) -> ClusterConfig:

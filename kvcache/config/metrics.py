@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.sections import List, Seconds, SecondsOrNever, Section
-from kvcache.errors import ConfigurationError
 
 MAX_BOUNDS = 64
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvcache.base.errors import ConfigurationError, shown
+from kvcache.base.logs import get_logger
 from kvcache.config.deadlines import DeadlinesConfig
 from kvcache.config.events import EventsConfig
 from kvcache.config.layer_kinds import Layer, LayerConfig
@@ -32,8 +34,6 @@ from kvcache.config.sections import (
     require_model_len,
 )
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError, shown
-from kvcache.logs import get_logger
 from kvcache.specs import Layout, dtype_size_bytes
 
 logger = get_logger(__name__)

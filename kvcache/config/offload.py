@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.sections import (
     Bytes,
     Count,
@@ -20,7 +21,6 @@ from kvcache.config.sections import (
     Share,
     require_directory,
 )
-from kvcache.errors import ConfigurationError
 
 
 class DiskConfig(Section):

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.errors import ConfigurationError, shown
 
 
 def refusal(source: str, section: type[BaseModel], error: ValidationError) -> ConfigurationError:

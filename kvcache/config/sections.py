@@ -27,8 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.problems import refusal
-from kvcache.errors import ConfigurationError, shown
 from kvcache.policies import require_eviction_policy
 
 MIB = 1 << 20

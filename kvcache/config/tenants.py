@@ -10,8 +10,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.sections import MAX_COUNT, Real, Section
-from kvcache.errors import ConfigurationError, shown
 
 TIERS = ("device", "host", "disk")
 MAX_NAME_CHARACTERS = 256

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.commands import Audit, Command
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.settings import AuditCounts, AuditSettings
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
+from kvcache.protocol.commands import Audit, Command
 
 logger = get_logger(__name__)
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from kvcache.base.errors import InvariantError, RequestError
 from kvcache.coordinator.job_table import EndedJob
-from kvcache.errors import InvariantError, RequestError
-from kvcache.messages import Call, FailedForward, Progress
-from kvcache.step import NO_STEP
-from kvcache.step_delivery import StepMessage, StepReceiver
+from kvcache.protocol.messages import Call, FailedForward, Progress
+from kvcache.protocol.step import NO_STEP
+from kvcache.protocol.step_delivery import StepMessage, StepReceiver
 
 MAX_FAILURES = 32
 """Failed forwards that are reported to a client; later ones only count."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvcache.base.errors import InvariantError
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.errors import InvariantError
-from kvcache.messages import Attach
-from kvcache.step_delivery import ReceivedMessage
+from kvcache.protocol.messages import Attach
+from kvcache.protocol.step_delivery import ReceivedMessage
 
 MAX_CLIENT_ID_CHARS = 256
 MAX_STEP = 2**53

@@ -18,7 +18,18 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.errors import (
+    ClusterError,
+    InvariantError,
+    KVCacheError,
+    MalformedMessageError,
+    ProtocolError,
+    RequestError,
+    StaleEpochError,
+    SupersededError,
+)
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.epoch_state import EpochIdentity, EpochState
 from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
@@ -30,19 +41,9 @@ from kvcache.coordinator.phase import OBEYED, Phase
 from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
 from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
-from kvcache.errors import (
-    ClusterError,
-    InvariantError,
-    KVCacheError,
-    MalformedMessageError,
-    ProtocolError,
-    RequestError,
-    StaleEpochError,
-    SupersededError,
-)
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
-from kvcache.messages import (
+from kvcache.offload.specs import DEVICE_MEDIUM
+from kvcache.protocol.messages import (
     Ack,
     Acknowledge,
     Address,
@@ -71,11 +72,10 @@ from kvcache.messages import (
     WorkerAddress,
     wire_tag,
 )
-from kvcache.offload.specs import DEVICE_MEDIUM
-from kvcache.state_store import StateStore
-from kvcache.step import StepRequest, StepResult
-from kvcache.step_delivery import ReceivedMessage, UnreadableStep, error_answer
-from kvcache.wire import leading_fields, prose
+from kvcache.protocol.state_store import StateStore
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.step_delivery import ReceivedMessage, UnreadableStep, error_answer
+from kvcache.protocol.wire import leading_fields, prose
 
 logger = get_logger(__name__)
 

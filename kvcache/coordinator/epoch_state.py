@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvcache.arrays import int32_array
-from kvcache.clock import Clock
-from kvcache.commands import Command, Fence, Reset, Unlabel
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ClusterError, InvariantError, ProtocolError
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.clients import Clients
@@ -30,13 +31,12 @@ from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, EpochCounts
 from kvcache.coordinator.step_recorder import StepRecorder
-from kvcache.delivery import CommandWindow
-from kvcache.errors import ClusterError, InvariantError, ProtocolError
-from kvcache.label_agreement import agreed_labels
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
-from kvcache.message_headers import MessageHeader
-from kvcache.messages import (
+from kvcache.protocol.commands import Command, Fence, Reset, Unlabel
+from kvcache.protocol.delivery import CommandWindow
+from kvcache.protocol.label_agreement import agreed_labels
+from kvcache.protocol.message_headers import MessageHeader
+from kvcache.protocol.messages import (
     Ack,
     Acknowledge,
     Attach,
@@ -57,8 +57,8 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.step import StepRequest, StepResult
-from kvcache.step_delivery import ReceivedMessage, UnreadableStep, stamped
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.step_delivery import ReceivedMessage, UnreadableStep, stamped
 
 MAX_STEPS_AT_ONCE = 256
 """Steps executed for one incoming message; the rest waits for the next one."""

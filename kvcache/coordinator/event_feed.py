@@ -13,17 +13,17 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Command, Label, Reset, Unlabel
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import MalformedMessageError
+from kvcache.base.logs import get_logger
 from kvcache.core import AllBlocksCleared, CacheEvent
-from kvcache.errors import MalformedMessageError
 from kvcache.events.feed_frames import pack_events, pack_frame, pack_state, unpack_state
 from kvcache.events.process_link import PublisherLink
-from kvcache.labels import LabelTable
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.offload.events import EVENT_MEDIA, OffloadingEvent
 from kvcache.offload.specs import DEVICE_MEDIUM
+from kvcache.protocol.commands import Command, Label, Reset, Unlabel
+from kvcache.protocol.labels import LabelTable
 
 logger = get_logger(__name__)
 

@@ -21,11 +21,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import WriteExpected
-from kvcache.errors import InvariantError
-from kvcache.request import MAX_TOKEN_ID, Request
-from kvcache.step import NO_SLOT, NO_STEP, StepRequest, StepResult
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import InvariantError
+from kvcache.protocol.commands import WriteExpected
+from kvcache.protocol.step import NO_SLOT, NO_STEP, StepRequest, StepResult
+from kvcache.requests.request import MAX_TOKEN_ID, Request
 
 RequestLookup = Callable[[str], Request | None]
 

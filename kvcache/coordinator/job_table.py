@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.errors import InvariantError, MalformedMessageError, RequestError
-from kvcache.messages import MAX_REPORTED_BLOCKS, FailedForward, JobReport
+from kvcache.base.errors import InvariantError, MalformedMessageError, RequestError
+from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, FailedForward, JobReport
 
 
 @dataclass

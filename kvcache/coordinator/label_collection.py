@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32
-from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
-from kvcache.labels import LabelSet, join_label_sets
-from kvcache.messages import CollectLabels, LabelReport, Outgoing, WorkerAddress
+from kvcache.base.arrays import EMPTY_INT32
+from kvcache.base.errors import KVCacheError, MalformedMessageError, VersionMismatchError
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM
+from kvcache.protocol.labels import LabelSet, join_label_sets
+from kvcache.protocol.messages import CollectLabels, LabelReport, Outgoing, WorkerAddress
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from kvcache.delivery import MAX_EPOCH
-from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError, SupersededError
-from kvcache.logs import get_logger
-from kvcache.messages import Grant, Granted, Hello, Refused
-from kvcache.state_store import SmallState, StateStore
+from kvcache.base.errors import (
+    ClusterError,
+    MalformedMessageError,
+    StaleEpochError,
+    SupersededError,
+)
+from kvcache.base.logs import get_logger
+from kvcache.protocol.delivery import MAX_EPOCH
+from kvcache.protocol.messages import Grant, Granted, Hello, Refused
+from kvcache.protocol.state_store import SmallState, StateStore
 
 logger = get_logger(__name__)
 

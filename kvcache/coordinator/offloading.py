@@ -17,9 +17,27 @@ from itertools import islice
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.clock import Clock
-from kvcache.commands import (
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.clock import Clock
+from kvcache.base.logs import get_logger
+from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.label_collection import ExpectedLabels
+from kvcache.coordinator.offload_parts import OffloadParts
+from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.partial_block_swap import PartialBlockSwap
+from kvcache.coordinator.prefix_loading import PrefixLoading
+from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.tier_adoption import TierAdoption
+from kvcache.coordinator.tier_tenants import rows_by_tenant
+from kvcache.core import OffloadHit
+from kvcache.manager import KVCacheManager
+from kvcache.offload.contents import label_rows
+from kvcache.offload.events import cache_events
+from kvcache.offload.jobs import JobKind
+from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import (
     BlockTablePatch,
     Command,
     Copy,
@@ -33,28 +51,10 @@ from kvcache.commands import (
     Store,
     Unlabel,
 )
-from kvcache.coordinator.job_table import EndedJob, JobTable
-from kvcache.coordinator.label_collection import ExpectedLabels
-from kvcache.coordinator.offload_parts import OffloadParts
-from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.coordinator.partial_block_swap import PartialBlockSwap
-from kvcache.coordinator.prefix_loading import PrefixLoading
-from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
-from kvcache.coordinator.tier_adoption import TierAdoption
-from kvcache.coordinator.tier_tenants import rows_by_tenant
-from kvcache.core import OffloadHit
-from kvcache.labels import LabelTable
-from kvcache.logs import get_logger
-from kvcache.manager import KVCacheManager
-from kvcache.messages import LabelReport, Outgoing
-from kvcache.offload.contents import label_rows
-from kvcache.offload.events import cache_events
-from kvcache.offload.jobs import JobKind
-from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
-from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request import Request
-from kvcache.step import NO_SLOT, StepRequest, StepResult
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import LabelReport, Outgoing
+from kvcache.protocol.step import NO_SLOT, StepRequest, StepResult
+from kvcache.requests.request import Request
 
 logger = get_logger(__name__)
 

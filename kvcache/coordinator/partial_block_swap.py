@@ -22,17 +22,17 @@ from enum import Enum
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import Store
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import InvariantError
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.errors import InvariantError
-from kvcache.ids import NULL_BLOCK_ID
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
 from kvcache.offload.specs import HOST_MEDIUM
-from kvcache.request import Request
+from kvcache.protocol.commands import Store
+from kvcache.requests.request import Request
 
 MAX_HOST_SHARE = 4
 """One in so many slots of host memory may hold tails."""

@@ -22,20 +22,20 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Command, Fetch, Load
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import InvariantError
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.coordinator.tier_tenants import NOTHING_LOADED, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
-from kvcache.errors import InvariantError
 from kvcache.manager.loads import PrefixLoad
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place
 from kvcache.offload.keys import OffloadKey, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request import Request
+from kvcache.protocol.commands import Command, Fetch, Load
+from kvcache.requests.request import Request
 
 MISS = OffloadHit(OffloadAnswer.MISS)
 RETRY = OffloadHit(OffloadAnswer.RETRY)

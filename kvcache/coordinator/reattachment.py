@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.serving import StepServer
-from kvcache.step import StepRequest
+from kvcache.protocol.step import StepRequest
 
 
 class Reattachment:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut, WantedLoad
 from kvcache.core import OffloadHit, OffloadHooks
 from kvcache.manager.loads import PrefixLoad, PrefixLoads
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.manager.tiers import SwapHooks
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 
 class TierHooks(OffloadHooks, SwapHooks, Protocol):

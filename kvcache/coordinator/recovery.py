@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcache.base.errors import KVCacheError
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection
-from kvcache.errors import KVCacheError
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 
 logger = get_logger(__name__)

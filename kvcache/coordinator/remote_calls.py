@@ -20,14 +20,14 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.errors import RequestError, shown
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import RequestError, shown
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
-from kvcache.message_headers import UNREADABLE
-from kvcache.messages import MAX_ITEMS, MAX_NAME_CHARS, Call
-from kvcache.request import LoRARequest, Request
+from kvcache.protocol.message_headers import UNREADABLE
+from kvcache.protocol.messages import MAX_ITEMS, MAX_NAME_CHARS, Call
+from kvcache.requests.request import LoRARequest, Request
 
 MAX_REQUESTS_PER_CLIENT = 4096
 

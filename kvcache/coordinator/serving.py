@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.commands import Command
-from kvcache.coordinator.client_ledger import ClientLedger
-from kvcache.coordinator.forward_plan import ForwardPlanner
-from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.offloading import Offloading
-from kvcache.coordinator.remote_calls import RemoteCalls
-from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
-from kvcache.errors import (
+from kvcache.base.errors import (
     ExhaustedError,
     InvalidInputError,
     InvariantError,
@@ -28,10 +20,18 @@ from kvcache.errors import (
     MalformedMessageError,
     RequestError,
 )
+from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.forward_plan import ForwardPlanner
+from kvcache.coordinator.job_table import JobTable
+from kvcache.coordinator.offloading import Offloading
+from kvcache.coordinator.remote_calls import RemoteCalls
+from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
 from kvcache.manager import KVCacheManager
-from kvcache.messages import Call, CallResult
-from kvcache.step import NewRequest, StepRequest, StepResult
-from kvcache.step_delivery import ReceivedMessage, StepAnswer, UnreadableStep, error_answer
+from kvcache.protocol.commands import Command
+from kvcache.protocol.messages import Call, CallResult
+from kvcache.protocol.step import NewRequest, StepRequest, StepResult
+from kvcache.protocol.step_delivery import ReceivedMessage, StepAnswer, UnreadableStep, error_answer
 
 
 @dataclass(frozen=True, eq=False)

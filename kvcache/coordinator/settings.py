@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.step_recorder import RecorderStatistics
-from kvcache.errors import ConfigurationError
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.specs import require_count
 

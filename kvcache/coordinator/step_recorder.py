@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcache.commands import Command
 from kvcache.coordinator.tier_calls import TierCall, WantedLoad
-from kvcache.labels import LabelSet
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
-from kvcache.step import NewRequest
-from kvcache.step_delivery import StepAnswer, StepMessage
+from kvcache.protocol.commands import Command
+from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.step import NewRequest
+from kvcache.protocol.step_delivery import StepAnswer, StepMessage
 
 LabelSource = Callable[[], Sequence[LabelSet]]
 """Returns the labels of all ranks, which takes a while where there are many."""

@@ -16,18 +16,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import Label
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import KVCacheError
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
-from kvcache.errors import KVCacheError
-from kvcache.label_agreement import NO_LABELS, agreed_labels
-from kvcache.labels import LabelSet
-from kvcache.logs import get_logger
-from kvcache.messages import LabelReport, Outgoing
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import Label
+from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels
+from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.messages import LabelReport, Outgoing
 
 logger = get_logger(__name__)
 

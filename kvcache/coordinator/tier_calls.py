@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvcache.core import OffloadHit
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload.keys import OffloadKey, make_offload_keys
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 
 BoolArray = npt.NDArray[np.bool_]

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import IndexArray
-from kvcache.commands import Label
+from kvcache.base.arrays import IndexArray
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.request import Request
-from kvcache.request_content import Namespace, parse_namespace_name
+from kvcache.protocol.commands import Label
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import Namespace, parse_namespace_name
 from kvcache.tenants import TenantLedger
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.coordinator import Coordinator
 from kvcache.coordinator.epoch_state import EpochState
 from kvcache.coordinator.phase import Phase
-from kvcache.logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -6,7 +6,7 @@ itself (`flat_core.py`) is made from `CoreSettings`, see `settings.py`.
 
 from __future__ import annotations
 
-from kvcache.core.protocol import (
+from kvcache.core.interface import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,

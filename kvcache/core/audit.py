@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import InvariantError
 from kvcache.core.columns import (
     BLANK,
     BLOCK,
@@ -51,7 +52,6 @@ from kvcache.core.columns import (
 )
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
-from kvcache.errors import InvariantError
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import NOBODY
 

@@ -24,7 +24,7 @@ from itertools import groupby
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     MAX_INT,
     MAX_INT32,
     as_bool,
@@ -33,7 +33,15 @@ from kvcache.arguments import (
     as_integers,
     check_kind,
 )
-from kvcache.arrays import Ids, Int32Array, int32_array
+from kvcache.base.arrays import Ids, Int32Array, int32_array
+from kvcache.base.errors import (
+    BlockError,
+    ConfigurationError,
+    InvariantError,
+    OutOfBlocksError,
+    RequestError,
+)
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.audit import check_list, check_nodes
 from kvcache.core.columns import (
     BLANK,
@@ -48,27 +56,19 @@ from kvcache.core.columns import (
 )
 from kvcache.core.eviction import PolicyOrder
 from kvcache.core.forgetting import forget
-from kvcache.core.pool import first_free, hold_all, release_all, take_listed, take_loose
-from kvcache.core.prefix_tree import child_made, new_root, put_block
-from kvcache.core.protocol import (
+from kvcache.core.interface import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
     ReferenceKind,
 )
-from kvcache.errors import (
-    BlockError,
-    ConfigurationError,
-    InvariantError,
-    OutOfBlocksError,
-    RequestError,
-)
-from kvcache.hashing import BlockHash, generate_block_hash_extra_keys
-from kvcache.ids import NULL_BLOCK_ID
+from kvcache.core.pool import first_free, hold_all, release_all, take_listed, take_loose
+from kvcache.core.prefix_tree import child_made, new_root, put_block
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
-from kvcache.request import Request
-from kvcache.request_content import DEFAULT_NAMESPACE, Namespace
+from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 
 ORDERED, SINGLE = range(2)

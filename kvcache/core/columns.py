@@ -38,11 +38,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.compiled import IS_PLAIN
+from kvcache.base.compiled import IS_PLAIN
+from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds.registry import rule_of
 from kvcache.core.kinds.rule import NUM_ENTRIES
 from kvcache.core.machine import columns_at
-from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheSpec
 
 REF, PREV, NEXT, NODE = range(4)

@@ -12,20 +12,20 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from math import gcd, lcm
 
-from kvcache.arguments import as_bool, as_byte_strings, as_int, check_kind
-from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.base.arguments import as_bool, as_byte_strings, as_int, check_kind
+from kvcache.base.arrays import EMPTY_INT32, int32_array
+from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.protocol import CacheHit, Reservation
+from kvcache.core.interface import CacheHit, Reservation
 from kvcache.core.single_type_managers import (
     MANAGERS,
     SingleTypeKVCacheManager,
     check_request_id,
     get_manager_for_kv_cache_spec,
 )
-from kvcache.errors import ConfigurationError, RequestError
-from kvcache.hashing import BlockHash
-from kvcache.request import Request
-from kvcache.request_content import Namespace
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import Namespace
 from kvcache.specs import KVCacheConfig, KVCacheSpec, can_cache_prefixes, require_eagle_support
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash  # noqa: F401 - its module is looked up by name
 
-from kvcache.compiled import IS_PLAIN, array_type
+from kvcache.base.compiled import IS_PLAIN, array_type
 from kvcache.core.columns import BLOCK, KEYS, PARENT, Books, columns_of, logs_of, search_of
 from kvcache.core.machine import (
     BOOK,
@@ -35,7 +35,13 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
-from kvcache.hash_algorithms import BlockHash, ExtraKeys, HashFn, canonical_cbor, quick_chains
+from kvcache.requests.hash_algorithms import (
+    BlockHash,
+    ExtraKeys,
+    HashFn,
+    canonical_cbor,
+    quick_chains,
+)
 
 logger = logging.getLogger(__name__)
 

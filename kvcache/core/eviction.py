@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.errors import InvariantError
 from kvcache.core.columns import (
     BLANK,
     BLANKED,
@@ -41,10 +42,9 @@ from kvcache.core.columns import (
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
+from kvcache.core.interface import OffloadHooks
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
-from kvcache.core.protocol import OffloadHooks
-from kvcache.errors import InvariantError
 from kvcache.policies import EntryInfo, EvictionPolicy
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required

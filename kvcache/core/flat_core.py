@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import BlockError, InvariantError, RequestError
 from kvcache.core.columns import (
     ACCEPTED,
     BLOCK,
@@ -67,10 +67,7 @@ from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import confirm, look_up
-from kvcache.core.kinds.rule import SIZE
-from kvcache.core.pool import hold_all, release_all
-from kvcache.core.prefix_tree import drop_root, index_again, new_root
-from kvcache.core.protocol import (
+from kvcache.core.interface import (
     CacheHit,
     CoreStatistics,
     ForkOrigin,
@@ -84,6 +81,9 @@ from kvcache.core.protocol import (
     TableChange,
     patch_of,
 )
+from kvcache.core.kinds.rule import SIZE
+from kvcache.core.pool import hold_all, release_all
+from kvcache.core.prefix_tree import drop_root, index_again, new_root
 from kvcache.core.rows import (
     ALL,
     COUNT,
@@ -115,15 +115,15 @@ from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
 from kvcache.core.settings import CoreSettings
 from kvcache.core.steps import StepBook
 from kvcache.core.telling import Teller
-from kvcache.errors import BlockError, InvariantError, RequestError
-from kvcache.hashing import generate_block_hash_extra_keys
-from kvcache.labels import LabelSet
 from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
-from kvcache.request import Namespace, Request
-from kvcache.request_content import DEFAULT_NAMESPACE
-from kvcache.sealed_contents import SealedContents, sorted_contents
+from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.sealed_contents import SealedContents, sorted_contents
+from kvcache.requests.hashing import generate_block_hash_extra_keys
+from kvcache.requests.request import Namespace, Request
+from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
 from kvcache.tenants import TenantAccount, TenantLedger
 

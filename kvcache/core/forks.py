@@ -13,7 +13,8 @@ from collections import Counter
 
 import numpy as np
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import RequestError
 from kvcache.core.columns import (
     COLUMNS,
     FLAGS,
@@ -22,12 +23,11 @@ from kvcache.core.columns import (
     REF,
     Books,
 )
+from kvcache.core.interface import ForkOrigin, Reservation, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.pool import hold_all, release_all, take_loose
-from kvcache.core.protocol import ForkOrigin, Reservation, TableChange
 from kvcache.core.rows import limit_row, replace_block, share
 from kvcache.core.telling import Teller
-from kvcache.errors import RequestError
 from kvcache.specs import ceil_div
 
 Column = tuple[int, int]

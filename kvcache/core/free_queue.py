@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvcache.arguments import MAX_INT, MAX_INT32, as_int, as_integers
-from kvcache.errors import BlockError, OutOfBlocksError
+from kvcache.base.arguments import MAX_INT, MAX_INT32, as_int, as_integers
+from kvcache.base.errors import BlockError, OutOfBlocksError
 from kvcache.policies.entry_queue import EntryQueue
 
 

@@ -16,15 +16,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import MalformedMessageError
-from kvcache.hash_algorithms import ExtraKey
-from kvcache.hashing import ExtraKeys
-from kvcache.ids import NULL_BLOCK_ID
-from kvcache.label_agreement import NO_LABELS
-from kvcache.labels import parse_extra_keys
-from kvcache.request_content import (
+from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.errors import MalformedMessageError
+from kvcache.base.ids import NULL_BLOCK_ID
+from kvcache.protocol.commands import Label
+from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.protocol.labels import parse_extra_keys
+from kvcache.requests.hash_algorithms import ExtraKey
+from kvcache.requests.hashing import ExtraKeys
+from kvcache.requests.request_content import (
     LoRARequest,
     Namespace,
     lora_label,

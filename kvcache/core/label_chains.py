@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import IndexArray
+from kvcache.base.arrays import IndexArray
 from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW
 
 NO_CHAIN = -1

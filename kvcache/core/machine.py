@@ -25,7 +25,7 @@ from numba.core.typed_passes import NativeLowering
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
-from kvcache.compiled import IS_CHECKED, IS_PLAIN, Signature, array_type, compiled
+from kvcache.base.compiled import IS_CHECKED, IS_PLAIN, Signature, array_type, compiled
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _njit: Any = njit
@@ -71,19 +71,21 @@ NEW_BYTE_ROWS = array_type("uint8", 2)
 NOTHING = types.void
 
 
-def kernel(*signature: Signature) -> Callable[[_Function], _Function]:
+def kernel(*signature: Signature, checks_types: bool = False) -> Callable[[_Function], _Function]:
     """Compile a function that Python calls: its result's type, then those of its arguments.
 
-    Calls pass by numba's look at their arguments' types, which takes longer than many a kernel;
-    where indices are checked, types are checked as well.
+    Calls skip numba's check of their arguments' types, which takes longer than many kernels: a
+    wrong array would be read as if it were right. With `checks_types`, which a kernel needs that
+    gets arrays from outside, other types raise TypeError; so they do where indices are checked.
     """
     result, *arguments = signature
     compile_now = compiled(result(*arguments), family=_FAMILY, **_OPTIONS)
 
     def compile_entry(function: _Function) -> _Function:
         made: Any = compile_now(function)
-        is_quick = not (IS_PLAIN or IS_CHECKED)
-        return cast(_Function, made.overloads[made.signatures[0]].entry_point if is_quick else made)
+        if checks_types or IS_PLAIN or IS_CHECKED:
+            return cast(_Function, made)
+        return cast(_Function, made.overloads[made.signatures[0]].entry_point)
 
     return compile_entry
 

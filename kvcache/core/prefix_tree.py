@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.compiled import IS_PLAIN
+from kvcache.base.compiled import IS_PLAIN
 from kvcache.core.columns import (
     BLOCK,
     CHILD,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, IndexArray, index_array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, IndexArray, index_array, int32_array
+from kvcache.base.errors import BlockError
 from kvcache.core.columns import NODE, PARENT, STANDING, columns_of
 from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
@@ -31,10 +32,9 @@ from kvcache.core.machine import (
 )
 from kvcache.core.pool import release_all, take_listed
 from kvcache.core.prefix_tree import add_child, find_child, prune, put_block
-from kvcache.errors import BlockError
-from kvcache.hash_algorithms import ExtraKeys
-from kvcache.label_agreement import agreed_labels, labelled_blocks
-from kvcache.labels import LabelSet
+from kvcache.protocol.label_agreement import agreed_labels, labelled_blocks
+from kvcache.protocol.labels import LabelSet
+from kvcache.requests.hash_algorithms import ExtraKeys
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore

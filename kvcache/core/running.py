@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.compiled import array_type
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.compiled import array_type
 from kvcache.core.machine import (
     INT,
     INT_ROWS,
@@ -98,7 +98,9 @@ LONGS = array_type("int64", is_read=True)
 NEW_LONGS = array_type("int64")
 
 
-@kernel(INT, NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5)
+@kernel(
+    INT, NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5, checks_types=True
+)
 def check_rows(
     rows: Any, generation: Any, slots: Any, num_new: Any, num_draft: Any, num_rejected: Any,
     offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, figures: Any,

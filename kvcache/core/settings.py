@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcache.core.columns import BlockAges
-from kvcache.core.protocol import EventSink, OffloadHooks
-from kvcache.hash_algorithms import HashFn
-from kvcache.hashing import BlockHash
+from kvcache.core.interface import EventSink, OffloadHooks
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
+from kvcache.requests.hash_algorithms import HashFn
+from kvcache.requests.hashing import BlockHash
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger
 

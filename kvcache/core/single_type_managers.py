@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_bool,
     as_byte_strings,
     as_int,
@@ -21,15 +21,15 @@ from kvcache.arguments import (
     as_text,
     check_kind,
 )
-from kvcache.arrays import Ids
+from kvcache.base.arrays import Ids
+from kvcache.base.errors import BlockError, ConfigurationError, RequestError
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.block_pool import BlockPool
+from kvcache.core.interface import ReferenceKind, Reservation
 from kvcache.core.kinds.registry import longest_hit
-from kvcache.core.protocol import ReferenceKind, Reservation
-from kvcache.errors import BlockError, ConfigurationError, RequestError
-from kvcache.hashing import BlockHash
-from kvcache.ids import NULL_BLOCK_ID
-from kvcache.request import Request
-from kvcache.request_content import DEFAULT_NAMESPACE, Namespace
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.base.errors import RequestError
 from kvcache.core.columns import (
     BLOCK,
     GENERATION,
@@ -32,7 +33,6 @@ from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import BOOK, INT, NEW_INT_ROWS, kernel
 from kvcache.core.prefix_tree import is_sealed
 from kvcache.core.rows import rewind_row
-from kvcache.errors import RequestError
 
 NodeNotes = Any
 

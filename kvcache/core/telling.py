@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.core.columns import Books
 from kvcache.core.digesting import Digester, describe
-from kvcache.core.kinds.rule import LENGTH, SIZE
-from kvcache.core.pending_copies import PendingCopies
-from kvcache.core.protocol import (
+from kvcache.core.interface import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -26,11 +23,14 @@ from kvcache.core.protocol import (
     EventSink,
     OffloadHooks,
 )
-from kvcache.digests import PackedDigests
-from kvcache.hash_algorithms import BlockHash, ExtraKey, ExtraKeys
-from kvcache.labels import extra_keys_bytes, join_labels
-from kvcache.request import Namespace
-from kvcache.request_content import namespace_name
+from kvcache.core.kinds.rule import LENGTH, SIZE
+from kvcache.core.pending_copies import PendingCopies
+from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.protocol.labels import extra_keys_bytes, join_labels
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hash_algorithms import BlockHash, ExtraKey, ExtraKeys
+from kvcache.requests.request import Namespace
+from kvcache.requests.request_content import namespace_name
 
 NodeNotes = Any
 """What became hittable: node, group, row, generation of the row, root. Shape `(n, 5)`, int32."""

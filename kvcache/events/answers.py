@@ -13,7 +13,7 @@ from typing import Final
 
 import zmq
 
-from kvcache.serving_loop import Faults
+from kvcache.base.serving_loop import Faults
 
 QUEUED_MESSAGES: Final = 256
 """Messages that the socket queues for one client."""

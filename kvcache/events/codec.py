@@ -20,9 +20,9 @@ from typing import Final, Literal, TypeAlias
 
 import msgpack
 
-from kvcache.arguments import as_int, as_number, as_tuple
+from kvcache.base.arguments import as_int, as_number, as_tuple
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.core import CacheEvent
-from kvcache.errors import ConfigurationError, shown
 from kvcache.events.integers import IntegerWriter, PackedArray
 from kvcache.events.translation import MEDIA, EventTranslator, group_kinds
 from kvcache.events.wire_events import (

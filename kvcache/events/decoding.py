@@ -12,9 +12,9 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from kvcache.arguments import as_int, check_kind
-from kvcache.arrays import Int32Array
-from kvcache.errors import MalformedMessageError, shown
+from kvcache.base.arguments import as_int, check_kind
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import MalformedMessageError, shown
 from kvcache.events.codec import NUM_ALWAYS, REMOVED_KEYS, STORED_KEYS
 from kvcache.events.wire_events import (
     MAX_RANK,

@@ -16,14 +16,14 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from kvcache.commands import Label
+from kvcache.base.errors import MalformedMessageError
+from kvcache.base.serving_loop import describe_error
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvcache.digests import PackedDigests
-from kvcache.errors import MalformedMessageError
-from kvcache.hash_algorithms import BlockHash
 from kvcache.offload.events import OffloadingEvent, cache_events
-from kvcache.request_content import Namespace
-from kvcache.serving_loop import describe_error
+from kvcache.protocol.commands import Label
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import Namespace
 
 MAX_FRAME_BYTES: Final = 1 << 30
 

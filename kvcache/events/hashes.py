@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from kvcache.digests import PackedDigests
-from kvcache.errors import InvalidInputError
+from kvcache.base.errors import InvalidInputError
 from kvcache.events.wire_events import Hashes
-from kvcache.hashing import BlockHash
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hashing import BlockHash
 
 _WORD_BYTES: Final = 8
 _NO_HASH: Final = 0

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 
 _UINT32: Final = np.dtype([("code", "u1"), ("value", ">u4")])
 _UINT64: Final = np.dtype([("code", "u1"), ("value", ">u8")])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from kvcache.arguments import as_int, as_text, as_tuple
+from kvcache.base.arguments import as_int, as_text, as_tuple
 from kvcache.events.shelf import BlockKind, Shelf
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 

@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.arguments import as_text, as_tuple, check_hashable, check_kind
-from kvcache.arrays import Int32Array
-from kvcache.errors import RequestError
+from kvcache.base.arguments import as_text, as_tuple, check_hashable, check_kind
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import RequestError
 from kvcache.events.subscription import Update
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, RouterKey, StoredEvent
-from kvcache.tokens import as_token_ids
+from kvcache.requests.tokens import as_token_ids
 
 BlockKey: TypeAlias = tuple[int, bytes, "str | None", "str | None", tuple[RouterKey, ...]]
 """What tells a block from its siblings: parent, tokens, adapter, salt, multimodal items."""

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any, Final, Protocol
 
-from kvcache.clock import Clock
-from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ClusterError, ConfigurationError, MalformedMessageError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import describe_error
 from kvcache.events.feed_frames import FrameReader, pack_frame
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import GroupKind
-from kvcache.logs import get_logger
-from kvcache.serving_loop import describe_error
 
 logger = get_logger(__name__)
 

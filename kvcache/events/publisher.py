@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Final
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_bool,
     as_int,
     as_number,
@@ -24,8 +24,8 @@ from kvcache.arguments import (
     check_fields,
     check_kind,
 )
+from kvcache.base.errors import ConfigurationError
 from kvcache.core import CacheEvent
-from kvcache.errors import ConfigurationError
 from kvcache.events.codec import Encoding, EventCodec, require_encoding
 from kvcache.events.history import BatchHistory
 from kvcache.events.mirror import CacheMirror

@@ -19,15 +19,15 @@ from typing import Any, Final
 
 import zmq
 
+from kvcache.base.curve import CurveGate, CurveKeys, guard_server
+from kvcache.base.errors import KVCacheError
+from kvcache.base.logs import log_to_stderr
+from kvcache.base.serving_loop import Faults
 from kvcache.core import CacheEvent
-from kvcache.curve import CurveGate, CurveKeys, guard_server
-from kvcache.errors import KVCacheError
 from kvcache.events.answers import Answers
 from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, Frames, PublisherSettings
 from kvcache.events.translation import GroupKind
-from kvcache.logs import log_to_stderr
-from kvcache.serving_loop import Faults
 
 _READ_BYTES: Final = 1 << 20
 _READS_AT_ONCE: Final = 16

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.events.wire_events import Hashes, RouterKey, StoredEvent
 
 _FIRST_ROWS: Final = 64

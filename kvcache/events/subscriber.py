@@ -16,16 +16,16 @@ from typing import Final
 
 import zmq
 
-from kvcache.arguments import as_int, as_number, as_text, check_kind, check_methods
-from kvcache.curve import CurveKeys, equip_peer
-from kvcache.errors import ConfigurationError, DeadlineError
+from kvcache.base.arguments import as_int, as_number, as_text, check_kind, check_methods
+from kvcache.base.curve import CurveKeys, equip_peer
+from kvcache.base.errors import ConfigurationError, DeadlineError
+from kvcache.base.serving_loop import Faults
 from kvcache.events.subscription import (
     Subscription,
     SubscriptionSettings,
     SubscriptionStatistics,
     Update,
 )
-from kvcache.serving_loop import Faults
 
 _TOPIC: Final = b"kv@"
 _WAIT_S: Final = 0.1

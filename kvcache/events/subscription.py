@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvcache.arguments import as_int, as_number, as_text, as_tuple, check_fields, check_kind
-from kvcache.errors import ConfigurationError, MalformedMessageError
+from kvcache.base.arguments import as_int, as_number, as_text, as_tuple, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.events.decoding import MAX_PAYLOAD_BYTES, decode_batch
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.publisher import END_MARK, MAX_SEQUENCE, SEQUENCE

@@ -16,9 +16,9 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
-from kvcache.arguments import as_tuple
+from kvcache.base.arguments import as_tuple
+from kvcache.base.errors import ConfigurationError, InvalidInputError, shown
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvcache.errors import ConfigurationError, InvalidInputError, shown
 from kvcache.events.hashes import are_distinct, ends_before_repeats, short_hash, short_hashes
 from kvcache.events.wire_events import (
     ClearedEvent,

@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arguments import quickly_made
-from kvcache.arrays import Int32Array
+from kvcache.base.arguments import quickly_made
+from kvcache.base.arrays import Int32Array
 
 Hashes: TypeAlias = NDArray[np.uint64]
 

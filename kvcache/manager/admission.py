@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_table import RequestTable
-from kvcache.request import Request
-from kvcache.step import Refusal
+from kvcache.protocol.step import Refusal
+from kvcache.requests.request import Request
 from kvcache.tenants import TenantLedger, TenantStatistics
 
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.clock import Clock
-from kvcache.commands import Command, Reset
+from kvcache.base.clock import Clock
+from kvcache.base.logs import get_logger
 from kvcache.core import CacheHit
 from kvcache.core.flat_core import FlatCore
-from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable
 from kvcache.manager.request_table import RequestTable
-from kvcache.request import LoRARequest, Request, TokenIds, copy_request
+from kvcache.protocol.commands import Command, Reset
+from kvcache.requests.request import LoRARequest, Request, TokenIds, copy_request
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.pins import Pin, held_blocks
 from kvcache.manager.request_table import RequestTable
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 
 class CacheView:

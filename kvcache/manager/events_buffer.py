@@ -6,8 +6,8 @@ which tells of its blocks while it changes them.
 
 from __future__ import annotations
 
+from kvcache.base.logs import CallbackErrors, get_logger
 from kvcache.core import CacheEvent, EventSink
-from kvcache.logs import CallbackErrors, get_logger
 
 logger = get_logger(__name__)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcache.base.errors import RequestError
 from kvcache.core import ForkOrigin, NewestState, TableChange
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import RequestError
 from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.request import Request, copy_request
+from kvcache.requests.request import Request, copy_request
 
 
 def seat_fork(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcache.base.errors import RequestError
 from kvcache.core import CacheHit
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import RequestError
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.step_plan import make_request
-from kvcache.request import BlockHasher
-from kvcache.step import NewRequest, checked_new
+from kvcache.protocol.step import NewRequest, checked_new
+from kvcache.requests.request import BlockHasher
 
 
 class PrefixHolds:

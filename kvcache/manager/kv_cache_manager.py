@@ -19,7 +19,7 @@ from operator import mul
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     are_counts,
     as_bool,
     as_int,
@@ -30,9 +30,11 @@ from kvcache.arguments import (
     check_kind,
     check_methods,
 )
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.clock import Clock, SystemClock
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import BlockError, ConfigurationError, RequestError, shown
+from kvcache.base.ids import NULL_BLOCK_ID
+from kvcache.base.logs import get_logger
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
     CacheEvent,
@@ -46,11 +48,6 @@ from kvcache.core import (
 )
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.errors import BlockError, ConfigurationError, RequestError, shown
-from kvcache.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
-from kvcache.ids import NULL_BLOCK_ID
-from kvcache.labels import LabelSet
-from kvcache.logs import get_logger
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import CacheControl, prefix_request
@@ -69,10 +66,13 @@ from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
 from kvcache.manager.tiers import GuardedHooks, TierLink
-from kvcache.request import LoRARequest, Request, RequestView, TokenIds, check_request
-from kvcache.sealed_contents import SealedContents
+from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
+from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.sealed_contents import SealedContents
+from kvcache.protocol.step import StepRequest, StepResult, checked_step
+from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import LoRARequest, Request, RequestView, TokenIds, check_request
 from kvcache.specs import KVCacheConfig
-from kvcache.step import StepRequest, StepResult, checked_step
 
 logger = get_logger(__name__)
 

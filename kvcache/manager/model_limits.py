@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.errors import InvariantError, PinLimitError
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core import CacheHit
-from kvcache.errors import InvariantError, PinLimitError
-from kvcache.ids import NULL_BLOCK_ID
-from kvcache.request import Namespace
+from kvcache.requests.request import Namespace
 from kvcache.tenants import TenantAccount, TenantLedger
 
 _SPARE_EXPIRIES = 64

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from kvcache.arguments import are_ints, as_bool, as_int, check_kind
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import are_ints, as_bool, as_int, check_kind
+from kvcache.base.errors import ConfigurationError
 
 
 @dataclass

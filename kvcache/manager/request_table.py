@@ -21,8 +21,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arguments import MAX_INT32
-from kvcache.arrays import IndexArray, Int32Array, int32_array
+from kvcache.base.arguments import MAX_INT32
+from kvcache.base.arrays import IndexArray, Int32Array, int32_array
+from kvcache.base.errors import InvariantError, RequestError
 from kvcache.core.running import (
     CLIENT,
     COMPUTED,
@@ -37,9 +38,8 @@ from kvcache.core.running import (
     append_tokens,
     read_units,
 )
-from kvcache.errors import InvariantError, RequestError
-from kvcache.request import Request
-from kvcache.step import NO_SLOT
+from kvcache.protocol.step import NO_SLOT
+from kvcache.requests.request import Request
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 

@@ -12,7 +12,8 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import InvariantError, RequestError
 from kvcache.core.running import (
     CLIENT,
     COMPUTED,
@@ -25,11 +26,10 @@ from kvcache.core.running import (
     RunningRows,
     check_rows,
 )
-from kvcache.errors import InvariantError, RequestError
 from kvcache.manager.model_limits import ModelLimits, draft_remedy
 from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback
-from kvcache.step import EMPTY_RUNNING, RunningRequests, check_columns
+from kvcache.protocol.step import EMPTY_RUNNING, RunningRequests, check_columns
 
 _COLUMNS = (
     "slots",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     MAX_INT32,
     as_bool,
     as_int,
@@ -14,8 +14,8 @@ from kvcache.arguments import (
     check_fields,
     check_kind,
 )
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares
 from kvcache.tenants.shares import DEVICE_TIER

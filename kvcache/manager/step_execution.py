@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.core import (
     CacheHit,
     NewRows,
@@ -40,8 +39,9 @@ from kvcache.manager.request_table import BatchTokens, KnownRequest, RequestTabl
 from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
-from kvcache.request import Request
-from kvcache.step import NO_SLOT, NewRequest, Refusal, StepResult
+from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.protocol.step import NO_SLOT, NewRequest, Refusal, StepResult
+from kvcache.requests.request import Request
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
 """Why a request is not admitted: fields of a `StepResult`."""

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvcache.base.errors import BacklogFullError, RequestError, shown
 from kvcache.core.running import RunningRows
-from kvcache.errors import BacklogFullError, RequestError, shown
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.running_rows import plan_rows
 from kvcache.manager.step_ledger import ClientSteps, Rollback
-from kvcache.request import BlockHasher, LoRARequest, Request
-from kvcache.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
+from kvcache.protocol.step import NO_STEP, Fork, NewRequest, ResumedRequest, StepRequest
+from kvcache.requests.request import BlockHasher, LoRARequest, Request
 
 
 class StepPlan(NamedTuple):

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvcache.arguments import check_kind
-from kvcache.arrays import Int32Array
+from kvcache.base.arguments import check_kind
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import RequestError
+from kvcache.base.logs import CallbackErrors, get_logger
 from kvcache.core import (
     CacheEvent,
     EventSink,
@@ -18,11 +20,9 @@ from kvcache.core import (
     OffloadHit,
     OffloadHooks,
 )
-from kvcache.errors import RequestError
-from kvcache.hash_algorithms import BlockHash
-from kvcache.logs import CallbackErrors, get_logger
 from kvcache.manager.loads import PrefixLoads
-from kvcache.request import Request
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request import Request
 
 logger = get_logger(__name__)
 

@@ -11,7 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from kvcache.errors import (
+from kvcache.base.errors import (
     ClusterError,
     DeadlineError,
     ExhaustedError,

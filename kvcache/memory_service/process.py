@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvcache.errors import AlreadyRunningError, ClusterError, StartupError
+from kvcache.base.errors import AlreadyRunningError, ClusterError, StartupError
 from kvcache.memory_service.client import MemoryServiceClient
 from kvcache.memory_service.protocol import is_trusted, make_socket, peer_process, socket_name
 from kvcache.memory_service.service import HostMemoryService

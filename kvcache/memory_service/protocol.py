@@ -20,8 +20,8 @@ from typing import Any
 
 import msgpack
 
-from kvcache.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
-from kvcache.serving_loop import describe_error
+from kvcache.base.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
+from kvcache.base.serving_loop import describe_error
 
 MEMORY_SERVICE_VERSION = 1
 MAX_PACKET_BYTES = 4096

@@ -18,8 +18,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.errors import AlreadyRunningError, KVCacheError, MalformedMessageError
-from kvcache.logs import get_logger
+from kvcache.base.errors import AlreadyRunningError, KVCacheError, MalformedMessageError
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 from kvcache.memory_service.protocol import (
     MAX_NAME_BYTES,
     VERBS,
@@ -30,7 +31,6 @@ from kvcache.memory_service.protocol import (
     send,
     socket_name,
 )
-from kvcache.serving_loop import LoopStatistics, ServingLoop
 from kvcache.specs import require_count
 
 logger = get_logger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import NotRunningError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import NotRunningError
 from kvcache.manager import KVCacheManager
 from kvcache.metrics.ages import AgeMeter
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 
 from kvcache.coordinator import Coordinator
-from kvcache.messages import Address, Call, Detach, FromClient, FromWorker, Outgoing
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.step_meter import StepMeter
-from kvcache.step import StepRequest
+from kvcache.protocol.messages import Address, Call, Detach, FromClient, FromWorker, Outgoing
+from kvcache.protocol.step import StepRequest
 
 
 class MeteredCoordinator:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 
 _NAME = re.compile(r"kvcache(_[a-z][a-z0-9]*)+")
 _LABEL = re.compile(r"[a-z][a-z_]*")

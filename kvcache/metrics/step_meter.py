@@ -13,9 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.messages import CallResult, Outgoing, Progress, Unattached
 from kvcache.metrics.histogram import Histogram
-from kvcache.step import StepResult
+from kvcache.protocol.messages import CallResult, Outgoing, Progress, Unattached
+from kvcache.protocol.step import StepResult
 
 STRIDE = 31
 """One step in so many is followed, unless all are asked for: an empty step takes a

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from kvcache.arguments import as_int, as_tuple, check_fields, check_methods
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import as_int, as_tuple, check_fields, check_methods
+from kvcache.base.errors import ConfigurationError
 
 
 class ByteRows(Protocol):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvcache.arguments import as_int, check_fields
-from kvcache.arrays import IndexArray, Int32Array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import InvalidInputError
-from kvcache.labels import LabelTable, validate_label_command
+from kvcache.base.arguments import as_int, check_fields
+from kvcache.base.arrays import IndexArray, Int32Array, int32_array
+from kvcache.base.errors import InvalidInputError
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LabelTable, validate_label_command
 
 _FIRST_ID = 1
 """Label tables leave id 0 to the null block: address `a` is kept as `a + 1`."""

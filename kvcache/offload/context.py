@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from kvcache.arguments import as_text, check_fields, check_kind
-from kvcache.errors import InvalidInputError
+from kvcache.base.arguments import as_text, check_fields, check_kind
+from kvcache.base.errors import InvalidInputError
 
 NO_PARAMS: Mapping[str, str | int | float | bool] = MappingProxyType({})
 

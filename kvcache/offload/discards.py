@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.offload.keys import OffloadKey
 
 

@@ -7,7 +7,7 @@ Refuses to read a clock.
 
 from __future__ import annotations
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 
 logger = get_logger(__name__)
 

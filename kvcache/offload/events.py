@@ -12,17 +12,17 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvcache.arguments import MAX_INT32, as_integers, check_kind
-from kvcache.arrays import IndexArray, index_array
-from kvcache.commands import Label
+from kvcache.base.arguments import MAX_INT32, as_integers, check_kind
+from kvcache.base.arrays import IndexArray, index_array
+from kvcache.base.errors import InvalidInputError
 from kvcache.core import BlocksRemoved, BlocksStored
-from kvcache.digests import PackedDigests
-from kvcache.errors import InvalidInputError
-from kvcache.hash_algorithms import BlockHash
-from kvcache.labels import parse_extra_keys
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request_content import parse_namespace_name
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import parse_extra_keys
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import parse_namespace_name
 
 EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
     {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_bool,
     as_integers,
     as_number,
@@ -30,9 +30,8 @@ from kvcache.arguments import (
     check_kind,
     check_methods,
 )
-from kvcache.arrays import Int32Array
-from kvcache.commands import Label
-from kvcache.errors import ConfigurationError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload.discards import Discards
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.hits import Place, PlaceArray, TierHits
@@ -52,7 +51,8 @@ from kvcache.offload.slot_table import NOTHING, READY
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.offload.tier_set import TierSet
-from kvcache.request_content import Namespace
+from kvcache.protocol.commands import Label
+from kvcache.requests.request_content import Namespace
 
 
 class TierHierarchy:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.offload.jobs import JobKind, OpenJob, OverdueJob
 from kvcache.offload.slot_table import READY
 from kvcache.offload.tier_set import TierSet

@@ -13,9 +13,9 @@ from enum import Enum
 
 import numpy as np
 
-from kvcache.arguments import as_int, as_number, check_fields, check_kind
-from kvcache.arrays import Int32Array
-from kvcache.errors import InvalidInputError
+from kvcache.base.arguments import as_int, as_number, check_fields, check_kind
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import InvalidInputError
 from kvcache.offload.keys import OffloadKey
 
 

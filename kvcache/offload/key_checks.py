@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.arrays import IndexArray
-from kvcache.errors import InvalidInputError, shown
+from kvcache.base.arrays import IndexArray
+from kvcache.base.errors import InvalidInputError, shown
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.slot_table import FORGOTTEN, READY, BoolArray, CountArray, SlotTable
 

@@ -3,7 +3,7 @@
 Stands first in the way of offloaded blocks: the coordinator makes keys of labels and requests,
 tiers find slots by them, commands and files carry them. Contents that must not be shared (another
 tenant, other weights) have other keys: their namespace is folded into the digest. Refuses to hash
-tokens; digests come from `kvcache.hashing`.
+tokens; digests come from `kvcache.requests.hashing`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NewType
 
 import numpy as np
 
-from kvcache.arguments import as_byte_strings, as_bytes, as_int, check_kind
-from kvcache.commands import Label
-from kvcache.digests import PackedDigests
-from kvcache.errors import InvalidInputError, MalformedMessageError, shown
-from kvcache.hash_algorithms import BlockHash
-from kvcache.request_content import (
+from kvcache.base.arguments import as_byte_strings, as_bytes, as_int, check_kind
+from kvcache.base.errors import InvalidInputError, MalformedMessageError, shown
+from kvcache.protocol.commands import Label
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import (
     DEFAULT_NAMESPACE,
     Namespace,
     namespace_name,

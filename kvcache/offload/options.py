@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvcache.arguments import as_int, as_number, as_text, check_fields, check_kind
+from kvcache.base.arguments import as_int, as_number, as_text, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError, shown
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.jobs import Deadlines
 from kvcache.tenants import TenantLedger, TierShares

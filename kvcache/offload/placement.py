@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
+from kvcache.base.arrays import IndexArray, index_array
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 from kvcache.offload.slot_table import FORGOTTEN, NO_ADDRESS, SlotTable
 

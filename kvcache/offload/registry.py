@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
-from kvcache.arguments import check_kind
-from kvcache.arrays import Int32Array
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import check_kind
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import TierOptions
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM, FileLoadStoreSpec, LoadStoreSpec

@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.errors import InvariantError
+from kvcache.base.arrays import IndexArray, Int32Array, index_array
+from kvcache.base.errors import InvariantError
 from kvcache.offload.slot_table import BoolArray, SlotTable
 from kvcache.policies import EntryInfo, LooksAhead, PolicyFactory, make_eviction_policy
 from kvcache.tenants import TenantLedger, TenantPolicy

@@ -22,9 +22,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arguments import as_byte_strings
-from kvcache.arrays import IndexArray
-from kvcache.errors import ConfigurationError, InvariantError
+from kvcache.base.arguments import as_byte_strings
+from kvcache.base.arrays import IndexArray
+from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import OffloadKey
 
 NOTHING: Final = 0

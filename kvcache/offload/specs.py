@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arguments import MAX_INT32, as_byte_strings, as_int, as_integers
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.errors import InvalidInputError, shown
+from kvcache.base.arguments import MAX_INT32, as_byte_strings, as_int, as_integers
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import InvalidInputError, shown
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 
 DEVICE_MEDIUM = "device"

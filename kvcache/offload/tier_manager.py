@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_bool,
     as_byte_strings,
     as_bytes,
@@ -29,9 +29,8 @@ from kvcache.arguments import (
     check_kind,
     check_methods,
 )
-from kvcache.arrays import IndexArray, Int32Array, index_array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import ConfigurationError, InvalidInputError, InvariantError
+from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError
 from kvcache.offload.context import ReqContext
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.key_checks import KeyChecks
@@ -53,6 +52,7 @@ from kvcache.offload.specs import HostLoadStoreSpec, LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
 from kvcache.offload.tier_tables import TierTables, first_of_each
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
+from kvcache.protocol.commands import Label
 from kvcache.tenants import TenantLedger
 
 SpecOf: TypeAlias = Callable[[Sequence[OffloadKey], Int32Array], LoadStoreSpec]

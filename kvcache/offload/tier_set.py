@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.errors import InvariantError
+from kvcache.base.errors import InvariantError
 from kvcache.offload.discards import DiscardList
 from kvcache.offload.disk_rest import DiskRest
 from kvcache.offload.jobs import JobKind, OpenJob, TransferTable

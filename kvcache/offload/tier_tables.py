@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, index_array
-from kvcache.commands import Label
-from kvcache.errors import InvariantError
+from kvcache.base.arrays import IndexArray, index_array
+from kvcache.base.errors import InvariantError
 from kvcache.offload.contents import ContentTable
 from kvcache.offload.events import OffloadingEvent, parents_first
 from kvcache.offload.keys import OffloadKey
@@ -28,7 +27,8 @@ from kvcache.offload.slot_table import (
 )
 from kvcache.offload.tier_counts import TierCounts
 from kvcache.policies import PolicyFactory
-from kvcache.request_content import parse_namespace_name
+from kvcache.protocol.commands import Label
+from kvcache.requests.request_content import parse_namespace_name
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import NOBODY
 

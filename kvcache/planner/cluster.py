@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.arguments import as_int, check_kind
+from kvcache.base.arguments import as_int, check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, layer_specs
-from kvcache.errors import ConfigurationError
 from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint
 from kvcache.planner.options import PlanOptions, RankMemory
 from kvcache.planner.plan import Plan, plan_kv_cache

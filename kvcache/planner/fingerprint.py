@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
-from kvcache.arguments import as_int, as_text, as_tuple, check_fields, check_kind
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import as_int, as_text, as_tuple, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig, require_count
 
 FINGERPRINT_VERSION = 1

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
-from kvcache.arguments import as_bool, as_text, as_texts, as_tuple
-from kvcache.errors import ConfigurationError, PlanMismatchError
+from kvcache.base.arguments import as_bool, as_text, as_texts, as_tuple
+from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner.options import (
     LayerSpecs,
     Warn,

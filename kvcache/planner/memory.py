@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.arguments import as_int, check_kind
-from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.base.arguments import as_int, check_kind
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.planner.grouping import get_kv_cache_groups, get_uniform_page_size
 from kvcache.planner.options import LayerSpecs, PlanOptions, check_options
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div, require_count

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_bool,
     as_int,
     as_text,
@@ -20,7 +20,7 @@ from kvcache.arguments import (
     check_kind,
     check_methods,
 )
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.specs import LAYOUTS, KVCacheSpec, Layout
 
 LayerSpecs = Mapping[str, KVCacheSpec]

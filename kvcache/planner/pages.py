@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import inf, lcm
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.planner.options import LayerSpecs, Warn, check_layer_specs, check_warn, log_warning
 from kvcache.specs import KVCacheSpec, ceil_div
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.planner.fingerprint import plan_fingerprint
 from kvcache.planner.grouping import (
     get_kv_cache_groups,

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvcache.arguments import as_text, check_kind
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import as_text, check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.planner.memory import NUM_NULL_BLOCKS, blocks_per_request, longest_model_len
 from kvcache.planner.plan import Plan
 from kvcache.specs import KVCacheConfig

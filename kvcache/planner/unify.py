@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from kvcache.arguments import as_tuple
-from kvcache.errors import PlanMismatchError
+from kvcache.base.arguments import as_tuple
+from kvcache.base.errors import PlanMismatchError
 from kvcache.planner.grouping import LayerOrder, layer_order
 from kvcache.planner.layout import Pool, lay_out
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, first_difference

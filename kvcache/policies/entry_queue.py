@@ -17,9 +17,9 @@ from typing import TypeAlias
 import numpy as np
 from numba import types
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.compiled import array_type, compiled
-from kvcache.errors import InvariantError
+from kvcache.base.arrays import IndexArray, Int32Array, index_array
+from kvcache.base.compiled import array_type, compiled
+from kvcache.base.errors import InvariantError
 
 Entries: TypeAlias = "Sequence[int] | IndexArray"
 """Entries in order. Arrays are taken as they are, without a look at each int."""

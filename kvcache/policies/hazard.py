@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from kvcache.arrays import index_array
+from kvcache.base.arrays import index_array
 from kvcache.policies.cohorts import CohortLine, CohortValue
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.guard import Guard

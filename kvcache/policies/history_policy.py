@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
-from kvcache.arrays import index_array
+from kvcache.base.arrays import index_array
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.look_ahead import LookAhead
 from kvcache.policies.policy import EntryBook, EntryInfo

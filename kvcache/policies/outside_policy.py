@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arguments import as_integers
-from kvcache.arrays import IndexArray, index_array
-from kvcache.errors import InvalidInputError
-from kvcache.logs import get_logger
+from kvcache.base.arguments import as_integers
+from kvcache.base.arrays import IndexArray, index_array
+from kvcache.base.errors import InvalidInputError
+from kvcache.base.logs import get_logger
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.policy import EntryBook, EvictionPolicy

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.policies.arc import ARCPolicy
 from kvcache.policies.fifo import FIFOPolicy
 from kvcache.policies.hazard import HazardPolicy

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import google_crc32c
 import msgpack
 
-from kvcache.errors import ExhaustedError, RecordingError
+from kvcache.base.errors import ExhaustedError, RecordingError
 
 MAX_PAYLOAD_BYTES = 1 << 30
 """Largest record. Labels of all ranks are the large ones."""

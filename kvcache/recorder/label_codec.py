@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Label
-from kvcache.errors import KVCacheError, MalformedMessageError
-from kvcache.labels import LabelSet
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import KVCacheError, MalformedMessageError
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LabelSet
 
 _LABEL_FIELDS = tuple(field.name for field in fields(Label))
 _SET_FIELDS = tuple(field.name for field in fields(LabelSet) if field.name != "labels")

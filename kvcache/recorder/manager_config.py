@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import EventSink
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.errors import ConfigurationError, MalformedMessageError
-from kvcache.hashing import DEFAULT_HASH_SEED
 from kvcache.manager import KVCacheManager
+from kvcache.requests.hashing import DEFAULT_HASH_SEED
 from kvcache.specs import KVCacheConfig
 
 

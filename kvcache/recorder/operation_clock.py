@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 
 
 class RememberingClock:

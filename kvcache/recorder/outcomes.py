@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from kvcache.commands import Command
-from kvcache.errors import InvariantError
+from kvcache.base.errors import InvariantError
 from kvcache.manager import KVCacheManager
-from kvcache.messages import CallResult
-from kvcache.step import StepResult
-from kvcache.step_delivery import StepAnswer
+from kvcache.protocol.commands import Command
+from kvcache.protocol.messages import CallResult
+from kvcache.protocol.step import StepResult
+from kvcache.protocol.step_delivery import StepAnswer
 
 Digests = tuple[tuple[str, int], ...]
 """The parts of something in order, by name."""

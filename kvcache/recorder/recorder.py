@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.clock import Clock
-from kvcache.commands import Command
+from kvcache.base.clock import Clock
+from kvcache.base.logs import get_logger
 from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics
 from kvcache.coordinator.tier_calls import TierCall, WantedLoad
-from kvcache.logs import get_logger
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
+from kvcache.protocol.commands import Command
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.step_delivery import StepAnswer, StepMessage
+from kvcache.protocol.wire import encode
 from kvcache.recorder.frames import frame
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.operation_clock import RememberingClock
@@ -48,9 +51,6 @@ from kvcache.recorder.records import (
 )
 from kvcache.recorder.segments import OpenFile, SegmentLimits, SegmentWriter, create_file
 from kvcache.recorder.tier_codec import digests_of_load, message_of
-from kvcache.step import NewRequest, StepRequest
-from kvcache.step_delivery import StepAnswer, StepMessage
-from kvcache.wire import encode
 
 logger = get_logger(__name__)
 

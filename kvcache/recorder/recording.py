@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kvcache.errors import ProtocolError, RecordingError, VersionMismatchError
+from kvcache.base.errors import ProtocolError, RecordingError, VersionMismatchError
 from kvcache.recorder.frames import FrameReader, TornTail
 from kvcache.recorder.records import Record, SegmentHead, unpack_head, unpack_record
 from kvcache.recorder.segments import SEGMENT_SUFFIX, number_of, segment_paths

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import msgpack
 
+from kvcache.base.errors import KVCacheError, MalformedMessageError, VersionMismatchError
 from kvcache.coordinator.tier_calls import TierCall
-from kvcache.errors import KVCacheError, MalformedMessageError, VersionMismatchError
-from kvcache.labels import LabelSet
+from kvcache.protocol.labels import LabelSet
 from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.outcomes import Digests, Outcome

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import RequestError
 from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut, TierCall
 from kvcache.core import OffloadAnswer, OffloadHit
-from kvcache.errors import RequestError
 from kvcache.manager.loads import PrefixLoads
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 MISS = OffloadHit(OffloadAnswer.MISS)
 

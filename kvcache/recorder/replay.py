@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvcache.errors import RecordingError
+from kvcache.base.errors import RecordingError
 from kvcache.manager import KVCacheManager
 from kvcache.recorder.outcomes import digest_of_digests, digests_of_state
 from kvcache.recorder.recording import PlacedRecord, Recording

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcache.commands import Command
-from kvcache.coordinator.client_ledger import ClientLedger
-from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.serving import StepServer
-from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.coordinator.step_recorder import NullStepRecorder
-from kvcache.errors import (
+from kvcache.base.errors import (
     InvariantError,
     KVCacheError,
     ProtocolError,
     RecordingError,
     RequestError,
 )
+from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.job_table import JobTable
+from kvcache.coordinator.serving import StepServer
+from kvcache.coordinator.settings import CoordinatorSettings
+from kvcache.coordinator.step_recorder import NullStepRecorder
 from kvcache.manager import KVCacheManager
 from kvcache.manager.step_plan import make_request
-from kvcache.messages import Call, Message
+from kvcache.protocol.commands import Command
+from kvcache.protocol.messages import Call, Message
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.step_delivery import StepAnswer, StepMessage
+from kvcache.protocol.wire import decode
 from kvcache.recorder.operation_clock import RepeatingClock
 from kvcache.recorder.outcomes import (
     Outcome,
@@ -49,10 +52,7 @@ from kvcache.recorder.records import (
 )
 from kvcache.recorder.repeating_tiers import RepeatingTiers
 from kvcache.recorder.tier_codec import digests_of_load
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
-from kvcache.step_delivery import StepAnswer, StepMessage
-from kvcache.wire import decode
+from kvcache.requests.request import Request
 
 
 class ReplayedEpoch:

@@ -14,8 +14,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from kvcache.protocol.step import NewRequest
 from kvcache.recorder.request_tracer import SeenRequest
-from kvcache.step import NewRequest
 
 DIGEST_BYTES = 16
 SALT_BYTES = 32

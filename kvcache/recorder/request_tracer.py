@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.clock import Clock
-from kvcache.errors import AlreadyRunningError
-from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
+from kvcache.base.clock import Clock
+from kvcache.base.errors import AlreadyRunningError
+from kvcache.protocol.step import NO_SLOT, NewRequest, StepRequest, StepResult
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvcache.errors import ExhaustedError
+from kvcache.base.errors import ExhaustedError
 
 SEGMENT_SUFFIX = ".kvrec"
 

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut, TierCall
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager.loads import PrefixLoad
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.wire import encode
 from kvcache.recorder.outcomes import Digests, digest_of
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
-from kvcache.wire import encode
+from kvcache.requests.request import Request
 
 _LOAD_PARTS = ("load_id", "num_device_tokens", "num_tokens", "columns", "block_ids")
 

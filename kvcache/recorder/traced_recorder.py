@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.commands import Command
 from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics, StepRecorder
 from kvcache.coordinator.tier_calls import TierCall, WantedLoad
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
+from kvcache.protocol.commands import Command
+from kvcache.protocol.step import NewRequest, StepRequest, StepResult
+from kvcache.protocol.step_delivery import StepAnswer, StepMessage
 from kvcache.recorder.request_tracer import RequestTracer
-from kvcache.step import NewRequest, StepRequest, StepResult
-from kvcache.step_delivery import StepAnswer, StepMessage
 
 
 class TracedRecorder:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.clock import Clock
-from kvcache.errors import (
+from kvcache.base.clock import Clock
+from kvcache.base.errors import (
     DeadlineError,
     InvariantError,
     OutOfBlocksError,
@@ -25,6 +25,14 @@ from kvcache.errors import (
     StaleEpochError,
     WorkerLostError,
     WrongBytesError,
+)
+from kvcache.protocol.step import (
+    NO_SLOT,
+    NO_STEP,
+    NewRequest,
+    ResumedRequest,
+    StepRequest,
+    StepResult,
 )
 from kvcache.replay.limits import EngineLimits, require_model_len
 from kvcache.replay.report import ReplayReport
@@ -35,14 +43,6 @@ from kvcache.replay.undo import Before, StepRecord, UndoLog
 from kvcache.replay.waiting import WaitingRequests
 from kvcache.simulate.tokens import num_encoder_tokens
 from kvcache.simulate.workload import Workload, WorkloadRequest
-from kvcache.step import (
-    NO_SLOT,
-    NO_STEP,
-    NewRequest,
-    ResumedRequest,
-    StepRequest,
-    StepResult,
-)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.replay.traits import PLAIN_MODEL, ModelTraits
 from kvcache.simulate.workload import WorkloadRequest
 

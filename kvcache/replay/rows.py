@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
+from kvcache.protocol.step import RunningRequests
 from kvcache.simulate.tokens import answer_seed, answer_token_ids, output_token_ids
 from kvcache.simulate.workload import WorkloadRequest
-from kvcache.step import RunningRequests
 
 IndexArray = NDArray[np.int64]
 _SLOTS, _KNOWN, _COMPUTED, _TARGETS, _PROMPTS, _NUM_COLUMNS = 0, 1, 2, 3, 4, 5

@@ -12,8 +12,8 @@ from dataclasses import astuple, dataclass, replace
 from typing import Protocol
 
 from kvcache.manager import KVCacheManager
-from kvcache.messages import FailedForward
-from kvcache.step import NO_STEP, StepRequest, StepResult
+from kvcache.protocol.messages import FailedForward
+from kvcache.protocol.step import NO_STEP, StepRequest, StepResult
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from kvcache.arrays import index_array
+from kvcache.base.arrays import index_array
 from kvcache.policies import EntryBook
 from kvcache.policies.entry_queue import Entries
 from kvcache.sequences.block_tracker import NEVER_ACCESSED

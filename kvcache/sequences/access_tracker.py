@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from kvcache.arguments import as_integers, as_number, check_hashable, check_kind
-from kvcache.errors import BlockError, ConfigurationError, RequestError, shown
+from kvcache.base.arguments import as_integers, as_number, check_hashable, check_kind
+from kvcache.base.errors import BlockError, ConfigurationError, RequestError, shown
 from kvcache.sequences.allocator import PrefixCachingBlockAllocator
 
 

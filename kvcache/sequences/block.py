@@ -14,10 +14,10 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvcache.arguments import as_bool, as_int, as_text, check_kind, check_methods
-from kvcache.errors import BlockError, RequestError, shown
-from kvcache.hash_algorithms import ExtraKeys
-from kvcache.hashing import (
+from kvcache.base.arguments import as_bool, as_int, as_text, check_kind, check_methods
+from kvcache.base.errors import BlockError, RequestError, shown
+from kvcache.requests.hash_algorithms import ExtraKeys
+from kvcache.requests.hashing import (
     BlockHash,
     RequestBlockHasher,
     as_extra_keys,
@@ -25,7 +25,7 @@ from kvcache.hashing import (
     get_request_block_hasher,
     hash_block_tokens,
 )
-from kvcache.tokens import TokenIds, as_token_ids
+from kvcache.requests.tokens import TokenIds, as_token_ids
 
 ExtraHash: TypeAlias = "int | str | ExtraKeys | None"
 """What else than tokens a sequence's blocks depend on: a number, a text, or the extra keys that

@@ -5,7 +5,7 @@ One per block, kept for good and reused. Refuses to be enabled or disabled twice
 
 from __future__ import annotations
 
-from kvcache.errors import BlockError
+from kvcache.base.errors import BlockError
 
 NEVER_ACCESSED = -1.0
 """Access time of a block that was not accessed since it came into use."""

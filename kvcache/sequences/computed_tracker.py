@@ -10,13 +10,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from kvcache.arguments import as_bool, as_int, check_hashable, check_kind, check_methods
-from kvcache.errors import ConfigurationError, RequestError, shown
-from kvcache.hashing import BlockHash, RequestBlockHasher
-from kvcache.request import Request
+from kvcache.base.arguments import as_bool, as_int, check_hashable, check_kind, check_methods
+from kvcache.base.errors import ConfigurationError, RequestError, shown
+from kvcache.requests.hashing import BlockHash, RequestBlockHasher
+from kvcache.requests.request import Request
+from kvcache.requests.tokens import TokenIds, as_token_ids
 from kvcache.sequences.allocator import PrefixCachingBlockAllocator
 from kvcache.sequences.block import ExtraHash, extra_keys_of
-from kvcache.tokens import TokenIds, as_token_ids
 
 
 class TrackedSequence(Protocol):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcache.arguments import as_int, as_integers
+from kvcache.base.arguments import as_int, as_integers
+from kvcache.base.errors import BlockError, ConfigurationError, InvariantError, shown
 from kvcache.core import ReferenceKind
 from kvcache.core.block_pool import BlockPool
-from kvcache.errors import BlockError, ConfigurationError, InvariantError, shown
-from kvcache.hashing import BlockHash, RequestBlockHasher
 from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
+from kvcache.requests.hashing import BlockHash, RequestBlockHasher
 from kvcache.sequences.access_order import LastAccessOrder
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.block_tracker import BlockTracker

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.arguments import (
+from kvcache.base.arguments import (
     as_byte_strings,
     as_int,
     as_integers,
@@ -16,10 +16,10 @@ from kvcache.arguments import (
     as_tuple,
     check_kind,
 )
+from kvcache.base.errors import BlockError, shown
+from kvcache.base.logs import get_logger
 from kvcache.core.pending_copies import PendingCopies
-from kvcache.errors import BlockError, shown
-from kvcache.hashing import BlockHash, RequestBlockHasher
-from kvcache.logs import get_logger
+from kvcache.requests.hashing import BlockHash, RequestBlockHasher
 from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.held_blocks import HeldBlocks

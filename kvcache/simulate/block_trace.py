@@ -18,8 +18,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import TraceError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import TraceError
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MooncakeLine, MooncakeTrace
 from kvcache.simulate.tokens import block_token_ids

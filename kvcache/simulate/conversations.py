@@ -20,8 +20,8 @@ from functools import partial
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import TraceError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import TraceError
 from kvcache.simulate.tokens import answer_token_ids, token_seed, token_stream
 from kvcache.simulate.workload import WorkloadRequest
 

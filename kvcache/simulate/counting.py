@@ -14,10 +14,10 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from kvcache.clock import Clock
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate.workload import Workload
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 

@@ -30,7 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.specs import KVCacheGroupSpec, KVCacheSpec, ceil_div
 

@@ -23,8 +23,8 @@ from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import TraceError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import TraceError
 from kvcache.simulate.tokens import block_token_ids
 from kvcache.simulate.workload import WorkloadRequest
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
 from kvcache.simulate.conversations import Conversations
 from kvcache.simulate.generators import DEFAULT_NUM_REQUESTS, GENERATORS, generate

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 
 _REPORT_EVERY = 256

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.simulate.tokens import token_stream
 from kvcache.simulate.workload import WorkloadRequest
 

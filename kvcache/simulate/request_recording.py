@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate.trace_writing import TraceLine, require_trace_name
 
 

@@ -18,10 +18,10 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ConfigurationError, OutOfBlocksError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import (
     CountingOptions,

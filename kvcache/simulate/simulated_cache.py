@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.running_counting import Pace, require_room_for_answers

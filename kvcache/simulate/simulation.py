@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from kvcache.clock import Clock
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
 from kvcache.simulate.hybrid_bound import bound_hybrid_hits

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import TypeAlias
 
-from kvcache.clock import Clock, SystemClock
-from kvcache.errors import ConfigurationError, ExhaustedError, InvariantError, KVCacheError
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import ConfigurationError, ExhaustedError, InvariantError, KVCacheError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import SimulationResult, simulate

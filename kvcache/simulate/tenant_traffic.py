@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 _FIRST_NEW_TOKEN = 1 << 20
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import TraceError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import TraceError
 from kvcache.simulate.workload import WorkloadRequest
 
 NUM_RESERVED_TOKENS = 3

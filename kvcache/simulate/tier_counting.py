@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ConfigurationError, OutOfBlocksError
 from kvcache.manager import KVCacheManager
 from kvcache.offload import TierHierarchy
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate.counting import CountingOptions, counted_config, make_counted_manager
 from kvcache.simulate.tier_traffic import TierSizes, TierTraffic
 from kvcache.simulate.workload import Workload, WorkloadRequest

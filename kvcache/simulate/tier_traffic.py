@@ -18,13 +18,13 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.manager import KVCacheManager
 from kvcache.offload import HierarchyOptions, OffloadKey, TierHierarchy, TierOptions, make_tier
 from kvcache.offload.hits import Place
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheConfig
 
 

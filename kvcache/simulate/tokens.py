@@ -12,7 +12,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)

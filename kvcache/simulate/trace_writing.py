@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS
 from kvcache.simulate.passages import BlockNames

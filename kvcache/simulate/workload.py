@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import TraceError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import TraceError
 
 
 @dataclass(frozen=True, eq=False)

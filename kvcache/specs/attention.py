@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar
 
-from kvcache.arguments import as_bool, as_int, check_fields
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import as_bool, as_int, check_fields
+from kvcache.base.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec, require_kind
 from kvcache.specs.units import (

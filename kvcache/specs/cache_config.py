@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvcache.arguments import as_int, as_texts, as_tuple, check_fields, check_kind
-from kvcache.errors import ConfigurationError, MalformedMessageError, shown
-from kvcache.logs import get_logger
+from kvcache.base.arguments import as_int, as_texts, as_tuple, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError, MalformedMessageError, shown
+from kvcache.base.logs import get_logger
 from kvcache.specs.plain import SPEC_KINDS, construct, require_dict, spec_from_dict
 from kvcache.specs.spec import KVCacheSpec, as_specs
 

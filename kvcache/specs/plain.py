@@ -11,8 +11,8 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from kvcache.arguments import check_kind
-from kvcache.errors import ConfigurationError, MalformedMessageError, shown
+from kvcache.base.arguments import check_kind
+from kvcache.base.errors import ConfigurationError, MalformedMessageError, shown
 from kvcache.specs.attention import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcache.arguments import as_int, as_objects, check_fields, check_kind
-from kvcache.errors import ConfigurationError
+from kvcache.base.arguments import as_int, as_objects, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.units import ceil_div, require_tokens
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from math import lcm, prod
 from typing import ClassVar
 
-from kvcache.arguments import as_int, check_fields
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.arguments import as_int, check_fields
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.specs.page_tensor import PageTensor
 from kvcache.specs.spec import KVCacheSpec
 from kvcache.specs.units import (

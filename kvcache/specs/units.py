@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvcache.arguments import as_int
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.arguments import as_int
+from kvcache.base.errors import ConfigurationError, shown
 
 DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
     {

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
-from kvcache.errors import InvariantError
-from kvcache.request_content import Namespace
+from kvcache.base.arrays import IndexArray, Int32Array, index_array
+from kvcache.base.errors import InvariantError
+from kvcache.requests.request_content import Namespace
 from kvcache.tenants.account import TenantAccount, TenantStatistics
 from kvcache.tenants.shares import NOBODY_IN_PARTICULAR, TierShares
 

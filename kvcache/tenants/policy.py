@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.arrays import IndexArray, Int32Array, index_array
+from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.policies import EntryBook, EvictionPolicy
 from kvcache.policies.entry_queue import Entries
 from kvcache.tenants.account import TenantAccount

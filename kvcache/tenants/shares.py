@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import sha256
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.tenants import TenantConfig, TenantsConfig
-from kvcache.errors import ConfigurationError, shown
-from kvcache.request_content import Namespace
+from kvcache.requests.request_content import Namespace
 
 DEVICE_TIER = "device"
 """Name of the tier that requests run on."""

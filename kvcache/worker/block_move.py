@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import xxhash
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker.checksums import Int64Array, as_checksums
 from kvcache.worker.copy_pool import CopyPool
 from kvcache.worker.host_pool import HostPool

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

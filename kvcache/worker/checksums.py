@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import ConfigurationError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ConfigurationError
 from kvcache.worker.row_kernel import BoolArray, UInt64Array, can_hash
 from kvcache.worker.row_mover import hashes_of_rows
 

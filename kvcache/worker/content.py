@@ -14,9 +14,9 @@ from math import lcm
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import WriteExpected
-from kvcache.errors import RequestError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import RequestError
+from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import KVCacheGroupSpec, KVCacheSpec
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content_codec import bundle_layers

@@ -19,7 +19,7 @@ from math import gcd, prod
 import numpy as np
 import torch
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.worker.layout import LayerLayout
 from kvcache.worker.prefix_sums import Uint64Array, mix, name_seed
 from kvcache.worker.tensors import KVCachePool

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker.copy_engine import run_starts
 
 UInt64Array = npt.NDArray[np.uint64]

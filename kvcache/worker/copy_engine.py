@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker.row_mover import ByteRows, copy_rows
 
 _FIRST = np.zeros(1, dtype=np.int64)

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.clock import Clock, SystemClock
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.clock import Clock, SystemClock
 from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine
 from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice, RowCopier
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 from kvcache.worker.copy_priority import CopyPriority, take_priority
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Literal, TypeAlias
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 
 logger = get_logger(__name__)
 

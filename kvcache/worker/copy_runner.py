@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 from kvcache.worker.copy_engine import PendingCopy
 from kvcache.worker.copy_pool import INLINE, CopyPool, CopyThreadPool
 from kvcache.worker.copy_priority import CopyPriority, take_priority

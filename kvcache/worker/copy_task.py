@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.worker.block_move import BlockMove, HotMove
 from kvcache.worker.checksums import Int64Array, checksums_of_rows
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy

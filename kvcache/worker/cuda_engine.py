@@ -20,8 +20,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import ConfigurationError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ConfigurationError
 from kvcache.worker.copy_descriptors import (
     CopyDescriptors,
     describe_copy,

@@ -14,9 +14,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import BlockTablePatch, Copy, Zero
-from kvcache.messages import StepCommands
+from kvcache.base.arrays import Int32Array
+from kvcache.protocol.commands import BlockTablePatch, Copy, Zero
+from kvcache.protocol.messages import StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy
 from kvcache.worker.history import BlockHistory

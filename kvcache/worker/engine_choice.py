@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.clock import Clock
-from kvcache.errors import ConfigurationError
-from kvcache.logs import get_logger
+from kvcache.base.clock import Clock
+from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
 from kvcache.worker.copy_engine import CopyEngine, CpuCopyEngine
 from kvcache.worker.copy_measurement import CopyMeasurement, measure_cuda
 from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice, RowCopier

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvcache.commands import (
+from kvcache.base.errors import DeadlineError, InvariantError, KVCacheError, RequestError
+from kvcache.protocol.commands import (
     Audit,
     BlockTablePatch,
     Copy,
@@ -33,9 +34,8 @@ from kvcache.commands import (
     WriteExpected,
     Zero,
 )
-from kvcache.errors import DeadlineError, InvariantError, KVCacheError, RequestError
-from kvcache.labels import LabelTable
-from kvcache.messages import JobReport, StepCommands
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import JobReport, StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.content import ContentChecker

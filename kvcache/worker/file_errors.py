@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from typing import Literal, TypeAlias
 
-from kvcache.errors import KVCacheError
+from kvcache.base.errors import KVCacheError
 
 Problem: TypeAlias = Literal[
     "missing",  # no such file

@@ -20,9 +20,9 @@ import google_crc32c
 import msgpack
 import numpy as np
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import ConfigurationError
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import ConfigurationError
+from kvcache.protocol.commands import Label
 from kvcache.worker.file_errors import FileTierError, Problem
 
 FILE_MAGIC = b"kvcb"

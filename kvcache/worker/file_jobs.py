@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.arrays import EMPTY_INT32, Int32Array
-from kvcache.commands import Fetch, Spill
-from kvcache.errors import BacklogFullError, MalformedMessageError
-from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.errors import BacklogFullError, MalformedMessageError
 from kvcache.offload.keys import label_keys
 from kvcache.offload.specs import FILE_MEDIUM
+from kvcache.protocol.commands import Fetch, Spill
+from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.checksums import combined_checksum
 from kvcache.worker.file_format import FileHead, heads_of_labels, labels_of_heads
 from kvcache.worker.file_pool import FilePool, FinishedFileJob

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from kvcache.logs import get_logger
+from kvcache.base.logs import get_logger
 
 logger = get_logger(__name__)
 

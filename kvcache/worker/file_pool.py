@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.errors import BacklogFullError, KVCacheError
+from kvcache.base.errors import BacklogFullError, KVCacheError
 from kvcache.worker.file_errors import LOST, FileTierError
 from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_lanes import Lanes, Task

@@ -24,10 +24,10 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from kvcache.commands import Label
-from kvcache.errors import InvariantError, MalformedMessageError
-from kvcache.logs import get_logger
+from kvcache.base.errors import InvariantError, MalformedMessageError
+from kvcache.base.logs import get_logger
 from kvcache.offload.keys import label_keys
+from kvcache.protocol.commands import Label
 from kvcache.worker.checksums import ChecksumRule, checksum_of
 from kvcache.worker.file_buffers import fill, read_start, write_all
 from kvcache.worker.file_errors import SET_ASIDE, FileTierError, Problem, from_os_error

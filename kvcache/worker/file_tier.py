@@ -27,8 +27,8 @@ from typing import get_args
 
 import xxhash
 
-from kvcache.errors import ConfigurationError
-from kvcache.logs import get_logger
+from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
 from kvcache.specs import require_count
 from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.file_errors import FileTierError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import WriteExpected
-from kvcache.errors import BlockError, MalformedMessageError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import BlockError, MalformedMessageError
+from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import KVCacheSpec
 from kvcache.worker.prefix_sums import Uint64Array, name_seed
 

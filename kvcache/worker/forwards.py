@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from kvcache.errors import InvariantError, RequestError
+from kvcache.base.errors import InvariantError, RequestError
 
 MAX_REMEMBERED_STEPS = 4096
 """Applied steps whose forward may still begin. Older ones are refused."""

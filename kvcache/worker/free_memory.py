@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.errors import NotEnoughMemoryError
+from kvcache.base.errors import NotEnoughMemoryError
 
 SYSTEM_ROOT = Path("/")
 

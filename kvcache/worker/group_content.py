@@ -16,9 +16,9 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.errors import WrongBytesError
-from kvcache.ids import NULL_BLOCK_ID
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import WrongBytesError
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.specs import KVCacheSpec
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content_codec import LayerBundle, WrongCell

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import InvariantError
-from kvcache.labels import LABEL_VERSION, UNLABELLED, BlockLabel, LabelSet
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import InvariantError
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LABEL_VERSION, UNLABELLED, BlockLabel, LabelSet
 from kvcache.worker.label_rows import (
     INLINE_BYTES,
     MAX_NAMES_BYTES,

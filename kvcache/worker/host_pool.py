@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.errors import NotEnoughMemoryError
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import NotEnoughMemoryError
 from kvcache.worker.host_labels import HostLabels
 from kvcache.worker.host_segment import PAGE_BYTES, HostSegment
 

@@ -24,7 +24,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.errors import ConfigurationError, PlanMismatchError
+from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.specs import require_count
 from kvcache.worker.host_labels import HostLabels
 from kvcache.worker.label_rows import CELL_BYTES, row_type

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.commands import Audit
-from kvcache.labels import LabelTable
-from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
+from kvcache.protocol.commands import Audit
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.history import BlockHistory
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcache.delivery import CommandReceiver
-from kvcache.label_agreement import NO_LABELS
-from kvcache.labels import LABEL_VERSION, LabelSet
-from kvcache.messages import ClientStep, LabelReport
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.delivery import CommandReceiver
+from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.protocol.labels import LABEL_VERSION, LabelSet
+from kvcache.protocol.messages import ClientStep, LabelReport
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.file_format import FileHead, labels_of_heads
 from kvcache.worker.file_pool import FilePool

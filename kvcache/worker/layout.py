@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.specs import KVCacheConfig, KVCacheSpec, KVCacheTensor, dtype_size_bytes
 
 

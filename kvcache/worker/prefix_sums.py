@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import WriteExpected
-from kvcache.errors import RequestError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import RequestError
+from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import ceil_div
 
 Uint64Array = npt.NDArray[np.uint64]

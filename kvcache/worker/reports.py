@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvcache.delivery import CommandReceiver
-from kvcache.messages import Finished, JobReport
-from kvcache.wire import prose
+from kvcache.protocol.delivery import CommandReceiver
+from kvcache.protocol.messages import Finished, JobReport
+from kvcache.protocol.wire import prose
 
 MAX_REPORTS_IN_MESSAGE = 512
 """More go into several messages, so that one never grows with a backlog."""

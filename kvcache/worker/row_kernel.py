@@ -20,8 +20,8 @@ from numba import types
 from numba.core import cgutils as untyped_cgutils
 from numba.extending import intrinsic, register_jitable
 
-from kvcache.arrays import Int32Array
-from kvcache.compiled import array_type, compiled
+from kvcache.base.arrays import Int32Array
+from kvcache.base.compiled import array_type, compiled
 
 STRIPE_BYTES = 64
 SHORTEST_HASHED = 241

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import Int32Array, are_below
+from kvcache.base.arrays import Int32Array, are_below
 from kvcache.worker.row_kernel import (
     COPIED,
     ONLY_READ,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 
-from kvcache.errors import ClusterError, ExhaustedError, PlanMismatchError, ProtocolError
-from kvcache.logs import get_logger
+from kvcache.base.errors import ClusterError, ExhaustedError, PlanMismatchError, ProtocolError
+from kvcache.base.logs import get_logger
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.worker.free_memory import SYSTEM_ROOT
 from kvcache.worker.host_segment import HostSegment, SegmentShape

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvcache.delivery import ReceiverStatistics
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.memory_service.client import MemoryServiceAddress
+from kvcache.protocol.delivery import ReceiverStatistics
 from kvcache.specs import KVCacheConfig, require_count
 from kvcache.worker.checksums import VerifyMode
 from kvcache.worker.copy_priority import CopyPriority

@@ -15,7 +15,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvcache.errors import NotEnoughMemoryError
+from kvcache.base.errors import NotEnoughMemoryError
 from kvcache.worker.free_memory import SYSTEM_ROOT, require_memory
 
 FALLBACK_DIRECTORY = Path("/dev/shm")

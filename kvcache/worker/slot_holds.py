@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.errors import InvariantError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import InvariantError
 
 
 class SlotHolds:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.worker.forward_rows import ForwardRows, Int64Array
 from kvcache.worker.group_content import Cells, GroupContent, GroupPlace, LiveBlocks, spread
 

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker.copy_engine import PendingCopy
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.worker.canonical import canonical_kv_caches
 from kvcache.worker.layout import PoolLayout, TensorLayout
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.errors import ConfigurationError
-from kvcache.logs import get_logger
+from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
 from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.file_jobs import FileJobs
 from kvcache.worker.file_pool import FilePool

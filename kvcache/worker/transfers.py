@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Discard, Fetch, Load, SealSlots, Spill, Store
-from kvcache.labels import LabelTable
-from kvcache.logs import get_logger
-from kvcache.messages import MAX_REPORTED_BLOCKS, JobReport
+from kvcache.base.arrays import Int32Array
+from kvcache.base.logs import get_logger
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import ChecksumRule, Int64Array, combined_checksum
 from kvcache.worker.copy_engine import CopyEngine, PendingCopy

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import Int32Array, are_below, are_distinct, are_ids
-from kvcache.commands import (
+from kvcache.base.arrays import Int32Array, are_below, are_distinct, are_ids
+from kvcache.base.errors import BlockError, MalformedMessageError
+from kvcache.offload.keys import GROUP_BYTES
+from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.protocol.commands import (
     Audit,
     BlockTablePatch,
     Command,
@@ -27,11 +30,8 @@ from kvcache.commands import (
     WriteExpected,
     Zero,
 )
-from kvcache.errors import BlockError, MalformedMessageError
-from kvcache.labels import LabelTable
-from kvcache.messages import StepCommands
-from kvcache.offload.keys import GROUP_BYTES
-from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content import ContentChecker
 

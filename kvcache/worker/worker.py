@@ -17,18 +17,19 @@ from types import TracebackType
 
 import torch
 
-from kvcache.clock import Clock
-from kvcache.delivery import NO_EPOCH, CommandReceiver
-from kvcache.errors import (
+from kvcache.base.clock import Clock
+from kvcache.base.errors import (
     ClusterError,
     DeadlineError,
     InvalidInputError,
     ProtocolError,
     StaleEpochError,
 )
-from kvcache.labels import LabelSet, LabelTable
-from kvcache.logs import get_logger
-from kvcache.messages import (
+from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import describe_error
+from kvcache.protocol.delivery import NO_EPOCH, CommandReceiver
+from kvcache.protocol.labels import LabelSet, LabelTable
+from kvcache.protocol.messages import (
     CollectLabels,
     Finished,
     FinishedAck,
@@ -42,8 +43,7 @@ from kvcache.messages import (
     StepCommands,
     Unreadable,
 )
-from kvcache.serving_loop import describe_error
-from kvcache.wire import leading_fields, prose
+from kvcache.protocol.wire import leading_fields, prose
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import CopyEngine
 from kvcache.worker.engine_choice import make_copy_engine

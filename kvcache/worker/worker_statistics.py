@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.delivery import CommandReceiver
+from kvcache.protocol.delivery import CommandReceiver
 from kvcache.worker.executor import CommandExecutor
 from kvcache.worker.reports import ReportQueue
 from kvcache.worker.settings import WorkerStatistics

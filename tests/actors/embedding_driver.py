@@ -16,9 +16,9 @@ import numpy as np
 import ray
 
 from actors import EmbeddedCluster
+from kvcache.base.errors import KVCacheError
 from kvcache.config import parse_config
-from kvcache.errors import KVCacheError
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 
 NUM_TOKENS = 40
 NUM_HIT_TOKENS = 32

@@ -14,7 +14,7 @@ from actors import KVCacheClient, KVCacheCluster
 from actors.cli import app
 from actors.cli.doctor_network import look_at_ray
 from kvcache import NewRequest, StepRequest
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from tests.actors.conftest import build_config
 
 pytestmark = pytest.mark.ray

@@ -8,8 +8,8 @@ import pytest
 
 from actors.cli import playground
 from actors.cli.playground import ClientStepper
-from kvcache.errors import WorkerLostError
-from kvcache.step import StepRequest, StepResult
+from kvcache.base.errors import WorkerLostError
+from kvcache.protocol.step import StepRequest, StepResult
 
 
 class RefusingClient:

@@ -20,12 +20,12 @@ from actors import (
 from actors.placement import wait_until
 from actors.transport import Endpoint, client_peer, worker_peer
 from actors.transport.mailbox import Mailbox
+from kvcache.base.errors import AlreadyRunningError, NotRunningError, RequestError
 from kvcache.config import ClusterConfig
-from kvcache.errors import AlreadyRunningError, NotRunningError, RequestError
-from kvcache.messages import Ack, Attach, FinishedAck
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
-from kvcache.wire import encode
+from kvcache.protocol.messages import Ack, Attach, FinishedAck
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.wire import encode
+from kvcache.requests.request import Request
 
 pytestmark = pytest.mark.ray
 
@@ -213,8 +213,8 @@ def test_whatever_is_not_ours_is_counted_and_the_cluster_lives_on(shared: KVCach
 def test_workers_count_what_is_no_message_for_them(launch: Any, make_config: Any) -> None:
     from actors.embedding import EmbeddedWorker
     from actors.transport.local import LocalServer
-    from kvcache.messages import Ping, WorkerAddress
     from kvcache.planner import plan_cluster
+    from kvcache.protocol.messages import Ping, WorkerAddress
 
     config = make_config(parallel={"tensor_parallel_size": 1})
     server = LocalServer()

@@ -23,8 +23,7 @@ from actors import KVCacheCluster, WorkerActor, cluster_access
 from actors.cli import app
 from actors.launch import Launch, LaunchOptions
 from actors.placement import wait_until
-from kvcache.config import ClusterConfig
-from kvcache.errors import (
+from kvcache.base.errors import (
     ConfigurationError,
     DeadlineError,
     KVCacheError,
@@ -34,8 +33,9 @@ from kvcache.errors import (
     StartupError,
     WorkerLostError,
 )
+from kvcache.config import ClusterConfig
 from kvcache.planner import Plan
-from kvcache.step import StepRequest
+from kvcache.protocol.step import StepRequest
 from tests.cli.commands import KVCACHE
 
 pytestmark = pytest.mark.ray

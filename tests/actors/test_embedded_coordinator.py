@@ -28,15 +28,15 @@ from actors import (
 )
 from actors.embedded_site import EmbeddedSite, find_cluster
 from actors.placement import wait_until
-from kvcache.config import ClusterConfig
-from kvcache.errors import (
+from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,
     NotRunningError,
     StaleEpochError,
     StartupError,
 )
-from kvcache.step import NewRequest, StepRequest
+from kvcache.config import ClusterConfig
+from kvcache.protocol.step import NewRequest, StepRequest
 from tests.actors.embedding_driver import NUM_HIT_TOKENS, compute
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]

@@ -11,8 +11,8 @@ import pytest
 
 from actors.embedded_record import EmbeddedRecord
 from actors.process_identity import ProcessIdentity
+from kvcache.base.errors import MalformedMessageError, VersionMismatchError
 from kvcache.config import ClusterConfig
-from kvcache.errors import MalformedMessageError, VersionMismatchError
 
 MakeConfig = Callable[..., ClusterConfig]
 

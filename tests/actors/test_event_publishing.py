@@ -17,8 +17,8 @@ import zmq
 from actors import KVCacheClient
 from actors.local import LocalCluster
 from kvcache import NewRequest, StepRequest
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, load_config, parse_config
-from kvcache.errors import ConfigurationError
 from kvcache.events.prefix_index import PrefixIndex
 from kvcache.events.subscriber import KVEventSubscriber
 

@@ -12,8 +12,7 @@ import pytest
 
 from actors import LocalCluster, calls
 from actors.transport import Endpoint
-from kvcache.config import ClusterConfig
-from kvcache.errors import (
+from kvcache.base.errors import (
     BacklogFullError,
     ClusterError,
     ConfigurationError,
@@ -23,9 +22,9 @@ from kvcache.errors import (
     RequestError,
     StaleEpochError,
 )
-from kvcache.messages import Message
-from kvcache.request import Request
-from kvcache.step import (
+from kvcache.config import ClusterConfig
+from kvcache.protocol.messages import Message
+from kvcache.protocol.step import (
     EMPTY_RUNNING,
     Fork,
     NewRequest,
@@ -33,7 +32,8 @@ from kvcache.step import (
     StepRequest,
     StepResult,
 )
-from kvcache.wire import encode
+from kvcache.protocol.wire import encode
+from kvcache.requests.request import Request
 from tests.protocol.loose_sender import unchecked
 
 MakeConfig = Callable[..., ClusterConfig]

@@ -11,10 +11,10 @@ import pytest
 from actors import KVCacheCluster
 from actors.cli.playground import ClientStepper
 from actors.step_client import StepClient
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.protocol.step import StepRequest
 from kvcache.replay import EngineLimits, ReplayEngine
 from kvcache.simulate import Conversations, ConversationShape
-from kvcache.step import StepRequest
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 

@@ -16,11 +16,11 @@ from actors import memory_service
 from actors.memory_service import MemoryServiceActor, MemoryServiceWatch
 from actors.process_identity import ProcessIdentity
 from actors.reports import MemoryServiceStatus, NodeAddress, WorkerReport
-from kvcache.clock import VirtualClock
-from kvcache.errors import AlreadyRunningError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import AlreadyRunningError
+from kvcache.base.serving_loop import LoopStatistics
 from kvcache.memory_service import HostMemoryService, MemoryServiceClient, MemoryServiceStatistics
 from kvcache.planner import RankMemory
-from kvcache.serving_loop import LoopStatistics
 
 DEADLINE_S = 30.0
 NODE = NodeAddress("node-1", "10.0.0.7")

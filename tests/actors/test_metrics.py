@@ -11,7 +11,7 @@ import ray
 
 from actors import KVCacheCluster
 from kvcache import NewRequest, StepRequest
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.metrics import METRICS
 from kvcache.metrics.step_meter import STRIDE
 from kvcache.metrics.table import exposed_series

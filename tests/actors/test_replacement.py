@@ -33,8 +33,7 @@ from actors.cli import app
 from actors.memory_service import find_memory_services
 from actors.placement import wait_until
 from actors.reports import WorkerReport
-from kvcache.config import ClusterConfig
-from kvcache.errors import (
+from kvcache.base.errors import (
     DeadlineError,
     NotRunningError,
     RequestError,
@@ -42,8 +41,9 @@ from kvcache.errors import (
     StartupError,
     WorkerLostError,
 )
+from kvcache.config import ClusterConfig
 from kvcache.planner import RankMemory
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 from tests.cli.commands import KVCACHE
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]

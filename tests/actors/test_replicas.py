@@ -11,9 +11,9 @@ from actors import KVCacheCluster
 from actors.discovery import discovery_record
 from actors.replicas import KVCacheReplicas, replica_configs
 from kvcache import NewRequest, StepRequest
+from kvcache.base.curve import CurveKeys, generate_curve_keys
+from kvcache.base.errors import ConfigurationError, NotRunningError
 from kvcache.config import ClusterConfig, load_config, parse_config
-from kvcache.curve import CurveKeys, generate_curve_keys
-from kvcache.errors import ConfigurationError, NotRunningError
 from kvcache.events.prefix_index import PrefixIndex
 from kvcache.events.subscriber import KVEventSubscriber
 

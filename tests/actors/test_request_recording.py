@@ -17,8 +17,9 @@ import pytest
 from actors import KVCacheCluster
 from actors.cli.playground import ClientStepper
 from actors.cli.recording import RecordingChoices, follow_requests
-from kvcache.clock import SystemClock, VirtualClock
-from kvcache.errors import AlreadyRunningError
+from kvcache.base.clock import SystemClock, VirtualClock
+from kvcache.base.errors import AlreadyRunningError
+from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordedBatch
 from kvcache.replay import EngineLimits
 from kvcache.replay.engine import ReplayEngine
@@ -28,7 +29,6 @@ from kvcache.simulate.request_recording import RecordingOptions
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import simulate
 from kvcache.simulate.workload import WorkloadRequest
-from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import Launch, MakeConfig
 from tests.cli.commands import KVCACHE
 

@@ -18,8 +18,8 @@ import pytest
 
 from actors.event_endpoints import EventEndpoints, endpoints_in
 from kvcache import NewRequest, StepRequest
-from kvcache.curve import generate_curve_keys
-from kvcache.errors import ConfigurationError
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import ConfigurationError
 
 if importlib.util.find_spec("starlette") is None:
     pytest.skip("the extra `serve` is not installed", allow_module_level=True)

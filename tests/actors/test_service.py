@@ -16,9 +16,9 @@ from actors.loop import ServiceLoop
 from actors.service import CoordinatorService
 from actors.transport import Inbound, Peer, client_peer, worker_peer
 from actors.transport.local import LocalServer
-from kvcache.clock import VirtualClock
-from kvcache.errors import ClusterError, MalformedMessageError, StaleEpochError
-from kvcache.messages import (
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ClusterError, MalformedMessageError, StaleEpochError
+from kvcache.protocol.messages import (
     Ack,
     Address,
     Attach,
@@ -31,8 +31,8 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.step import NewRequest, StepRequest
-from kvcache.wire import encode
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.wire import encode
 from tests.protocol.loose_sender import unchecked
 
 MAX_BYTES = 1000

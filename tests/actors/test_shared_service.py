@@ -15,9 +15,14 @@ from actors.transport.node_server import NodeServer
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import ZmqLimits
-from kvcache.clock import VirtualClock
-from kvcache.errors import ClusterError, MalformedMessageError, NotRunningError, SupersededError
-from kvcache.messages import (
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import (
+    ClusterError,
+    MalformedMessageError,
+    NotRunningError,
+    SupersededError,
+)
+from kvcache.protocol.messages import (
     Acknowledge,
     Address,
     Attach,
@@ -33,7 +38,7 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.wire import decode, encode
+from kvcache.protocol.wire import decode, encode
 
 LIMITS = ZmqLimits(max_message_bytes=1000, high_water_mark=4)
 STALL_S = 1.0

@@ -18,12 +18,12 @@ from actors.client import KVCacheClient
 from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
 from actors.shutdown import ClusterParts
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 from kvcache.config import ClusterConfig
-from kvcache.errors import ConfigurationError, DeadlineError, NotRunningError
-from kvcache.messages import Attach, Attached, Detach, Detached, Progress
-from kvcache.step import StepRequest, StepResult
-from kvcache.wire import decode, encode
+from kvcache.protocol.messages import Attach, Attached, Detach, Detached, Progress
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.wire import decode, encode
 
 MakeConfig = Callable[..., ClusterConfig]
 

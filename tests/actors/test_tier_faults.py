@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from actors import LocalCluster
+from kvcache.base.errors import ConfigurationError
 from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.errors import ConfigurationError
 from kvcache.offload.statistics import TierStatistics
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_system import DirectoryFiles

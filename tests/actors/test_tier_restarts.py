@@ -16,8 +16,8 @@ import pytest
 
 from actors import KVCacheCluster
 from actors.placement import wait_until
+from kvcache.base.errors import KVCacheError
 from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.errors import KVCacheError
 from tests.actors.test_everything_killed import (
     MARK,
     kill_at_once,

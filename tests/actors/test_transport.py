@@ -21,9 +21,9 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address, network_address
-from kvcache.curve import CurveKeys, generate_curve_keys
-from kvcache.errors import ClusterError, ConfigurationError, MalformedMessageError
-from kvcache.messages import Address, ClientAddress, WorkerAddress
+from kvcache.base.curve import CurveKeys, generate_curve_keys
+from kvcache.base.errors import ClusterError, ConfigurationError, MalformedMessageError
+from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
 LIMITS = ZmqLimits(max_message_bytes=1000)
 DEADLINE_S = 10.0

@@ -21,7 +21,7 @@ from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import MAX_STRANGERS, unix_address
 from actors.transport.zmq_server import WakePipe, ZmqLimits, local_address
-from kvcache.messages import ClientAddress
+from kvcache.protocol.messages import ClientAddress
 
 LIMITS = ZmqLimits(max_message_bytes=1000)
 DEADLINE_S = 10.0

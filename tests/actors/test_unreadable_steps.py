@@ -11,10 +11,10 @@ import pytest
 
 from actors import EmbeddedCluster, KVCacheCluster
 from actors.cluster_access import ClusterAccess
-from kvcache.errors import MalformedMessageError, RequestError
-from kvcache.messages import Message
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
+from kvcache.base.errors import MalformedMessageError, RequestError
+from kvcache.protocol.messages import Message
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.requests.request import Request
 from tests.protocol.loose_sender import unchecked
 
 pytestmark = pytest.mark.ray

@@ -22,11 +22,11 @@ from actors.process_start import started_ticks
 from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
 from actors.reports import NodeAddress, WorkerReport
 from actors.worker_supervisor import WorkerSupervisor
+from kvcache.base.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
+from kvcache.base.serving_loop import ServingLoop
 from kvcache.config import layer_specs
-from kvcache.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.planner import RankMemory
 from kvcache.planner.cluster import plan_cluster
-from kvcache.serving_loop import ServingLoop
 
 DEADLINE_S = 30.0
 """How long a thread may take to end. Tests wait for that before they give `ray` back."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.errors import KVCacheError
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 
 BLOCK_TOKENS = 16

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.request import LoRARequest, Request
+from kvcache.requests.request import LoRARequest, Request
 
 Numbers = npt.NDArray[np.int64]
 

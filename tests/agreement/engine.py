@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvcache.step import NO_SLOT, NewRequest, ResumedRequest, RunningRow
+from kvcache.protocol.step import NO_SLOT, NewRequest, ResumedRequest, RunningRow
 from tests.agreement.content import Forward, Origin
 from tests.agreement.operations import Admit, Extend, ForkCall
 from tests.agreement.side import Facts

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvcache.commands import Label
-from kvcache.labels import LabelTable
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LabelTable
 from kvcache.specs import KVCacheSpec
 from tests.agreement.content import Chains, Numbers
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcache.commands import Command, Copy, Unlabel
+from kvcache.base.errors import BlockError
 from kvcache.core import (
     BlocksRemoved,
     CacheEvent,
@@ -28,8 +28,8 @@ from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.pool import hold_all
 from kvcache.core.settings import CoreSettings
-from kvcache.errors import BlockError
-from kvcache.request import Namespace, Request
+from kvcache.protocol.commands import Command, Copy, Unlabel
+from kvcache.requests.request import Namespace, Request
 from tests.agreement.walk import FACTORIES
 
 VARIANT = "variant"

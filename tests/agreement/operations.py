@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.request import LoRARequest, Request
-from kvcache.step import ResumedRequest, StepRequest, StepResult
+from kvcache.protocol.step import ResumedRequest, StepRequest, StepResult
+from kvcache.requests.request import LoRARequest, Request
 from tests.agreement.content import Forward, Origin
 from tests.agreement.side import Facts, Side
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from kvcache.clock import VirtualClock
-from kvcache.commands import BlockTablePatch
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import KVCacheError
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.errors import KVCacheError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.pins import Pin
-from kvcache.request import Request
+from kvcache.protocol.commands import BlockTablePatch
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
 from tests.agreement.configurations import Configuration
 from tests.agreement.content import Forward

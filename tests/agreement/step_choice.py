@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.step import (
+from kvcache.base.arrays import int32_array
+from kvcache.protocol.step import (
     EMPTY_RUNNING,
     NO_STEP,
     Fork,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcache.errors import KVCacheError
+from kvcache.base.errors import KVCacheError
 from tests.agreement.configurations import Family, configuration_named
 from tests.agreement.mistakes import MISTAKES, VARIANT, Planted, with_variant
 from tests.agreement.walk import Walk, differences

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.commands import BlockTablePatch, Command, Copy, Label, Reset, Unlabel, Zero
+from kvcache.protocol.commands import BlockTablePatch, Command, Copy, Label, Reset, Unlabel, Zero
 from kvcache.specs import KVCacheSpec
 from tests.agreement.content import Chains, Forward, Numbers
 from tests.agreement.labels import Labels

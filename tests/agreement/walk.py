@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.step import NO_STEP, StepRequest
+from kvcache.protocol.step import NO_STEP, StepRequest
 from tests.agreement import operations as ops
 from tests.agreement.call_choice import CallChoice
 from tests.agreement.configurations import Configuration, Family, Operation

@@ -18,7 +18,7 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 
 NUM_MEMBERS = 4
 """Clients of one process."""

@@ -29,14 +29,14 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import NotRunningError
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Phase
-from kvcache.curve import generate_curve_keys
-from kvcache.errors import NotRunningError
-from kvcache.messages import ClientAddress
 from kvcache.planner import plan_kv_cache, plan_options
-from kvcache.state_store import MemoryStateStore
+from kvcache.protocol.messages import ClientAddress
+from kvcache.protocol.state_store import MemoryStateStore
 
 KINDS = ("unix", "zmq", "keys", "process")
 """How clients reach the coordinator."""

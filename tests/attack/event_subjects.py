@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcache import BlocksStored, KVCacheGroupSpec, Namespace
-from kvcache.curve import CurveKeys, generate_curve_keys
+from kvcache.base.curve import CurveKeys, generate_curve_keys
 from kvcache.events import (
     AsyncKVEventSubscriber,
     CacheMirror,
@@ -27,7 +27,7 @@ from kvcache.events import (
 )
 from kvcache.events.publisher import SEQUENCE
 from kvcache.events.translation import GroupKind
-from kvcache.hash_algorithms import BlockHash
+from kvcache.requests.hash_algorithms import BlockHash
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,

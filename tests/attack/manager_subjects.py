@@ -39,7 +39,7 @@ from kvcache import (
     get_manager_for_kv_cache_spec,
     get_request_block_hasher,
 )
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.config import parse_config
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
@@ -49,10 +49,10 @@ from kvcache.core import (
 )
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.single_type_managers import MANAGERS
-from kvcache.hashing import BlockHash
-from kvcache.labels import LabelSet
 from kvcache.policies import EVICTION_POLICIES
-from kvcache.request_content import DEFAULT_NAMESPACE
+from kvcache.protocol.labels import LabelSet
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
 from tests.attack.argument_kinds import (
     BOOL,

@@ -20,10 +20,10 @@ import numpy as np
 from actors import KVCacheClient, LocalCluster
 from actors.transport import Inbound, client_peer
 from actors.transport.local import LocalServer
+from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig
-from kvcache.errors import KVCacheError
-from kvcache.messages import WorkerAddress
-from kvcache.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
+from kvcache.protocol.messages import WorkerAddress
+from kvcache.protocol.step import EMPTY_RUNNING, NewRequest, RunningRequests, StepRequest
 from tests.fuzz.mutations import mutate_msgpack
 
 PROMPT_TOKENS = 40

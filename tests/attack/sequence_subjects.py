@@ -24,7 +24,7 @@ from kvcache import (
     make_block_hash_with_group_id,
     need_extra_keys,
 )
-from kvcache.hash_algorithms import HashFn
+from kvcache.requests.hash_algorithms import HashFn
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,

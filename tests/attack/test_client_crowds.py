@@ -23,10 +23,10 @@ from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
 from actors.connection import ClientConnection
 from actors.placement import wait_until
-from kvcache.errors import NotRunningError, StaleEpochError
-from kvcache.messages import Detach, FromClient
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
+from kvcache.base.errors import NotRunningError, StaleEpochError
+from kvcache.protocol.messages import Detach, FromClient
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.requests.request import Request
 from tests.attack.crowd_member import NUM_MEMBERS
 from tests.attack.crowded_cluster import DEADLINE_S, KINDS, CrowdedCluster, crowd_config
 

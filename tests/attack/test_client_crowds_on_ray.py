@@ -14,7 +14,7 @@ import ray
 from actors import KVCacheCluster
 from actors.connect import this_node
 from actors.placement import wait_until
-from kvcache.step import StepRequest
+from kvcache.protocol.step import StepRequest
 from tests.actors.conftest import build_config
 from tests.attack.crowd_member import NUM_MEMBERS
 from tests.attack.crowded_cluster import DEADLINE_S

@@ -22,11 +22,11 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, network_address
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
 from kvcache.coordinator import Coordinator
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.memory_service import HostMemoryService, MemoryServiceClient
-from kvcache.messages import (
+from kvcache.protocol.messages import (
     Address,
     Attach,
     ClientAddress,
@@ -35,7 +35,7 @@ from kvcache.messages import (
     Outgoing,
     Unattached,
 )
-from kvcache.wire import decode, encode
+from kvcache.protocol.wire import decode, encode
 from kvcache.worker.shared_memory import make_memory
 from tests.actors.conftest import build_config
 from tests.attack.messages import Storm

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvcache.errors import KVCacheError
+from kvcache.base.errors import KVCacheError
 from tests.attack.config_subjects import CONFIG_SUBJECTS
 from tests.attack.event_subjects import EVENT_SUBJECTS
 from tests.attack.manager_subjects import (

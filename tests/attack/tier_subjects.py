@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 from kvcache import Namespace
-from kvcache.commands import Label
 from kvcache.config.tenants import TenantsConfig
 from kvcache.offload import (
     TIERS,
@@ -38,6 +37,7 @@ from kvcache.offload import (
     unpack_keys,
 )
 from kvcache.policies import EVICTION_POLICIES
+from kvcache.protocol.commands import Label
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,

@@ -25,7 +25,7 @@ import kvcache.offload
 import kvcache.planner
 import kvcache.sequences
 import kvcache.specs
-from kvcache.errors import InvalidInputError, KVCacheError
+from kvcache.base.errors import InvalidInputError, KVCacheError
 from tests.attack.argument_kinds import Kind
 
 World = Any

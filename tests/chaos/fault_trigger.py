@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.transport import Inbound
-from kvcache.messages import Address
+from kvcache.protocol.messages import Address
 
 
 class FaultTrigger:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from actors.cli.playground import ClientStepper
 from actors.step_client import StepClient
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
+from kvcache.protocol.step import StepRequest, StepResult
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate import Conversations, ConversationShape
 from kvcache.simulate.workload import Workload, WorkloadRequest
-from kvcache.step import StepRequest, StepResult
 
 OnMoment = Callable[[int], None]
 """Told of the moments of a game, numbered from 1: before and after each step is sent, and when its

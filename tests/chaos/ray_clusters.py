@@ -207,7 +207,7 @@ class Striker:
 
     def _status(self) -> Any:
         """Return who is who; None unless all of them live."""
-        from kvcache.errors import ClusterError
+        from kvcache.base.errors import ClusterError
 
         try:
             status = self.cluster.status()
@@ -266,7 +266,7 @@ def await_driver(driver: subprocess.Popen[str] | None) -> None:
 
 def is_ready(cluster: Any) -> bool:
     """Whether all is well."""
-    from kvcache.errors import ClusterError
+    from kvcache.base.errors import ClusterError
 
     try:
         return bool(cluster.status().state == "ready")

@@ -30,12 +30,12 @@ from actors.transport.node_server import NodeServer
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import ZmqLimits
-from kvcache.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Coordinator
-from kvcache.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.planner import Plan, plan_kv_cache, plan_options
-from kvcache.state_store import FileStateStore
+from kvcache.protocol.state_store import FileStateStore
 from tests.chaos.control import Control
 from tests.chaos.fault_trigger import FaultTrigger, FaultyPeer, FaultyServer
 from tests.chaos.game import Dealt, play_game

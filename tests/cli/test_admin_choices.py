@@ -18,7 +18,7 @@ from actors.cli.top import Look, as_plain, rates
 from actors.cluster_access import ClusterStatistics
 from actors.service import ServiceStatistics
 from actors.transport import TransportStatistics
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from tests.metrics.test_log_line import statistics
 
 ROOT = Path(__file__).resolve().parents[2]

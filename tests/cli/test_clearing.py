@@ -7,7 +7,7 @@ import io
 import pytest
 
 from actors.cli.clearing import confirm
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from tests.metrics.test_log_line import statistics
 
 MANAGER = statistics(1, asked=1, hit=0, evicted=0).manager

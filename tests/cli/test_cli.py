@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from actors.cli import app, replaying
 from actors.cli.outcomes import run_command
 from actors.cli.playground import Playground
-from kvcache.errors import (
+from kvcache.base.errors import (
     ConfigurationError,
     DeadlineError,
     InvariantError,
@@ -29,7 +29,7 @@ from kvcache.errors import (
     WrongBytesError,
 )
 from kvcache.manager import KVCacheManager
-from kvcache.messages import FailedForward
+from kvcache.protocol.messages import FailedForward
 from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from tests.cli.commands import KVCACHE

@@ -29,7 +29,7 @@ from actors.cli.doctor_network import (
     port_problems,
     ray_problems,
 )
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.config.sections import Location
 from kvcache.planner import plan_cluster

@@ -15,9 +15,9 @@ from actors.cli.prefix_tree import (
     sorted_prefixes,
 )
 from kvcache import KVCacheManager, Request
-from kvcache.commands import Label
-from kvcache.labels import LabelSet, LabelTable
 from kvcache.metrics.inspection import CacheInspection
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LabelSet, LabelTable
 from tests.protocol.scenario import make_config
 
 BLOCK = 4

@@ -18,8 +18,8 @@ from actors.cli.recording import (
     ended_by_signals,
     follow_requests,
 )
-from kvcache.clock import VirtualClock
-from kvcache.errors import DeadlineError, TraceError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import DeadlineError, TraceError
 from kvcache.recorder import RecordedBatch, RecordedRequest
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.request_recording import RecordingOptions

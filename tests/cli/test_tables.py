@@ -10,7 +10,7 @@ from rich.table import Table
 from actors.cli.tables import print_facts, print_table
 from actors.cli.tenant_facts import refusal_lines
 from kvcache.config.tenants import TenantConfig, TenantsConfig
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import make_manager
 
 HOSTILE = "[/red] [bold]all is well\x1b[2J\n"

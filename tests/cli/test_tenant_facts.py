@@ -16,7 +16,7 @@ from actors.cli.tenant_facts import (
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import make_manager
 
 TENANTS = TenantsConfig(named={"alice": TenantConfig(guaranteed=0.25, limit=12)})

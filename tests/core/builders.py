@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.arrays import IndexArray
+from kvcache.base.arrays import IndexArray
 from kvcache.core import (
     CacheEvent,
     CacheHit,
@@ -20,8 +20,8 @@ from kvcache.core import (
 from kvcache.core.audit import free_list
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.request import Request
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import Request
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

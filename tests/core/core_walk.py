@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.commands import BlockTablePatch, Label, Unlabel
 from kvcache.core import (
     CacheHit,
     ForkOrigin,
@@ -23,8 +22,9 @@ from kvcache.core import (
     RowStates,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.hashing import get_hash_fn
-from kvcache.request import Request
+from kvcache.protocol.commands import BlockTablePatch, Label, Unlabel
+from kvcache.requests.hashing import get_hash_fn
+from kvcache.requests.request import Request
 from tests.agreement.content import Chains
 from tests.agreement.event_stream import EventStream
 from tests.agreement.labels import Labels

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Command, Label, Unlabel
+from kvcache.base.arrays import int32_array
 from kvcache.core.flat_core import FlatCore
-from kvcache.labels import LabelSet, LabelTable
+from kvcache.protocol.commands import Command, Label, Unlabel
+from kvcache.protocol.labels import LabelSet, LabelTable
 
 DIGEST_BYTES = 32
 

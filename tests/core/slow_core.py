@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import BlockError, RequestError
 from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -38,13 +38,13 @@ from kvcache.core import (
 from kvcache.core.columns import NODE
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.errors import BlockError, RequestError
-from kvcache.hash_algorithms import ExtraKeys, HashFn
-from kvcache.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
-from kvcache.labels import extra_keys_bytes
-from kvcache.request import Namespace, Request
-from kvcache.request_content import namespace_name
-from kvcache.sealed_contents import SealedContents, sorted_contents
+from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.protocol.labels import extra_keys_bytes
+from kvcache.protocol.sealed_contents import SealedContents, sorted_contents
+from kvcache.requests.hash_algorithms import ExtraKeys, HashFn
+from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
+from kvcache.requests.request import Namespace, Request
+from kvcache.requests.request_content import namespace_name
 from tests.core.model_group import ModelGroup, group_of
 
 Unit = tuple[tuple[int, ...], ExtraKeys]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvcache.core import flat_core
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
     chunked,

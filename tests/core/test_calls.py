@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label, Unlabel, Zero
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import BlockError, ConfigurationError, RequestError
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
@@ -22,9 +22,9 @@ from kvcache.core import (
     RowBatch,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import BlockError, ConfigurationError, RequestError
-from kvcache.labels import LabelSet, LabelTable
-from kvcache.request import Request
+from kvcache.protocol.commands import Label, Unlabel, Zero
+from kvcache.protocol.labels import LabelSet, LabelTable
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
     NONE_HASH,

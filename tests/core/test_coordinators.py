@@ -8,6 +8,7 @@ from math import gcd, lcm
 
 import pytest
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.core import CacheHit, Reservation
 from kvcache.core.block_pool import BlockPool
 from kvcache.core.coordinators import (
@@ -16,8 +17,7 @@ from kvcache.core.coordinators import (
     UnitaryKVCacheCoordinator,
     get_kv_cache_coordinator,
 )
-from kvcache.errors import ConfigurationError
-from kvcache.request_content import DEFAULT_NAMESPACE
+from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 from tests.core.builders import (
     chunked,

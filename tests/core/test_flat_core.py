@@ -11,13 +11,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvcache.commands import Label
+from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.core import ForkOrigin, NewestState, Reservation, RowStates, digesting
 from kvcache.core.columns import NUM_STEPS
 from kvcache.core.digesting import BY_PYTHON
-from kvcache.errors import ConfigurationError, RequestError
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.request import LoRARequest, Request
+from kvcache.protocol.commands import Label
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import LoRARequest, Request
 from kvcache.specs import CrossAttentionSpec
 from tests.core.builders import (
     full,

@@ -13,7 +13,7 @@ from kvcache.core import Reservation
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.policy import EntryBook
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import full, make_flat_core, make_request, window
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache import FreeKVCacheBlockQueue
-from kvcache.errors import BlockError, OutOfBlocksError
+from kvcache.base.errors import BlockError, OutOfBlocksError
 
 
 def test_blocks_come_out_in_order_and_leave_from_anywhere() -> None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcache.base.errors import BlockError
 from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import BlockError
-from kvcache.labels import LabelSet
-from kvcache.request import Request
+from kvcache.protocol.labels import LabelSet
+from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
     EventLog,

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from kvcache import KVCacheManager, Request
+from kvcache.base.errors import BlockError, ConfigurationError, OutOfBlocksError, RequestError
 from kvcache.core import NewestState, Reservation
 from kvcache.core.block_pool import BlockPool
 from kvcache.core.single_type_managers import (
@@ -19,7 +20,6 @@ from kvcache.core.single_type_managers import (
     SlidingWindowManager,
     get_manager_for_kv_cache_spec,
 )
-from kvcache.errors import BlockError, ConfigurationError, OutOfBlocksError, RequestError
 from kvcache.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec
 from tests.core.builders import (
     chunked,

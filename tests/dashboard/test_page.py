@@ -18,7 +18,7 @@ import pytest
 
 from actors import KVCacheClient, KVCacheCluster
 from kvcache import NewRequest, StepRequest
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from tests.actors.conftest import build_config
 from tests.cli.commands import KVCACHE
 

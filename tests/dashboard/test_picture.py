@@ -13,9 +13,9 @@ import pytest
 from actors.cli.prefix_tree import PrefixNode
 from actors.dashboard import observer
 from actors.dashboard.picture import MAX_BOXES, MAX_CELLS, pool_picture, tree_picture
-from kvcache.errors import DeadlineError
+from kvcache.base.errors import DeadlineError
 from kvcache.metrics.inspection import CacheInspection
-from kvcache.request import Namespace
+from kvcache.requests.request import Namespace
 
 PLAIN = Namespace(0, None, None, None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from examples.engine import Engine, SamplingParams
-from kvcache.errors import ConfigurationError, NotRunningError, RequestError
+from kvcache.base.errors import ConfigurationError, NotRunningError, RequestError
 from tests.engine.support import (
     GREEDY,
     expected,

@@ -12,7 +12,7 @@ import torch
 
 from examples.engine import DecoderConfig, Engine, EngineConfig, SamplingParams
 from examples.engine.checkpoint import read_config
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from tests.engine.support import tokens
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'transformers'")

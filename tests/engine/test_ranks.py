@@ -10,7 +10,7 @@ from examples.engine import ByteTokenizer, DenseModel, Engine, EngineConfig, Sam
 from examples.engine.executor import LocalExecutor
 from examples.engine.weights import RandomWeights
 from examples.engine.work import StepOutput
-from kvcache.errors import DeadlineError
+from kvcache.base.errors import DeadlineError
 from tests.engine.support import (
     ALL_MODELS,
     GREEDY,

@@ -16,8 +16,8 @@ from kvcache.events.prefix_index import PrefixIndex
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.subscription import Subscription, SubscriptionSettings, Update
 from kvcache.events.translation import GroupKind
-from kvcache.hash_algorithms import BlockHash
-from kvcache.request_content import Namespace
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import Namespace
 
 BLOCK = 4
 MEDIA = ("device", "host", "storage")

@@ -10,13 +10,13 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import ConfigurationError, InvalidInputError
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvcache.errors import ConfigurationError, InvalidInputError
 from kvcache.events import EventCodec
-from kvcache.hashing import BlockHash, get_hash_fn, get_request_block_hasher
-from kvcache.request import LoRARequest, Namespace, Request
-from kvcache.request_content import lora_label
+from kvcache.requests.hashing import BlockHash, get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import LoRARequest, Namespace, Request
+from kvcache.requests.request_content import lora_label
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8)

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvcache.errors import MalformedMessageError
+from kvcache.base.errors import MalformedMessageError
 from kvcache.events import EventCodec
 from kvcache.events.decoding import decode_batch
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent

@@ -9,19 +9,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Command, Fence, Label, Reset, Unlabel
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator.event_feed import LinkedEventFeed
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored
-from kvcache.errors import MalformedMessageError
 from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.translation import GroupKind
-from kvcache.hash_algorithms import BlockHash
 from kvcache.manager import KVCacheManager
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.specs import HOST_MEDIUM
-from kvcache.request_content import Namespace, namespace_name
+from kvcache.protocol.commands import Command, Fence, Label, Reset, Unlabel
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import Namespace, namespace_name
 
 PLAIN = Namespace(0, None, None, None)
 NONE_HASH = bytes(32)

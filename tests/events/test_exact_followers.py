@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.events.prefix_index import PrefixIndex
-from kvcache.request_content import Namespace
+from kvcache.requests.request_content import Namespace
 from tests.events.event_world import LORAS, MEDIA, SALTS, WIRE_MEDIA, World
 
 SEEDS_AT_ONCE = 50

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.base.errors import InvalidInputError
 from kvcache.core import BlocksRemoved
-from kvcache.digests import PackedDigests, join_digests
-from kvcache.errors import InvalidInputError
-from kvcache.hashing import BlockHash
+from kvcache.requests.digests import PackedDigests, join_digests
+from kvcache.requests.hashing import BlockHash
 
 
 def digests(count: int, size: int = 4) -> tuple[BlockHash, ...]:

@@ -9,12 +9,12 @@ import msgpack
 import numpy as np
 import pytest
 
+from kvcache.base.errors import InvalidInputError
 from kvcache.core import BlocksRemoved, BlocksStored, CacheEvent
-from kvcache.digests import PackedDigests
-from kvcache.errors import InvalidInputError
 from kvcache.events import EventCodec
-from kvcache.hashing import BlockHash
-from kvcache.request import Namespace
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request import Namespace
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec
 
 GROUPS = (KVCacheGroupSpec(("layer.0",), FullAttentionSpec(4, num_kv_heads=1, head_size=8)),)

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import zmq
 
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
 from kvcache.core import BlocksStored
-from kvcache.digests import PackedDigests
 from kvcache.events.feed_frames import FrameReader, pack_events, pack_frame, pack_state
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import SEQUENCE, PublisherSettings
@@ -25,7 +24,8 @@ from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import SubscriptionSettings
 from kvcache.events.translation import GroupKind
-from kvcache.request_content import Namespace
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.request_content import Namespace
 
 ANYWHERE = "tcp://127.0.0.1:0"
 PATIENCE_S = 30.0

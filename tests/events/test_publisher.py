@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvcache.base.errors import ConfigurationError, InvalidInputError
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
-from kvcache.errors import ConfigurationError, InvalidInputError
 from kvcache.events.decoding import decode_batch
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.publisher import END_MARK, SEQUENCE, EventPublisher, Frames, PublisherSettings
 from kvcache.events.translation import GroupKind
 from kvcache.events.wire_events import ClearedEvent, StoredEvent
-from kvcache.hash_algorithms import BlockHash
-from kvcache.request_content import Namespace
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import Namespace
 
 PLAIN = Namespace(0, None, None, None)
 

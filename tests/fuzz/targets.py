@@ -19,10 +19,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from actors.embedded_record import EmbeddedRecord
-from kvcache.config import load_config
-from kvcache.coordinator.remote_calls import METHODS, RemoteCalls
-from kvcache.core import BlocksRemoved, BlocksStored
-from kvcache.errors import (
+from kvcache.base.errors import (
     ConfigurationError,
     ExhaustedError,
     InvalidInputError,
@@ -32,22 +29,25 @@ from kvcache.errors import (
     TraceError,
     VersionMismatchError,
 )
+from kvcache.config import load_config
+from kvcache.coordinator.remote_calls import METHODS, RemoteCalls
+from kvcache.core import BlocksRemoved, BlocksStored
 from kvcache.events import EventCodec, decode_batch
 from kvcache.events.feed_frames import FrameReader as FeedReader
 from kvcache.events.feed_frames import pack_frame
 from kvcache.events.subscription import Subscription
 from kvcache.manager import KVCacheManager
 from kvcache.memory_service import protocol as memory_protocol
-from kvcache.messages import Call
 from kvcache.planner.hf_config import model_from_hf_config
+from kvcache.protocol.messages import Call
+from kvcache.protocol.state_store import SmallState
+from kvcache.protocol.wire import decode, encode
 from kvcache.recorder.frames import FrameReader, frame
 from kvcache.recorder.records import unpack_head as unpack_segment
 from kvcache.recorder.records import unpack_record
-from kvcache.request_content import Namespace
+from kvcache.requests.request_content import Namespace
 from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.state_store import SmallState
-from kvcache.wire import decode, encode
 from kvcache.worker.file_errors import FileTierError
 from kvcache.worker.file_format import START_BYTES, FileHead, pack_head, unpack_head
 from tests.fuzz.mutations import mutate_bytes, mutate_json, mutate_msgpack

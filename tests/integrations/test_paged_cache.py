@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="NO TRANSFORMERS: STOCK MODELS ARE NO
 import torch
 from transformers import DynamicCache
 
-from kvcache.errors import (
+from kvcache.base.errors import (
     ConfigurationError,
     NotEnoughMemoryError,
     OutOfBlocksError,

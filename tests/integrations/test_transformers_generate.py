@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="NO TRANSFORMERS: STOCK MODELS ARE NO
 
 import torch
 
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.integrations.transformers import PagedCacheStore
 from tests.integrations.stock_models import (
     BLOCK_SIZE,

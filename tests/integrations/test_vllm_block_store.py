@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands

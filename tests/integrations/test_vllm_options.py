@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.options import ConnectorOptions, engine_setting, require_version
 
 

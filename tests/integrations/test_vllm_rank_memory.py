@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.errors import (
+from kvcache.base.errors import (
     AlreadyRunningError,
     ClusterError,
     ConfigurationError,

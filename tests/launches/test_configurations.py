@@ -8,7 +8,7 @@ import pytest
 
 from actors import KVCacheCluster
 from actors.cli.playground import ClientStepper
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
 from kvcache.config import layer_specs, load_config
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from kvcache.manager import KVCacheManager
-from kvcache.step import NewRequest, ResumedRequest, RunningRequests, StepRequest, StepResult
+from kvcache.protocol.step import (
+    NewRequest,
+    ResumedRequest,
+    RunningRequests,
+    StepRequest,
+    StepResult,
+)
 
 
 def ints(values: Sequence[int]) -> np.ndarray:

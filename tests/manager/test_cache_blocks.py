@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.arrays import EMPTY_INT32, int32_array
+from kvcache.base.arrays import EMPTY_INT32, int32_array
 from kvcache.core import CacheHit
 from kvcache.manager.cache_blocks import KVCacheBlocks
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.commands import Copy, Label
+from kvcache.base.errors import RequestError
 from kvcache.core import Reservation
-from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import HeldPrefix
-from kvcache.request import Request
+from kvcache.protocol.commands import Copy, Label
+from kvcache.requests.request import Request
 from tests.audits import Audits
 from tests.manager.managers_under_test import (
     CHUNKED,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.arrays import Int32Array
-from kvcache.clock import VirtualClock
-from kvcache.commands import Reset
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import BlockError, PinLimitError
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
@@ -19,9 +19,9 @@ from kvcache.core import (
     OffloadHit,
     OffloadHooks,
 )
-from kvcache.errors import BlockError, PinLimitError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.protocol.commands import Reset
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.manager.steps import Engine, new, resume, row
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.commands import BlockTablePatch
-from kvcache.errors import ConfigurationError, RequestError
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.prefix_statistics import PrefixCacheStats
-from kvcache.request import Request
+from kvcache.protocol.commands import BlockTablePatch
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     FULL,
     HYBRID,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
-from kvcache.step import NO_SLOT
+from kvcache.protocol.step import NO_SLOT
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     CHUNKED,
     ENCODER,

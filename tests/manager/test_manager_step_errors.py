@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.errors import BacklogFullError, RequestError
+from kvcache.base.errors import BacklogFullError, RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.step import StepRequest
+from kvcache.protocol.step import StepRequest
 from tests.manager.managers_under_test import FULL, make_manager
 from tests.manager.steps import Engine, ints, new, resume, row, running
 

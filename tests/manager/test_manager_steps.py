@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
-from kvcache.step import StepResult
+from kvcache.protocol.step import StepResult
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     ENCODER,
     FULL,

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import PinLimitError
 from kvcache.core import CacheHit
-from kvcache.errors import PinLimitError
 from kvcache.manager.pins import PinTable
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
 
 

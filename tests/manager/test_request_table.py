@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcache.arrays import EMPTY_INT32, index_array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, index_array, int32_array
 from kvcache.core.running import NO_ROWS, SYNCED, TOKENS
 from kvcache.manager.request_table import CALLER, BatchTokens, RequestTable
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 CLIENT = 1
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
-from kvcache.errors import RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.step import EMPTY_RUNNING, Fork
+from kvcache.protocol.step import EMPTY_RUNNING, Fork
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.manager.steps import Engine, new, row
 

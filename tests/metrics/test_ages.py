@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import KVCacheManager, Request
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from kvcache.core.flat_core import FlatCore
 from kvcache.metrics import AgeMeter, Kind, Metric
 from kvcache.policies import EVICTION_POLICIES

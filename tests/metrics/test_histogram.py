@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.metrics import Histogram, Kind, Metric
 
 AGE = Metric("kvcache_age_seconds", Kind.HISTOGRAM, "Ages.", ("cluster",))

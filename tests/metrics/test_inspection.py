@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache import Request
-from kvcache.errors import NotRunningError
+from kvcache.base.errors import NotRunningError
 from kvcache.metrics.inspection import inspect_cache
 from tests.metrics.test_ages import BLOCK, Cache, prompt
 

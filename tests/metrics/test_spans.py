@@ -20,13 +20,13 @@ def test_a_span_lasts_from_arrival_until_every_rank_has_applied_the_step() -> No
     now_s = time.monotonic()
     make_span(StepTimes("c", 7, 2, 9, now_s, now_s + 0.1, now_s + 0.2, now_s + 0.5))
     (span,) = spans.get_finished_spans()
-    assert span.name == "kvcache.step"
+    assert span.name == "kvcache.protocol.step"
     assert span.end_time - span.start_time == pytest.approx(5e8, abs=1e3)
     assert [event.name for event in span.events] == ["begun", "decided"]
     assert dict(span.attributes) == {
         "kvcache.cluster": "chat",
         "kvcache.client": "c",
-        "kvcache.step": 7,
+        "kvcache.protocol.step": 7,
         "kvcache.epoch": 2,
         "kvcache.seq": 9,
     }

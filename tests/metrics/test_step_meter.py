@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.clock import VirtualClock
-from kvcache.messages import Ack, Acknowledge, Detach
+from kvcache.base.clock import VirtualClock
 from kvcache.metrics import (
     AgeMeter,
     CoordinatorMeters,
@@ -21,7 +20,8 @@ from kvcache.metrics import (
 )
 from kvcache.metrics import declarations as known
 from kvcache.metrics.step_meter import STRIDE
-from kvcache.step import StepRequest
+from kvcache.protocol.messages import Ack, Acknowledge, Detach
+from kvcache.protocol.step import StepRequest
 from tests.protocol.test_coordinator import Bench, new
 
 BOUNDS_S = (0.001, 0.1, 1.0)

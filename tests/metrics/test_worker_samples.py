@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcache.delivery import ReceiverStatistics
 from kvcache.metrics import WORKER_METRICS, RankTraffic, worker_samples
 from kvcache.metrics import declarations as known
+from kvcache.protocol.delivery import ReceiverStatistics
 from kvcache.worker.settings import WorkerStatistics
 from kvcache.worker.tier_statistics import JobTally, TransferStatistics
 

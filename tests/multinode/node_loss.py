@@ -13,9 +13,9 @@ from ray.cluster_utils import Cluster
 
 from actors import KVCacheCluster
 from actors.placement import wait_until
+from kvcache.base.errors import DeadlineError, StaleEpochError, WorkerLostError
 from kvcache.config import parse_config
-from kvcache.errors import DeadlineError, StaleEpochError, WorkerLostError
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 
 SOON_S = 150.0
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}

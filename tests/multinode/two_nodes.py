@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from actors import KVCacheCluster
 from kvcache.config import parse_config
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.step import NewRequest, StepRequest
 
 
 def main(scratch: str) -> None:

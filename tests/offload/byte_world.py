@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.offload import Discards, FetchJob, LoadJob, OffloadKey, SpillJob, StoreJob
 
 Job = StoreJob | LoadJob | SpillJob | FetchJob

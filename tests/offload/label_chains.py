@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label
-from kvcache.hashing import get_hash_fn, hash_block_tokens, init_none_hash
-from kvcache.labels import extra_keys_bytes
-from kvcache.request import Namespace
-from kvcache.request_content import namespace_name
+from kvcache.base.arrays import int32_array
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import extra_keys_bytes
+from kvcache.requests.hashing import get_hash_fn, hash_block_tokens, init_none_hash
+from kvcache.requests.request import Namespace
+from kvcache.requests.request_content import namespace_name
 
 SIZE = 4
 HASH_FN = get_hash_fn("sha256")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcache.base.errors import InvalidInputError
 from kvcache.core import BlocksRemoved, BlocksStored
-from kvcache.errors import InvalidInputError
 from kvcache.offload import (
     LabelShape,
     OffloadingEvent,
@@ -19,7 +19,7 @@ from kvcache.offload import (
     make_offload_key,
 )
 from kvcache.offload.contents import label_rows
-from kvcache.request import Namespace
+from kvcache.requests.request import Namespace
 from tests.offload.label_chains import NONE_HASH, SIZE, chain_label
 
 SHAPE = LabelShape(32, SIZE)

@@ -8,10 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label
-from kvcache.errors import ConfigurationError, InvalidInputError
-from kvcache.label_agreement import NO_LABELS
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import ConfigurationError, InvalidInputError
 from kvcache.offload import (
     Deadlines,
     HierarchyOptions,
@@ -27,6 +25,8 @@ from kvcache.offload import (
     make_tier,
 )
 from kvcache.offload.contents import label_rows
+from kvcache.protocol.commands import Label
+from kvcache.protocol.label_agreement import NO_LABELS
 from tests.offload.label_chains import SIZE, chain_label
 
 NOW_S = 100.0

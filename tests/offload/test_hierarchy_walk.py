@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.base.errors import InvalidInputError
 from kvcache.config.tenants import TenantConfig, TenantsConfig, TierAmounts
-from kvcache.errors import InvalidInputError
 from kvcache.offload import (
     Deadlines,
     FetchJob,
@@ -27,7 +27,7 @@ from kvcache.offload import (
     make_tier,
 )
 from kvcache.policies import EVICTION_POLICIES
-from kvcache.request_content import Namespace
+from kvcache.requests.request_content import Namespace
 from kvcache.tenants import TenantStatistics
 from tests.offload.byte_world import ByteWorld
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label
-from kvcache.digests import PackedDigests
-from kvcache.errors import InvalidInputError, MalformedMessageError
-from kvcache.hashing import BlockHash
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import InvalidInputError, MalformedMessageError
 from kvcache.offload import (
     OffloadKey,
     get_offload_block_hash,
@@ -21,8 +18,11 @@ from kvcache.offload import (
     pack_keys,
     unpack_keys,
 )
-from kvcache.request import Namespace
-from kvcache.request_content import namespace_name
+from kvcache.protocol.commands import Label
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request import Namespace
+from kvcache.requests.request_content import namespace_name
 
 PLAIN = Namespace(0, None, None, None)
 DIGEST = bytes(range(32))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload import (
     TIERS,
     Deadlines,

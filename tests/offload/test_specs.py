@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvcache.errors import InvalidInputError
+from kvcache.base.errors import InvalidInputError
 from kvcache.offload import (
     FileLoadStoreSpec,
     GPULoadStoreSpec,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache.errors import InvalidInputError
+from kvcache.base.errors import InvalidInputError
 from kvcache.offload import OffloadAnswer, OffloadKey, TierManager, TierOptions, make_offload_key
 from kvcache.offload.slot_table import NOTHING, READY, STORING
 from tests.offload.tier_model import ModelTier

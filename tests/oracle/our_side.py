@@ -7,7 +7,7 @@ from typing import Any
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.core.slow_core import Block, Column, Row, SlowCore
 
 

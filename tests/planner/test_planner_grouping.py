@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.errors import ConfigurationError, PlanMismatchError
+from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner import (
     create_kv_cache_group_specs,
     get_kv_cache_groups,

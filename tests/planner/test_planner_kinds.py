@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.planner import (
     PlanOptions,
     check_enough_kv_cache_memory,

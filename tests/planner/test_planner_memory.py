@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.errors import ConfigurationError, NotEnoughMemoryError
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.planner import (
     PlanOptions,
     RankMemory,

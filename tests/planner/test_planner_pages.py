@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.planner import get_kv_cache_groups, get_uniform_page_size, unify_page_sizes
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.config import parse_config
-from kvcache.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner import (
     PlanOptions,
     RankCoordinates,

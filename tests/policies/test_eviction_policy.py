@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.policies import EVICTION_POLICIES, make_eviction_policy
 from tests.policies.books import WrittenBook, evict
 

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from kvcache.policies import LooksAhead, guard
 from kvcache.policies.arc import ARCPolicy
 from kvcache.policies.guard import Guard
 from kvcache.policies.hazard import HazardPolicy
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, NUM_AGES, reuse_index
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate import GENERATORS, MooncakeTrace, Workload, generate
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
 from kvcache.policies import EVICTION_POLICIES

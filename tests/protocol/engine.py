@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.client_session import ClientSession, SessionState
-from kvcache.errors import StaleEpochError
-from kvcache.messages import FromClient
-from kvcache.step import (
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import StaleEpochError
+from kvcache.client.session import ClientSession, SessionState
+from kvcache.protocol.messages import FromClient
+from kvcache.protocol.step import (
     NO_SLOT,
     NO_STEP,
     NewRequest,

@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from kvcache.commands import Command
-from kvcache.messages import WIRE_VERSION, Message, wire_tag
+from kvcache.protocol.commands import Command
+from kvcache.protocol.messages import WIRE_VERSION, Message, wire_tag
 
 
 def unchecked(message: Message, max_bytes: int = 0) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from kvcache.network import NetworkFaults
+from kvcache.protocol.network import NetworkFaults
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -18,17 +18,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
-from kvcache.client_session import ClientSession, SessionSettings, SessionState
-from kvcache.clock import Clock, VirtualClock
-from kvcache.commands import WriteExpected
+from kvcache.base.clock import Clock, VirtualClock
+from kvcache.base.errors import MalformedMessageError
+from kvcache.client.session import ClientSession, SessionSettings, SessionState
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.errors import MalformedMessageError
 from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
-from kvcache.messages import (
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.jobs import Deadlines
+from kvcache.offload.options import HierarchyOptions, TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import WriteExpected
+from kvcache.protocol.messages import (
     ClientAddress,
     Finished,
     FromClient,
@@ -38,16 +43,11 @@ from kvcache.messages import (
     StepCommands,
     WorkerAddress,
 )
-from kvcache.network import FaultyNetwork, NetworkFaults
-from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.jobs import Deadlines
-from kvcache.offload.options import HierarchyOptions, TierOptions
-from kvcache.offload.registry import make_tier
-from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.network import FaultyNetwork, NetworkFaults
+from kvcache.protocol.state_store import MemoryStateStore
+from kvcache.protocol.wire import decode, encode
 from kvcache.recorder import FileStepRecorder, ManagerConfig
 from kvcache.specs import KVCacheConfig
-from kvcache.state_store import MemoryStateStore
-from kvcache.wire import decode, encode
 from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
 from kvcache.worker.file_tier import FileTierSettings
 from tests.protocol.engine import Engine, Sequence

@@ -10,15 +10,15 @@ import pytest
 
 from actors import LocalCluster
 from actors.client import KVCacheClient
-from kvcache.arrays import int32_array
-from kvcache.commands import Audit, Label
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Phase
 from kvcache.coordinator.settings import AuditSettings, CoordinatorStatistics
 from kvcache.core.columns import FREE
-from kvcache.errors import ConfigurationError
-from kvcache.messages import JobReport, StepCommands
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.commands import Audit, Label
+from kvcache.protocol.messages import JobReport, StepCommands
+from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.worker.label_audit import audit_labels
 from tests.protocol.scenario import random_scenario
 from tests.protocol.simulation import simulate

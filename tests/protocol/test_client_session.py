@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.client_session import ClientSession, SessionSettings, SessionState
-from kvcache.clock import VirtualClock
-from kvcache.errors import (
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import (
     BacklogFullError,
     DeadlineError,
     MalformedMessageError,
@@ -14,7 +13,8 @@ from kvcache.errors import (
     RequestError,
     StaleEpochError,
 )
-from kvcache.messages import (
+from kvcache.client.session import ClientSession, SessionSettings, SessionState
+from kvcache.protocol.messages import (
     Acknowledge,
     Attach,
     Attached,
@@ -26,7 +26,7 @@ from kvcache.messages import (
     Progress,
     Unattached,
 )
-from kvcache.step import StepRequest, StepResult
+from kvcache.protocol.step import StepRequest, StepResult
 
 SETTINGS = SessionSettings(window=4, resend_s=1.0, heartbeat_s=3.0, step_s=10.0, forward_s=20.0)
 

@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 import pytest
 
 from actors.stall_aware_clock import StallAwareClock
-from kvcache.arrays import int32_array
-from kvcache.clock import Clock, VirtualClock
-from kvcache.commands import Fence, Label, Reset, WriteExpected
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import Clock, VirtualClock
+from kvcache.base.errors import ClusterError
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.errors import ClusterError
-from kvcache.labels import BlockLabel, LabelTable
 from kvcache.manager import KVCacheManager
-from kvcache.messages import (
+from kvcache.protocol.commands import Fence, Label, Reset, WriteExpected
+from kvcache.protocol.labels import BlockLabel, LabelTable
+from kvcache.protocol.messages import (
     Ack,
     Acknowledge,
     Attach,
@@ -46,8 +46,8 @@ from kvcache.messages import (
     Unattached,
     WorkerAddress,
 )
-from kvcache.state_store import MemoryStateStore, SmallState
-from kvcache.step import NewRequest, RunningRequests, RunningRow, StepRequest, StepResult
+from kvcache.protocol.state_store import MemoryStateStore, SmallState
+from kvcache.protocol.step import NewRequest, RunningRequests, RunningRow, StepRequest, StepResult
 from tests.protocol.scenario import make_config
 
 T = TypeVar("T")

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from kvcache.delivery import CommandReceiver, CommandWindow
-from kvcache.errors import BacklogFullError, MalformedMessageError, StaleEpochError
-from kvcache.messages import Ack, Call, Grant, Granted, Nack, Refused, StepCommands
-from kvcache.step import StepRequest, StepResult
-from kvcache.step_delivery import ReceivedStep, StepReceiver, StepWindow
+from kvcache.base.errors import BacklogFullError, MalformedMessageError, StaleEpochError
+from kvcache.protocol.delivery import CommandReceiver, CommandWindow
+from kvcache.protocol.messages import Ack, Call, Grant, Granted, Nack, Refused, StepCommands
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.step_delivery import ReceivedStep, StepReceiver, StepWindow
 
 
 def commands(seq: int, epoch: int = 1, nonce: str = "n", fingerprint: str = "f") -> StepCommands:

@@ -8,19 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import WriteExpected
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator.forward_plan import (
     ForwardPlanner,
     content_key,
     content_tokens,
     encoder_key,
 )
-from kvcache.errors import MalformedMessageError
-from kvcache.messages import StepCommands
-from kvcache.request import LoRARequest, Request
-from kvcache.step import NewRequest, ResumedRequest, RunningRequests, StepRequest, StepResult
-from kvcache.wire import decode, encode
+from kvcache.protocol.commands import WriteExpected
+from kvcache.protocol.messages import StepCommands
+from kvcache.protocol.step import (
+    NewRequest,
+    ResumedRequest,
+    RunningRequests,
+    StepRequest,
+    StepResult,
+)
+from kvcache.protocol.wire import decode, encode
+from kvcache.requests.request import LoRARequest, Request
 
 
 def make_request(**fields: Any) -> Request:

@@ -12,14 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.clock import VirtualClock
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.remote_calls import METHODS, pack_values
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.errors import MalformedMessageError
 from kvcache.manager import KVCacheManager
-from kvcache.messages import (
+from kvcache.protocol.messages import (
     Attach,
     Call,
     CallResult,
@@ -28,8 +28,8 @@ from kvcache.messages import (
     Outgoing,
     WorkerAddress,
 )
-from kvcache.state_store import MemoryStateStore
-from kvcache.step import (
+from kvcache.protocol.state_store import MemoryStateStore
+from kvcache.protocol.step import (
     EMPTY_RUNNING,
     NO_STEP,
     NewRequest,
@@ -38,7 +38,7 @@ from kvcache.step import (
     StepRequest,
     StepResult,
 )
-from kvcache.wire import decode, encode
+from kvcache.protocol.wire import decode, encode
 from kvcache.worker import KVCacheWorker, WorkerSettings
 from tests.protocol.loose_sender import unchecked
 from tests.protocol.scenario import MAX_MODEL_LEN, MODELS, config_of

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Unlabel
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import ClusterError
+from kvcache.base.logs import MAX_LINES, PERIOD_S, LineLimit
 from kvcache.coordinator import Phase
-from kvcache.errors import ClusterError
-from kvcache.logs import MAX_LINES, PERIOD_S, LineLimit
-from kvcache.messages import (
+from kvcache.offload.disk_rest import DiskRest
+from kvcache.protocol.commands import Unlabel
+from kvcache.protocol.messages import (
     Ack,
     Attach,
     Detach,
@@ -30,9 +31,8 @@ from kvcache.messages import (
     Ping,
     StepCommands,
 )
-from kvcache.offload.disk_rest import DiskRest
-from kvcache.state_store import MemoryStateStore, SmallState
-from kvcache.step import StepRequest
+from kvcache.protocol.state_store import MemoryStateStore, SmallState
+from kvcache.protocol.step import StepRequest
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import Cluster
 from tests.protocol.test_tier_schedules import faulty

@@ -10,13 +10,21 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from kvcache.commands import Reset
-from kvcache.delivery import CommandReceiver, PlainStep
-from kvcache.errors import MalformedMessageError
-from kvcache.message_headers import MessageHeader
-from kvcache.messages import Ack, Grant, Granted, Heartbeat, Message, Progress, StepCommands
-from kvcache.step import StepRequest, StepResult
-from kvcache.wire import decode, encode, envelope_of
+from kvcache.base.errors import MalformedMessageError
+from kvcache.protocol.commands import Reset
+from kvcache.protocol.delivery import CommandReceiver, PlainStep
+from kvcache.protocol.message_headers import MessageHeader
+from kvcache.protocol.messages import (
+    Ack,
+    Grant,
+    Granted,
+    Heartbeat,
+    Message,
+    Progress,
+    StepCommands,
+)
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.wire import decode, encode, envelope_of
 from tests.protocol.scenario import Scenario, random_scenario
 from tests.protocol.simulation import simulate
 

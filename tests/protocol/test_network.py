@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError
-from kvcache.network import FaultyNetwork, NetworkFaults
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError
+from kvcache.protocol.network import FaultyNetwork, NetworkFaults
 
 
 def play(

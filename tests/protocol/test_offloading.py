@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.clock import VirtualClock
-from kvcache.commands import Discard, Label, Reset, Spill, Store
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels
@@ -20,10 +20,6 @@ from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
-from kvcache.errors import ConfigurationError
-from kvcache.label_agreement import NO_LABELS
-from kvcache.labels import LABEL_VERSION
-from kvcache.messages import LabelReport
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place, PlaceArray
@@ -31,8 +27,12 @@ from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest
+from kvcache.protocol.commands import Discard, Label, Reset, Spill, Store
+from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.protocol.labels import LABEL_VERSION
+from kvcache.protocol.messages import LabelReport
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     ENCODER,
     FULL,

@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.commands import Command, Load, Store, Unlabel
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import InvariantError
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.partial_block_swap import MAX_HOST_SHARE, SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
-from kvcache.errors import InvariantError
-from kvcache.messages import FailedForward
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import HOST_MEDIUM
-from kvcache.request import Request
-from kvcache.step import NO_SLOT, Fork, StepResult
+from kvcache.protocol.commands import Command, Load, Store, Unlabel
+from kvcache.protocol.messages import FailedForward
+from kvcache.protocol.step import NO_SLOT, Fork, StepResult
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     CHUNKED,
     CHUNKED_HYBRID,

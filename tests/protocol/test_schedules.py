@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from kvcache.client_session import ClientSession, SessionState
+from kvcache.client.session import ClientSession, SessionState
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
-from kvcache.delivery import CommandReceiver, CommandWindow, ReceivedCommands
-from kvcache.messages import Ack, FromClient, StepCommands
-from kvcache.network import NetworkFaults
-from kvcache.request import Request
-from kvcache.step_delivery import StepReceiver
+from kvcache.protocol.delivery import CommandReceiver, CommandWindow, ReceivedCommands
+from kvcache.protocol.messages import Ack, FromClient, StepCommands
+from kvcache.protocol.network import NetworkFaults
+from kvcache.protocol.step_delivery import StepReceiver
+from kvcache.requests.request import Request
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvcache.errors import (
+from kvcache.base.errors import (
     ClusterError,
     MalformedMessageError,
     SupersededError,
     VersionMismatchError,
 )
-from kvcache.state_store import FileStateStore, MemoryStateStore, SmallState, StateStore
+from kvcache.protocol.state_store import FileStateStore, MemoryStateStore, SmallState, StateStore
 
 STATE = SmallState(epoch=7, model_epoch=2, next_event_chunk=4096, hash_seed="seed")
 

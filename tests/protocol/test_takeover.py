@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvcache.base.errors import RequestError
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import Membership
-from kvcache.errors import RequestError
-from kvcache.messages import (
+from kvcache.protocol.messages import (
     Ack,
     Attach,
     Attached,
@@ -21,8 +21,8 @@ from kvcache.messages import (
     StepCommands,
     Unattached,
 )
-from kvcache.network import NetworkFaults
-from kvcache.step import StepResult
+from kvcache.protocol.network import NetworkFaults
+from kvcache.protocol.step import StepResult
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import Bench, new, only

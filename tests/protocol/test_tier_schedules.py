@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvcache.commands import Command
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.manager.loads import PrefixLoads
-from kvcache.network import NetworkFaults
+from kvcache.protocol.commands import Command
+from kvcache.protocol.network import NetworkFaults
 from kvcache.worker.file_pool import FilePool
 from kvcache.worker.file_store import FileStore
 from kvcache.worker.transfers import TransferJobs

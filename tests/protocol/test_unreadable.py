@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvcache.client_session import ClientSession, SessionSettings
-from kvcache.clock import VirtualClock
-from kvcache.commands import Zero
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import MalformedMessageError
+from kvcache.client.session import ClientSession, SessionSettings
 from kvcache.coordinator import Phase
-from kvcache.errors import MalformedMessageError
-from kvcache.messages import (
+from kvcache.protocol.commands import Zero
+from kvcache.protocol.messages import (
     Ack,
     Address,
     Attach,
@@ -39,8 +39,8 @@ from kvcache.messages import (
     Unreadable,
     WorkerAddress,
 )
-from kvcache.step import StepRequest, StepResult
-from kvcache.wire import decode, encode, prose
+from kvcache.protocol.step import StepRequest, StepResult
+from kvcache.protocol.wire import decode, encode, prose
 from tests.protocol.engine import Engine
 from tests.protocol.loose_sender import unchecked
 from tests.protocol.scenario import Scenario, random_scenario

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Fence, Reset, Unlabel
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import ClusterError
 from kvcache.coordinator import Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
 from kvcache.coordinator.remote_calls import pack_values
-from kvcache.errors import ClusterError
-from kvcache.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.labels import BlockLabel
-from kvcache.messages import (
+from kvcache.protocol.commands import Fence, Reset, Unlabel
+from kvcache.protocol.labels import BlockLabel
+from kvcache.protocol.messages import (
     Acknowledge,
     Attached,
     Call,
@@ -30,11 +29,12 @@ from kvcache.messages import (
     StepCommands,
     Unattached,
 )
-from kvcache.request import Request
-from kvcache.request_content import DEFAULT_NAMESPACE, namespace_name
-from kvcache.state_store import MemoryStateStore, SmallState
-from kvcache.step import NewRequest, StepRequest, StepResult
-from kvcache.wire import decode, encode
+from kvcache.protocol.state_store import MemoryStateStore, SmallState
+from kvcache.protocol.step import NewRequest, StepRequest, StepResult
+from kvcache.protocol.wire import decode, encode
+from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
 from tests.protocol.scenario import random_scenario
 from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import NUM_BLOCKS, Bench, label_report, only

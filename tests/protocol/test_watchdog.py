@@ -9,7 +9,7 @@ from kvcache.coordinator.watchdog import (
     signs_of_life,
     signs_of_progress,
 )
-from kvcache.messages import CollectLabels, Granted, Heartbeat, JobReport
+from kvcache.protocol.messages import CollectLabels, Granted, Heartbeat, JobReport
 from tests.protocol.test_coordinator import Bench, new, only
 
 LIMITS = WatchLimits(rank_s=10.0, client_s=5.0, step_s=30.0, forward_s=20.0)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.commands import (
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.errors import MalformedMessageError, ProtocolError, VersionMismatchError
+from kvcache.protocol.commands import (
     Audit,
     BlockTablePatch,
     Command,
@@ -28,8 +29,7 @@ from kvcache.commands import (
     WriteExpected,
     Zero,
 )
-from kvcache.errors import MalformedMessageError, ProtocolError, VersionMismatchError
-from kvcache.messages import (
+from kvcache.protocol.messages import (
     WIRE_VERSION,
     Ack,
     Attach,
@@ -44,8 +44,8 @@ from kvcache.messages import (
     ToWorker,
     wire_tag,
 )
-from kvcache.step import NewRequest, StepRequest, StepResult
-from kvcache.wire import decode, encode, leading_fields
+from kvcache.protocol.step import NewRequest, StepRequest, StepResult
+from kvcache.protocol.wire import decode, encode, leading_fields
 from tests.protocol.loose_sender import unchecked
 
 MESSAGES: tuple[type[Any], ...] = tuple(
@@ -317,7 +317,7 @@ def test_what_is_encoded_is_exactly_what_is_decoded(cls: type[Any], data: st.Dat
         value = data.draw(damaged(value))
     message = value if cls in MESSAGES else StepCommands("n", "f", 1, 2, "c", 3, (value,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcache.wire.MAX_ITEMS", MOST_ITEMS)
+        patch.setattr("kvcache.protocol.wire.MAX_ITEMS", MOST_ITEMS)
         if assert_encoded_exactly_where_decoded(message, 2**20):
             size = len(encode(message, 2**20))
             assert assert_encoded_exactly_where_decoded(message, size)

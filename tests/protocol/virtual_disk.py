@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 from kvcache.worker.file_lanes import Task
 from kvcache.worker.file_store import SUFFIX
 from kvcache.worker.file_system import Buffers, DirectoryFiles

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
-from kvcache.hashing import BlockHash, get_hash_fn, hash_block_tokens
-from kvcache.labels import BlockLabel, LabelSet, parse_extra_keys
-from kvcache.request import Request
-from kvcache.request_content import namespace_name
+from kvcache.protocol.labels import BlockLabel, LabelSet, parse_extra_keys
+from kvcache.requests.hashing import BlockHash, get_hash_fn, hash_block_tokens
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import namespace_name
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import NONE_HASH
 from tests.core.model_group import group_of

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Command, Label, Reset, Unlabel
-from kvcache.labels import BlockLabel, LabelSet, LabelTable
+from kvcache.base.arrays import int32_array
+from kvcache.protocol.commands import Command, Label, Reset, Unlabel
+from kvcache.protocol.labels import BlockLabel, LabelSet, LabelTable
 
 DIGEST_BYTES = 32
 

@@ -9,12 +9,12 @@ from typing import Any
 import cbor2
 import pytest
 
-from kvcache.commands import Unlabel
 from kvcache.core.flat_core import FlatCore
-from kvcache.hashing import get_hash_fn, hash_block_tokens
-from kvcache.labels import BlockLabel, LabelSet
-from kvcache.request import LoRARequest, Request
-from kvcache.request_content import Namespace, namespace_name
+from kvcache.protocol.commands import Unlabel
+from kvcache.protocol.labels import BlockLabel, LabelSet
+from kvcache.requests.hashing import get_hash_fn, hash_block_tokens
+from kvcache.requests.request import LoRARequest, Request
+from kvcache.requests.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import NONE_HASH, full, make_flat_core, make_request, window
 from tests.rebuild.ranks import packed

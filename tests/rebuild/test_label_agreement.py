@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.label_agreement import agreed_labels, labelled_blocks
-from kvcache.labels import BlockLabel, LabelSet
+from kvcache.protocol.label_agreement import agreed_labels, labelled_blocks
+from kvcache.protocol.labels import BlockLabel, LabelSet
 from tests.rebuild import model
 from tests.rebuild.ranks import packed
 

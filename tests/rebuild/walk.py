@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcache.commands import Command
 from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.settings import CoreSettings
-from kvcache.hashing import get_request_block_hasher
-from kvcache.labels import BlockLabel, LabelSet
-from kvcache.request import Request
-from kvcache.request_content import namespace_name
+from kvcache.protocol.commands import Command
+from kvcache.protocol.labels import BlockLabel, LabelSet
+from kvcache.requests.hashing import get_request_block_hasher
+from kvcache.requests.request import Request
+from kvcache.requests.request_content import namespace_name
 from tests.agreement.configurations import Configuration, Family, Operation
 from tests.agreement.content import Origin
 from tests.agreement.walk import FLAT_ALONE, Walk

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 
 

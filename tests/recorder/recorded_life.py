@@ -17,24 +17,24 @@ from typing import Any
 import numpy as np
 
 from actors.calls import CallTable, RemoteCall, read_answer
-from kvcache.clock import VirtualClock
-from kvcache.commands import Command, Label, Reset, Unlabel
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import RequestError
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.coordinator.step_recorder import LabelSource
-from kvcache.errors import RequestError
-from kvcache.labels import LabelTable
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.statistics import ManagerStatistics
-from kvcache.messages import Call
+from kvcache.protocol.commands import Command, Label, Reset, Unlabel
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import Call
+from kvcache.protocol.step import NewRequest, StepRequest, StepResult
 from kvcache.recorder import FileStepRecorder, ManagerConfig, RecorderLimits, RecordingOrigin
 from kvcache.recorder.segments import OpenFile, SegmentLimits, create_file
 from kvcache.replay import EngineLimits, ManagerStepper, ModelTraits, ReplayEngine
-from kvcache.request import Request
-from kvcache.step import NewRequest, StepRequest, StepResult
+from kvcache.requests.request import Request
 from tests.protocol.scenario import config_of
 from tests.replay.test_replay_engine import random_workload
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import Clock
+from kvcache.base.clock import Clock
 from kvcache.coordinator.step_recorder import LabelSource
 from kvcache.manager import KVCacheManager
 from kvcache.manager.statistics import ManagerStatistics

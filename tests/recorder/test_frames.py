@@ -10,7 +10,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvcache.errors import RecordingError
+from kvcache.base.errors import RecordingError
 from kvcache.recorder.frames import FrameReader, frame
 
 PATH = Path("some.kvrec")

@@ -8,10 +8,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label
-from kvcache.errors import MalformedMessageError, VersionMismatchError
-from kvcache.labels import LABEL_VERSION, LabelSet
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import MalformedMessageError, VersionMismatchError
+from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import LABEL_VERSION, LabelSet
 from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
 
 

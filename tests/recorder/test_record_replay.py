@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.messages import Call
+from kvcache.base.clock import VirtualClock
+from kvcache.protocol.messages import Call
+from kvcache.protocol.step import StepRequest
+from kvcache.protocol.wire import decode
 from kvcache.recorder import RecordReplay, open_recording
 from kvcache.recorder.records import (
     EpochBegun,
@@ -20,8 +22,6 @@ from kvcache.recorder.records import (
     Record,
     StateReached,
 )
-from kvcache.step import StepRequest
-from kvcache.wire import decode
 from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 

@@ -9,15 +9,15 @@ import pytest
 
 from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import ClusterError, StaleEpochError
 from kvcache.config import ClusterConfig
-from kvcache.errors import ClusterError, StaleEpochError
+from kvcache.protocol.state_store import MemoryStateStore, SmallState
+from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordReplay, RecordReplayReport, open_recording
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate import Conversations, ConversationShape
-from kvcache.state_store import MemoryStateStore, SmallState
-from kvcache.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 
 SHAPE = ConversationShape(

@@ -22,14 +22,15 @@ from typer.testing import CliRunner
 from actors.cli import app
 from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
-from kvcache.clock import SystemClock
-from kvcache.commands import Load
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import RecordingError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut
 from kvcache.core import OffloadAnswer, OffloadHit
-from kvcache.errors import RecordingError
 from kvcache.manager import KVCacheManager
+from kvcache.protocol.commands import Load
+from kvcache.protocol.step import NewRequest, ResumedRequest, StepRequest, StepResult
 from kvcache.recorder import RecordReplay, open_recording
 from kvcache.recorder.frames import frame
 from kvcache.recorder.records import (
@@ -40,7 +41,6 @@ from kvcache.recorder.records import (
 )
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.simulate import Conversations, ConversationShape
-from kvcache.step import NewRequest, ResumedRequest, StepRequest, StepResult
 from kvcache.worker.transfers import TransferJobs
 from tests.actors.tier_driver import (
     BLOCK_TOKENS,

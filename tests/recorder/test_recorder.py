@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import InvariantError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import InvariantError
+from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import FileStepRecorder, RecordReplay, RecordReplayReport, open_recording
 from kvcache.recorder.segments import SegmentFile, create_file
-from kvcache.step import NewRequest, StepRequest
 from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 
 MANAGER_CONFIG = manager_config_of("full")

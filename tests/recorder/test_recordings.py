@@ -9,8 +9,9 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvcache.errors import RecordingError
-from kvcache.messages import Ping
+from kvcache.base.errors import RecordingError
+from kvcache.protocol.messages import Ping
+from kvcache.protocol.wire import encode
 from kvcache.recorder import open_recording
 from kvcache.recorder.frames import FrameReader, frame
 from kvcache.recorder.records import (
@@ -20,7 +21,6 @@ from kvcache.recorder.records import (
     pack_head,
     pack_record,
 )
-from kvcache.wire import encode
 from tests.recorder.segments_at_rest import head_of, records_of, replay, write
 
 # --- what is not there ----------------------------------------------------------------------------

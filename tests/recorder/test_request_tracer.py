@@ -7,15 +7,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import AlreadyRunningError
 from kvcache.coordinator.step_recorder import NullStepRecorder
-from kvcache.errors import AlreadyRunningError
 from kvcache.manager import KVCacheManager
+from kvcache.protocol.step import (
+    Fork,
+    NewRequest,
+    ResumedRequest,
+    RunningRequests,
+    RunningRow,
+    StepRequest,
+)
 from kvcache.recorder import RequestTracer, TracedRecorder, TracerLimits, record_request
 from kvcache.recorder.request_digests import DIGEST_BYTES, block_digests
 from kvcache.recorder.request_tracer import SeenRequest
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.step import Fork, NewRequest, ResumedRequest, RunningRequests, RunningRow, StepRequest
 
 SALT = bytes(range(32))
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.arrays import Int32Array
-from kvcache.clock import VirtualClock
-from kvcache.errors import OutOfBlocksError, RequestError, WrongBytesError
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import OutOfBlocksError, RequestError, WrongBytesError
 from kvcache.manager import KVCacheManager
-from kvcache.messages import FailedForward
+from kvcache.protocol.messages import FailedForward
+from kvcache.protocol.step import StepRequest, StepResult
 from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper, ReplayEngine
 from kvcache.simulate import Conversations, ConversationShape, WorkloadRequest
 from kvcache.simulate.tokens import answer_token_ids
@@ -26,7 +27,6 @@ from kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from kvcache.step import StepRequest, StepResult
 
 BLOCK_SIZE = 4
 LIMITS = EngineLimits(max_model_len=4096, max_num_batched_tokens=64, max_num_seqs=8)

@@ -11,7 +11,7 @@ import pytest
 
 from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
-from kvcache.clock import VirtualClock
+from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, load_config
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine, ReplayReport
 from kvcache.replay.rows import ReplayedRequest, RunningRows

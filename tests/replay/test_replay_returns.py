@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from actors import LocalCluster
 from actors.cli.playground import ClientStepper
-from kvcache.clock import SystemClock
+from kvcache.base.clock import SystemClock
 from kvcache.config import ClusterConfig, parse_config
+from kvcache.protocol.step import StepRequest
 from kvcache.replay import EngineLimits, ReplayEngine
 from kvcache.replay.report import ReplayReport
 from kvcache.simulate import Conversations, ConversationShape
-from kvcache.step import StepRequest
 
 SHAPE = ConversationShape(
     num_conversations=24,

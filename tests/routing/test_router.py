@@ -12,13 +12,13 @@ import pytest
 
 from actors.replica_scores import Candidate, RankedReplica, RouterSettings, rank_candidates
 from actors.router import PrefixRouter
-from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError, RequestError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.events.prefix_index import PrefixIndex, PrefixMatch
 from kvcache.events.publisher import EventPublisher
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import Subscription, SubscriptionSettings
-from kvcache.request_content import Namespace
+from kvcache.requests.request_content import Namespace
 from tests.events.event_world import BLOCK, LORAS, SALTS, Block
 from tests.routing.replica import HEARTBEAT_S, Replica, wait_until
 

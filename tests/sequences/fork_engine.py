@@ -13,7 +13,7 @@ import numpy as np
 
 from actors import LocalCluster
 from actors.client import KVCacheClient
-from kvcache.step import (
+from kvcache.protocol.step import (
     NO_SLOT,
     NO_STEP,
     Fork,

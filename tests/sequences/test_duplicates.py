@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache import KVCacheManager
-from kvcache.commands import BlockTablePatch, Label, Unlabel
+from kvcache.protocol.commands import BlockTablePatch, Label, Unlabel
 from tests.core.model_group import spec_of
 from tests.manager.managers_under_test import HYBRID, make_manager
 from tests.manager.steps import Engine, new, row

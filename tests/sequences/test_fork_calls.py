@@ -9,8 +9,8 @@ from actors import LocalCluster
 from kvcache import Request, RequestError
 from kvcache.config import parse_config
 from kvcache.coordinator.remote_calls import RemoteCalls, pack_values
-from kvcache.messages import Call
-from kvcache.step import NO_STEP
+from kvcache.protocol.messages import Call
+from kvcache.protocol.step import NO_STEP
 from tests.manager.managers_under_test import make_manager
 
 CONFIG = parse_config(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvcache import Request
-from kvcache.commands import BlockTablePatch, Copy, Zero
+from kvcache.protocol.commands import BlockTablePatch, Copy, Zero
 from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 

@@ -11,8 +11,8 @@ from kvcache import (
     Request,
     RequestError,
 )
-from kvcache.commands import BlockTablePatch, Copy, Zero
-from kvcache.step import NO_SLOT, ResumedRequest
+from kvcache.protocol.commands import BlockTablePatch, Copy, Zero
+from kvcache.protocol.step import NO_SLOT, ResumedRequest
 from tests.manager.managers_under_test import FULL, HYBRID, ONE_STATE, make_manager
 from tests.manager.steps import Engine, new, row
 

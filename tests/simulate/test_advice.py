@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError
 from kvcache.simulate.advice import (
     GIB,
     SHAPES,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import TraceError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import TraceError
 from kvcache.simulate import Conversations, ConversationShape, MooncakeTrace, write_trace
 from kvcache.simulate.block_trace import CompactTrace, TraceTokens, read_block_trace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate import Conversations, ConversationShape, LimitedWorkload
 from kvcache.simulate.tokens import answer_token_ids
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import TraceError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import TraceError
 from kvcache.simulate import GENERATORS, MooncakeTrace, generate, open_workload
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.generators import Agents, AgentShape, ChatShape, SyntheticWorkload

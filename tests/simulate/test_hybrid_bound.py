@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.hybrid_bound import bound_hybrid_hits
 from kvcache.simulate.optimum import count_optimal_hits

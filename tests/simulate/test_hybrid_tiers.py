@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.clock import VirtualClock
-from kvcache.commands import Label
-from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError, OutOfBlocksError
 from kvcache.manager import KVCacheManager
 from kvcache.offload.keys import OffloadKey, get_offload_group_idx, label_keys, make_offload_keys
 from kvcache.offload.options import HierarchyOptions
-from kvcache.request import Request
+from kvcache.protocol.commands import Label
+from kvcache.requests.request import Request
 from kvcache.simulate.block_trace import BlockTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, counted_config
 from kvcache.simulate.simulated_cache import SimulatedCache, window_groups

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate import MooncakeTrace, mooncake
 
 GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [3, 4, 9]}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
 from kvcache.simulate.optimum import count_optimal_hits

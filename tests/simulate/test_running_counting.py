@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError, OutOfBlocksError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError, OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.counting import CountingOptions, PrefillCount
 from kvcache.simulate.opening import open_block_trace

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import VirtualClock
-from kvcache.errors import ConfigurationError, ExhaustedError, OutOfBlocksError
+from kvcache.base.clock import VirtualClock
+from kvcache.base.errors import ConfigurationError, ExhaustedError, OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_groups

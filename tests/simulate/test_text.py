@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate import ReadingOptions, TextDocuments, open_workload
 
 OPTIONS = ReadingOptions(part_tokens=10, instruction="Read.", questions=("Who?", "When?"))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.clock import SystemClock, VirtualClock
-from kvcache.errors import OutOfBlocksError
+from kvcache.base.clock import SystemClock, VirtualClock
+from kvcache.base.errors import OutOfBlocksError
 from kvcache.offload import HierarchyOptions
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits

@@ -11,7 +11,7 @@ from kvcache.core import BlocksStored
 from kvcache.manager import KVCacheManager
 from kvcache.offload import TierHierarchy, TierOptions, make_tier
 from kvcache.offload.keys import make_offload_keys
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 
 SALTS = TenantsConfig(

@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import pytest
 
+from kvcache.base.errors import PinLimitError, RequestError
 from kvcache.config.tenants import TenantConfig, TenantsConfig
-from kvcache.errors import PinLimitError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.policies import EVICTION_POLICIES
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from kvcache.simulate.tenant_traffic import TenantTraffic, count_tenants
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager

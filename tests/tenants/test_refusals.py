@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache import Refusal
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.manager import KVCacheManager
-from kvcache.step import (
+from kvcache.protocol.step import (
     NO_SLOT,
     NewRequest,
     ResumedRequest,

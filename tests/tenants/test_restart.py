@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.manager import KVCacheManager
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.rebuild.ranks import Ranks
 

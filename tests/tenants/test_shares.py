@@ -10,9 +10,9 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
+from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.config import load_config, parse_config
 from kvcache.config.tenants import TenantsConfig
-from kvcache.errors import ConfigurationError, MalformedMessageError
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.tenants import TierShares
 from tests.recorder.recorded_life import manager_config_of

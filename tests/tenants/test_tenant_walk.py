@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from kvcache.base.errors import PinLimitError, RequestError
 from kvcache.config.tenants import TenantConfig, TenantsConfig
-from kvcache.errors import PinLimitError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.pins import Pin
-from kvcache.request import Request
+from kvcache.requests.request import Request
 from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, STATES_HYBRID, Shape, make_manager
 from tests.tenants.share_model import Holding, after_taking, has_room, holdings_of

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.clock import VirtualClock
+from kvcache.base.arrays import int32_array
+from kvcache.base.clock import VirtualClock
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.messages import JobReport
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place
 from kvcache.offload.keys import make_offload_keys
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.request import Request
-from kvcache.step import NO_SLOT, NewRequest, StepRequest, StepResult
+from kvcache.protocol.messages import JobReport
+from kvcache.protocol.step import NO_SLOT, NewRequest, StepRequest, StepResult
+from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
 
 SIZE = 4

@@ -10,7 +10,7 @@ import random
 
 import torch
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker import CpuCopyEngine, PendingCopy
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvcache.commands import BlockTablePatch
-from kvcache.messages import JobReport
+from kvcache.protocol.commands import BlockTablePatch
+from kvcache.protocol.messages import JobReport
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

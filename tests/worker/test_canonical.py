@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.offload import CanonicalKVCacheRef
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec
 from kvcache.worker.canonical import split_by_block

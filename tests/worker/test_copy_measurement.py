@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.clock import VirtualClock
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import VirtualClock
 from kvcache.worker import CpuCopyEngine
 from kvcache.worker.copy_engine import PendingCopy
 from kvcache.worker.copy_measurement import (

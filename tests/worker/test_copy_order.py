@@ -12,10 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Copy, Discard, Fetch, Load, SealSlots, Spill, Store, Unlabel, Zero
-from kvcache.errors import DeadlineError
-from kvcache.messages import Ack
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import DeadlineError
+from kvcache.protocol.commands import (
+    Copy,
+    Discard,
+    Fetch,
+    Load,
+    SealSlots,
+    Spill,
+    Store,
+    Unlabel,
+    Zero,
+)
+from kvcache.protocol.messages import Ack
 from kvcache.worker import PendingCopy, copy_task
 from kvcache.worker.file_tier import FileTierSettings
 from tests.worker.told_engine import ToldEngine

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvcache.commands import Load, Store
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
+from kvcache.protocol.commands import Load, Store
 from kvcache.worker import CpuCopyEngine, block_move, copy_pool
 from kvcache.worker.block_move import BlockMove, HotMove
 from kvcache.worker.copy_pool import CopyThreadPool

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.clock import SystemClock
-from kvcache.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
-from kvcache.errors import ConfigurationError, DeadlineError
-from kvcache.messages import Ack, JobReport
+from kvcache.base.arrays import Int32Array
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.offload.keys import label_keys
+from kvcache.protocol.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
+from kvcache.protocol.messages import Ack, JobReport
 from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_pool, transfers
 from kvcache.worker.checksums import ChecksumRule, checksum_of
 from kvcache.worker.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyThreadPool

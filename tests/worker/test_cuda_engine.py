@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.worker import CudaCopyEngine, make_copy_engine
 from kvcache.worker import cuda_engine as cuda_engine_module
 from kvcache.worker import host_pool as host_pool_module

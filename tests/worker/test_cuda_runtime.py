@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.worker.copy_descriptors import MIN_RECTANGLE_ROWS, describe_copy, mean_piece_bytes
 from kvcache.worker.cuda_runtime import CudaRuntime, SourceOrder, loaded_cuda_runtime
 from tests.worker.worker_support import ids, random_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.errors import BacklogFullError
+from kvcache.base.errors import BacklogFullError
 from kvcache.worker.checksums import checksum_of
 from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_lanes import ThreadLanes

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.errors import ConfigurationError, InvariantError
+from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import label_keys
 from kvcache.worker.file_errors import FileTierError
 from kvcache.worker.file_format import FileHead, labels_of_heads, pack_head
@@ -732,7 +732,7 @@ def test_a_root_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> Non
 TAKE = """
 import sys
 from pathlib import Path
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.worker.file_tier import FileTier
 from tests.worker.tier_support import IDENTITY
 from tests.worker.test_file_store import settings

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcache.arrays import int32_array
-from kvcache.errors import InvariantError, NotEnoughMemoryError, PlanMismatchError
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import InvariantError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.worker import shared_memory
 from kvcache.worker.free_memory import available_memory_bytes
 from kvcache.worker.host_labels import HostLabels
@@ -256,7 +256,7 @@ def test_nobody_can_take_pages_away_under_a_mapping() -> None:
 
 ATTACH = """
 import sys
-from kvcache.errors import PlanMismatchError
+from kvcache.base.errors import PlanMismatchError
 from kvcache.worker.host_segment import HostSegment
 from tests.worker.tier_support import SHAPE
 try:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import int32_array
-from kvcache.commands import BlockTablePatch, Label
-from kvcache.errors import KVCacheError
-from kvcache.labels import LabelTable
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import KVCacheError
+from kvcache.protocol.commands import BlockTablePatch, Label
+from kvcache.protocol.labels import LabelTable
 from kvcache.worker.block_tables import BlockTables
 
 NUM_BLOCKS, DIGEST_BYTES, BLOCK_TOKENS = 40, 8, 4

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvcache.errors import (
+from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,
     DeadlineError,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.errors import ClusterError, StartupError
+from kvcache.base.errors import ClusterError, StartupError
 from kvcache.memory_service import process
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import end, ensure_service

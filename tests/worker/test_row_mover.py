@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from kvcache.arrays import Int32Array, int32_array
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool, block_move, row_mover
 from kvcache.worker import copy_task as tasks
 from kvcache.worker.block_move import BlockMove

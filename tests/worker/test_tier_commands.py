@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.commands import (
+from kvcache.base.errors import ConfigurationError
+from kvcache.offload.keys import label_keys
+from kvcache.protocol.commands import (
     Command,
     Discard,
     Fetch,
@@ -23,9 +25,7 @@ from kvcache.commands import (
     Store,
     Unlabel,
 )
-from kvcache.errors import ConfigurationError
-from kvcache.messages import JobReport
-from kvcache.offload.keys import label_keys
+from kvcache.protocol.messages import JobReport
 from kvcache.worker import host_pool
 from kvcache.worker.file_format import FileHead
 from kvcache.worker.file_tier import FileTierSettings

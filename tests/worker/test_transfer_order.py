@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.commands import Command, Copy, Load, Store, Unlabel, Zero
-from kvcache.messages import Ack
+from kvcache.protocol.commands import Command, Copy, Load, Store, Unlabel, Zero
+from kvcache.protocol.messages import Ack
 from kvcache.specs import Layout
 from kvcache.worker.store_reads import StoreReads
 from tests.worker.delayed_engine import DelayedEngine

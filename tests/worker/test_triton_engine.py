@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.worker.cuda_engine import as_words, word_bytes_of
 from tests.worker.worker_support import random_bytes
 

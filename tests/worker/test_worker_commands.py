@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
-from kvcache.errors import ClusterError, StaleEpochError
-from kvcache.labels import LabelTable
-from kvcache.messages import Ack, Finished, Rejected
+from kvcache.base.arrays import Int32Array
+from kvcache.base.errors import ClusterError, StaleEpochError
+from kvcache.protocol.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import Ack, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.executor import CommandExecutor
 from tests.worker.worker_support import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import Int32Array
-from kvcache.commands import Copy, Load, Store, Zero
+from kvcache.base.arrays import Int32Array
+from kvcache.protocol.commands import Copy, Load, Store, Zero
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, Layout
 from kvcache.worker import CpuCopyEngine
 from tests.worker.worker_support import (

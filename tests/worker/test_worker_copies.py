@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.arrays import int32_array
-from kvcache.commands import BlockTablePatch
-from kvcache.errors import BlockError, ConfigurationError, MalformedMessageError
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import BlockError, ConfigurationError, MalformedMessageError
+from kvcache.protocol.commands import BlockTablePatch
 from kvcache.worker import CopyEngine, CpuCopyEngine, CudaCopyEngine, make_copy_engine
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copy_engine import consecutive_runs

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from kvcache.commands import Fence, Store
-from kvcache.errors import (
+from kvcache.base.errors import (
     ClusterError,
     ConfigurationError,
     DeadlineError,
     RequestError,
     StaleEpochError,
 )
-from kvcache.messages import (
+from kvcache.protocol.commands import Fence, Store
+from kvcache.protocol.messages import (
     Ack,
     ClientStep,
     CollectLabels,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.planner.layout import lay_out, pools_of
 from kvcache.specs import (
     CrossAttentionSpec,

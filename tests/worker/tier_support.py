@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache.arrays import int32_array
-from kvcache.commands import Label
+from kvcache.base.arrays import int32_array
 from kvcache.offload.keys import label_keys
-from kvcache.request import Namespace
-from kvcache.request_content import namespace_name
+from kvcache.protocol.commands import Label
+from kvcache.requests.request import Namespace
+from kvcache.requests.request_content import namespace_name
 from kvcache.worker.checksums import checksum_of
 from kvcache.worker.file_format import FileHead, labels_of_heads
 from kvcache.worker.file_store import BlockIdentity

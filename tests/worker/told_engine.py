@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvcache.arrays import Int32Array
+from kvcache.base.arrays import Int32Array
 from kvcache.worker import CpuCopyEngine, PendingCopy
 
 

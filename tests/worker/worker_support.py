@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.clock import VirtualClock
-from kvcache.commands import BlockTablePatch, Command, Label, WriteExpected
-from kvcache.messages import Finished, Grant, JobReport, Message, StepCommands
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.clock import VirtualClock
+from kvcache.protocol.commands import BlockTablePatch, Command, Label, WriteExpected
+from kvcache.protocol.messages import Finished, Grant, JobReport, Message, StepCommands
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,

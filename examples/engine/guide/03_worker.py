@@ -29,8 +29,8 @@ from kvcache import (
     SystemClock,
     get_kv_cache_config,
 )
-from kvcache.commands import Copy
-from kvcache.messages import Grant, StepCommands
+from kvcache.protocol.commands import Copy
+from kvcache.protocol.messages import Grant, StepCommands
 from kvcache.worker import KVCacheWorker, WorkerSettings
 
 BLOCK_SIZE = 4

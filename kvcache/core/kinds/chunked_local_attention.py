@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds.rule import NEVER, SIZE, SPAN
 from kvcache.core.machine import inner
-from kvcache.errors import ConfigurationError
 from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.compiled import array_type
+from kvcache.base.compiled import array_type
+from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds import (
     chunked_local_attention,
     cross_attention,
@@ -37,7 +38,6 @@ from kvcache.core.kinds.rule import (
 )
 from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.core.machine import INT, INTS, inner, kernel, routine
-from kvcache.errors import ConfigurationError
 from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.errors import OutOfBlocksError, RequestError
+from kvcache.base.errors import OutOfBlocksError, RequestError
 from kvcache.integrations.transformers.paged_memory import ContentScope, PagedMemory
 from kvcache.integrations.transformers.row import Row
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcache.errors import RequestError, shown
+from kvcache.base.errors import RequestError, shown
 
 _CONTENT_BESIDE_TOKENS = ("inputs_embeds", "pixel_values", "pixel_values_videos", "input_features")
 

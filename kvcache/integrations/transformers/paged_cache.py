@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Cache
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.integrations.transformers.batch_rows import BatchRows
 from kvcache.integrations.transformers.forward import Forward, plan_forward
 from kvcache.integrations.transformers.model_call import ModelCall, without_first

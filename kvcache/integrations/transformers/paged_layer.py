@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.integrations.transformers.forward import Forward, GroupPlaces, first_column
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.request import Request
+from kvcache.requests.request import Request
 
 
 @dataclass

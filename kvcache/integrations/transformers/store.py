@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcache.errors import RequestError
+from kvcache.base.errors import RequestError
 from kvcache.integrations.transformers.model_layers import ModelLayers
 from kvcache.integrations.transformers.paged_cache import PagedCache
 from kvcache.integrations.transformers.paged_memory import (
@@ -39,7 +39,7 @@ from kvcache.integrations.transformers.paged_memory import (
     PagedMemory,
 )
 from kvcache.integrations.transformers.statistics import StoreStatistics
-from kvcache.request import LoRARequest
+from kvcache.requests.request import LoRARequest
 
 DEFAULT_MEMORY_BYTES = 256 << 20
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
 from kvcache.offload.keys import OffloadKey

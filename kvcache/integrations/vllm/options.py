@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section
-from kvcache.errors import ConfigurationError, shown
 
 SUPPORTED_VLLM = "0.32."
 DIGEST_BYTES = 32

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache.arrays import Int32Array, int32_array
-from kvcache.commands import Label
-from kvcache.errors import AlreadyRunningError, ConfigurationError, NotEnoughMemoryError
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.errors import AlreadyRunningError, ConfigurationError, NotEnoughMemoryError
+from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.options import DIGEST_BYTES, EngineSetting
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
-from kvcache.logs import get_logger
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
+from kvcache.protocol.commands import Label
 from kvcache.worker.block_move import BlockMove
 from kvcache.worker.checksums import ChecksumRule
 from kvcache.worker.copy_engine import CpuCopyEngine

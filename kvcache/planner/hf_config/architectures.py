@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from kvcache.base.errors import shown
 from kvcache.config import CrossLayer, Layer, MLALayer
-from kvcache.errors import shown
 from kvcache.planner.hf_config.blocks import (
     Deployment,
     Heads,

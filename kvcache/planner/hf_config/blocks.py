@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvcache.base.errors import shown
 from kvcache.config import (
     ChunkedLocalLayer,
     FullLayer,
@@ -17,7 +18,6 @@ from kvcache.config import (
     SlidingWindowLayer,
     StatelessLayer,
 )
-from kvcache.errors import shown
 from kvcache.planner.hf_config.fields import MAX_LAYERS, HFFields
 
 CacheMode = Literal["none", "align"]

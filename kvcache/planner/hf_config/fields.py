@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from kvcache.arguments import check_kind
-from kvcache.errors import ConfigurationError, shown
+from kvcache.base.arguments import check_kind
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.specs import DTYPE_SIZES_BYTES
 
 MAX_LAYERS = 4096

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcache.arguments import as_int, check_fields, check_kind
+from kvcache.base.arguments import as_int, check_fields, check_kind
+from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config import ClusterConfig, ModelConfig, parse_config
-from kvcache.errors import ConfigurationError, shown
 from kvcache.planner.hf_config.architectures import ARCHITECTURES, STATED, Architecture
 from kvcache.planner.hf_config.blocks import CacheMode, Deployment, in_runs
 from kvcache.planner.hf_config.fields import HFFields

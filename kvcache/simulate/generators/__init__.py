@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate.generators.agents import Agents, AgentShape
 from kvcache.simulate.generators.chat import Chat, ChatShape
 from kvcache.simulate.generators.retrieval import Retrieval, RetrievalShape

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import exp, log
 from random import Random
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 
 
 @dataclass(frozen=True)

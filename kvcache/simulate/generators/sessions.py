@@ -17,7 +17,7 @@ from functools import cached_property
 from random import Random
 from typing import Protocol
 
-from kvcache.errors import TraceError
+from kvcache.base.errors import TraceError
 from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE
 from kvcache.simulate.passages import ScriptedRequest
 from kvcache.simulate.tokens import token_seed

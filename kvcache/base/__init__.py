@@ -1,0 +1,1 @@
+"""Errors, checks of arguments, arrays, time, logs and compiled functions: what all packages use."""

@@ -1,0 +1,38 @@
+"""Time, passed in. Everything with a deadline takes a `Clock`; tests pass a virtual one."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from kvcache.base.arguments import as_number
+
+
+class Clock(Protocol):
+    """A source of time that never runs backwards."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary start. Only differences mean something."""
+
+
+class SystemClock:
+    """The machine's monotonic clock."""
+
+    now = staticmethod(time.monotonic)
+    """Return seconds. Not a method of ours: a step asks some twenty times."""
+
+
+class VirtualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        """Start at `start_s`."""
+        self._now_s = as_number("start_s", start_s)
+
+    def now(self) -> float:
+        """Return the present virtual time in seconds."""
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move on by `seconds`; raises InvalidInputError if they are negative."""
+        self._now_s += as_number("seconds by which a clock moves", seconds, 0)

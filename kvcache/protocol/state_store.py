@@ -1,0 +1,186 @@
+"""The little that outlives a coordinator, and where it is kept.
+
+Written before it is used: an epoch, a model epoch or a range of event numbers counts only once it
+is saved, so that a restarted coordinator never hands one out again. A coordinator that was
+superseded saves nothing: it would undo what its successor has promised. Everything larger is where
+the bytes are, in the workers' labels. Refuses to guess: a state that cannot be read is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+import msgpack
+
+from kvcache.base.errors import (
+    ClusterError,
+    MalformedMessageError,
+    SupersededError,
+    VersionMismatchError,
+)
+
+STATE_VERSION = 2
+MAX_STATE_BYTES = 4096
+"""Longest state that is read or written."""
+
+
+@dataclass(frozen=True)
+class SmallState:
+    """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved,
+    `owner` the nonce of the coordinator that saved it.
+
+    Without `knows_model_epoch` nothing had been saved when the first epoch was taken: a model epoch
+    that the ranks know may be over.
+    """
+
+    epoch: int = 0
+    model_epoch: int = 0
+    next_event_chunk: int = 0
+    hash_seed: str = ""
+    knows_model_epoch: bool = True
+    owner: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the state as versioned msgpack; raises ClusterError if it is too long to be read
+        again."""
+        packed: bytes = msgpack.packb([STATE_VERSION, *astuple(self)])
+        if len(packed) > MAX_STATE_BYTES:
+            raise ClusterError(
+                f"a state of {len(packed)} bytes, {MAX_STATE_BYTES} are read: shorten the hash seed"
+            )
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> SmallState:
+        """Return what `to_bytes` made; `where` names the place in messages.
+
+        Raises:
+            MalformedMessageError: not a state.
+            VersionMismatchError: another version.
+        """
+        remedy = "remove it to start cold"
+        try:
+            values = msgpack.unpackb(data)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise MalformedMessageError(
+                f"{where} holds no state ({len(data)} bytes, {error}): {remedy}"
+            ) from error
+        if type(values) is not list or not values or type(values[0]) is not int:
+            raise MalformedMessageError(f"{where} holds no state ({len(data)} bytes): {remedy}")
+        if values[0] != STATE_VERSION:
+            raise VersionMismatchError(
+                f"{where} has version {values[0]}, this package reads version {STATE_VERSION}: "
+                "run the same release, or remove it to start cold"
+            )
+        types = [type(getattr(cls(), f.name)) for f in fields(cls)]
+        numbers = [value for value in values[1:] if type(value) is int]
+        if [type(value) for value in values[1:]] != types or min(numbers) < 0:
+            raise MalformedMessageError(f"{where} holds fields {values[1:]!r}: {remedy}")
+        return cls(*values[1:])
+
+
+def require_saved(saved: SmallState | None, expected: SmallState | None, where: str) -> None:
+    """Raise `SupersededError` unless what is saved is what was expected."""
+    if saved != expected:
+        raise SupersededError(
+            f"{where} is {saved}, and not {expected}: another coordinator has begun, this one "
+            "saves nothing any more"
+        )
+
+
+class StateStore(Protocol):
+    """A place for one `SmallState` that survives the coordinator's process."""
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last, None if nothing ever was. Changes nothing."""
+
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Replace what is saved; when this returns, `load` finds it after any crash.
+
+        Raises SupersededError, and saves nothing, when something else is saved than `replaces`;
+        ClusterError when it cannot be written: the old state is kept then.
+        """
+
+
+class MemoryStateStore:
+    """A state that outlives a coordinator object, not the process. For tests and embedding."""
+
+    def __init__(self, state: SmallState | None = None) -> None:
+        """Hold `state`."""
+        self._state = state
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last."""
+        return self._state
+
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Keep `state`; raises SupersededError."""
+        require_saved(self._state, replaces, "the state in memory")
+        self._state = state
+
+
+class FileStateStore:
+    """A file, replaced as a whole: written next to it, synced, renamed. Only its owner reads it."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the file at `path`, which need not exist; its directory must."""
+        self.path = path
+
+    def load(self) -> SmallState | None:
+        """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError on I/O."""
+        try:
+            with open(self.path, "rb") as file:
+                data = file.read(MAX_STATE_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ClusterError(f"state file {self.path} cannot be read: {error}") from error
+        return SmallState.from_bytes(data, f"state file {self.path}")
+
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        """Replace the file atomically and durably, one process at a time; see `StateStore`."""
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        try:
+            with self._locked():
+                require_saved(self.load(), replaces, f"state file {self.path}")
+                self._write(beside, state.to_bytes())
+                os.replace(beside, self.path)
+                self._sync_directory()
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise ClusterError(
+                f"state file {self.path} cannot be written: {error}: free space or choose another "
+                "directory"
+            ) from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the directory's lock: the file itself is replaced, not changed."""
+        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _sync_directory(self) -> None:
+        descriptor = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
