@@ -18,7 +18,7 @@ from tests.planner import public_models
 
 SHOWN = {
     ("README.md", "wrong bytes"),
-    ("README.md", "largest possible"),
+    ("docs/command-line.md", "largest possible"),
     ("docs/simulate.md", "advised"),
     ("docs/operations.md", "evictions/s"),
     ("docs/operations.md", "is ready after"),
@@ -92,7 +92,7 @@ def test_the_plan_of_a_published_model_is_the_one_that_is_shown(tmp_path: Path) 
     config = tmp_path / "config.json"
     config.write_text(json.dumps(public_models.GEMMA_3_27B), encoding="utf-8")
     plan = printed("plan", "--hf-config", config, "--tp", "2", "--memory", "40GiB")
-    lines = shown("README.md", "largest possible")
+    lines = shown("docs/command-line.md", "largest possible")
     assert [line for line in lines if line not in plan.splitlines()] == []
 
 

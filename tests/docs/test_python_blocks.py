@@ -13,12 +13,12 @@ from tests.docs.pages import PAGES, ROOT, fences, name_of
 
 BLOCKS = {
     ("README.md", "manager.get_computed_blocks("): "tests/test_readme.py",
-    ("README.md", "manager.fork("): "tests/test_readme.py",
-    ("README.md", "PrefixCachingBlockAllocator("): "tests/test_readme.py",
     ("README.md", "KVCacheCluster.launch("): "here",
-    ("README.md", "KVEventSubscriber("): "here",
-    ("README.md", "PagedCacheStore("): "here",
+    ("docs/engine-guide.md", "manager.fork("): "here",
+    ("docs/engine-guide.md", "PrefixCachingBlockAllocator("): "here",
     ("docs/index.md", "StepRequest(new="): "here",
+    ("docs/routers.md", "KVEventSubscriber("): "here",
+    ("docs/transformers.md", "PagedCacheStore("): "here",
     ("examples/engine/README.md", "Engine.launch("): "here",
 }
 """What a block is known by, and where it is run."""
@@ -52,6 +52,22 @@ def test_the_step_of_the_first_page_can_be_made() -> None:
     assert len(names["step"].new[0].token_ids) == 40
 
 
+def test_the_fork_snippet_copies_before_the_child_writes() -> None:
+    library: dict[str, Any] = {"prompt_token_ids": list(range(40))}
+    exec(block("README.md", "manager.get_computed_blocks("), library)
+    names: dict[str, Any] = {"config": library["config"]}
+    exec(block("docs/engine-guide.md", "manager.fork("), names)
+    copy = names["copy"]
+    assert (copy.sources.tolist(), copy.destinations.tolist()) == ([3], [4])
+    assert names["manager"].get_block_ids("child") == ([1, 2, 4],)
+
+
+def test_the_allocator_snippet_copies_on_write() -> None:
+    names: dict[str, Any] = {}
+    exec(block("docs/engine-guide.md", "PrefixCachingBlockAllocator("), names)
+    assert names["copies"] == [(1, 2)]
+
+
 def test_the_engine_streams(capsys: pytest.CaptureFixture[str]) -> None:
     exec(block("examples/engine/README.md", "Engine.launch("), {})
     lines = capsys.readouterr().out.splitlines()
@@ -68,7 +84,7 @@ def test_a_stock_model_generates_on_paged_blocks(capsys: pytest.CaptureFixture[s
     ids = torch.arange(12)[None] + 1
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     names: dict[str, Any] = {"model": make_model("llama"), "inputs": inputs}
-    exec(block("README.md", "PagedCacheStore("), names)
+    exec(block("docs/transformers.md", "PagedCacheStore("), names)
     assert names["output"].shape == (1, 62)
     assert "num_hit_tokens" in capsys.readouterr().out
 
@@ -89,7 +105,8 @@ def test_a_follower_ranks_prefixes() -> None:
 
     prompt = np.arange(65, dtype=np.int32)
     places = fixed_places()
-    (text,) = [code for code in python_of(ROOT / "README.md") if "KVEventSubscriber(" in code]
+    page = "docs/routers.md"
+    (text,) = [code for code in python_of(ROOT / page) if "KVEventSubscriber(" in code]
     for said, place in (("5557", "endpoint"), ("5657", "replay_endpoint")):
         assert f'"tcp://127.0.0.1:{said}"' in text
         text = text.replace(f"tcp://127.0.0.1:{said}", places[place])
@@ -97,7 +114,7 @@ def test_a_follower_ranks_prefixes() -> None:
         published.play(Prompt(prompt))
         published.settle()
         with pytest.raises(Enough):
-            exec(compile(text, "README.md", "exec"), {"print": say, "prompt_token_ids": prompt})
+            exec(compile(text, page, "exec"), {"print": say, "prompt_token_ids": prompt})
     (match,) = told[-1]
     assert match.source == "replica 0" and match.device_blocks == 4
 
