@@ -316,9 +316,16 @@ class ClientSession:
     # --- messages and time
 
     def on_message(self, message: ToClient) -> list[FromClient]:
-        """Take a message of the coordinator. What is not of this client and epoch is ignored."""
-        if message.client_id != self.client_id or self._state is SessionState.CLOSED:
+        """Take a message of the coordinator. What is not of this client and epoch is ignored.
+
+        An `Attach` that arrives after its `Detach` was confirmed makes the coordinator keep a
+        client that has gone: its answer is detached again.
+        """
+        if message.client_id != self.client_id:
             return []
+        if self._state is SessionState.CLOSED:
+            is_late = isinstance(message, Attached)
+            return [Detach(self.client_id, message.epoch)] if is_late else []
         if isinstance(message, Attached):
             return self._on_attached(message)
         if isinstance(message, Unattached):

@@ -553,11 +553,13 @@ class Cluster:
         assert self.coordinator.phase is Phase.RUNNING, self._describe()
         assert self._are_departed_forgotten(), self._describe()
         self._check_books()
-        for name, engine in self.engines.items():
-            if not self._is_away(name):
-                self._send(name, COORDINATOR, engine.session.detach())
+        attached = set(self.engines)
         # What is written through goes on without steps, and a disk that hangs takes its time.
         for _ in range(600 if self.scenario.num_disk_blocks else 60):
+            for name in [name for name in self.engines if name in attached]:
+                if not self._is_away(name):
+                    self._send(name, COORDINATOR, self.engines[name].session.detach())
+                    attached.remove(name)
             if self._is_quiet():
                 break
             self._step_on()
@@ -572,7 +574,7 @@ class Cluster:
                 assert statistics.offload.num_failed_jobs == 0, statistics.offload
         assert statistics.num_clients == 0, statistics
         for name, engine in self.engines.items():
-            assert self._is_away(name) or engine.session.state is SessionState.CLOSED, name
+            assert name in attached or engine.session.state is SessionState.CLOSED, name
         num_audits = self._audit_mode == "sample"  # one is under way
         assert statistics.num_open_jobs <= num_audits, statistics
         assert statistics.num_unacknowledged <= num_audits, statistics

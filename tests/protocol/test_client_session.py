@@ -328,6 +328,16 @@ def test_detaching_is_repeated_until_it_is_confirmed() -> None:
     assert bench.session.stalled_s == 0.0
 
 
+def test_a_client_that_has_gone_detaches_again_if_its_attach_arrives_late() -> None:
+    bench = Bench()
+    bench.session.detach()
+    bench.session.on_message(Detached("c", 1))
+    assert bench.session.on_message(attached(epoch=3)) == [Detach("c", 3)]
+    assert bench.session.on_message(Attached("other", 3, 0, "plan", 1)) == []
+    assert bench.session.on_message(Unattached("c", 3, "attach first")) == []
+    assert bench.session.state is SessionState.CLOSED
+
+
 def test_a_client_that_may_be_attached_or_waited_for_says_that_it_goes() -> None:
     attaching = Bench(is_attached=False).session
     attaching.attach()
