@@ -333,7 +333,7 @@ def test_a_client_that_has_gone_detaches_again_if_its_attach_arrives_late() -> N
     bench.session.detach()
     bench.session.on_message(Detached("c", 1))
     assert bench.session.on_message(attached(epoch=3)) == [Detach("c", 3)]
-    assert bench.session.on_message(Attached("other", 3, 0, "plan", 1)) == []
+    assert bench.session.on_message(Attached("other", 3, 0, "plan", 1, True, "n")) == []
     assert bench.session.on_message(Unattached("c", 3, "attach first")) == []
     assert bench.session.state is SessionState.CLOSED
 
