@@ -196,7 +196,9 @@ def test_stop_ends_a_launch_that_another_command_began(
         )
         told = process.stderr.read()
     assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
-    assert (process.returncode, told) == (3, f"kvcache: {STOPPED.format(config.name)}\n")
+    # The launch may have gone on meanwhile: what it says last counts.
+    last_line = told.splitlines()[-1]
+    assert (process.returncode, last_line) == (3, f"kvcache: {STOPPED.format(config.name)}")
     traces.check(config.name)
 
 
