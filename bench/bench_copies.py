@@ -206,7 +206,7 @@ def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
                 mean,
             ),
             _step_row(
-                f"a step beside another process's memcpy ({size})", quiet, beside["other"], median
+                f"a step next to another process's memcpy ({size})", quiet, beside["other"], median
             ),
         ]
     return rows

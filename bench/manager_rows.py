@@ -79,7 +79,7 @@ def note_on_hits(hits: dict[str, int]) -> str:
         change = hits[name] / hits[against] - 1
         said.append(f"{name} {f'{change:+.2%}' if change else 'same'}")
     said.sort()
-    return f"hit tokens beside {PEER_NAME if against == PEER else against}: {', '.join(said)}"
+    return f"hit tokens against {PEER_NAME if against == PEER else against}: {', '.join(said)}"
 
 
 def growth(sizes: Sizes, pool: SidePool, progress: Progress) -> list[Row]:

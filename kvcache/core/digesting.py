@@ -122,7 +122,10 @@ def _make(book: Any, n: int, buffer: Any, words: Any) -> None:
     c.node[n, KEYS] |= 1
 
 
-@kernel(NOTHING, array_type("int64"), BYTES, NEW_BYTE_ROWS, array_type("uint8"), NEW_WORDS)
+@kernel(
+    NOTHING, array_type("int64"), BYTES, NEW_BYTE_ROWS, array_type("uint8"), NEW_WORDS,
+    checks_types=True,
+)  # fmt: skip
 def _chain(word: Any, tokens: Any, digests: Any, buffer: Any, words: Any) -> None:
     """Make digests of units without extra keys, one behind the other: row 0 is the first one's
     parent. The last two are scratch, as long as a parent and a unit, and two words."""

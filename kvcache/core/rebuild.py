@@ -43,7 +43,7 @@ _GONE_FIRST = np.iinfo(np.intp).max
 """The rank of blocks beside which the leading group has none: they are evicted before others."""
 
 
-@kernel(INT, BOOK, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS)
+@kernel(INT, BOOK, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
 def plant(
     book: Any, order: Any, above: Any, behind: Any, tokens: Any, keys: Any, nodes: Any
 ) -> int:

@@ -108,7 +108,7 @@ def _is_marked(there: Any, i: int) -> bool:
     return there[i] != 0
 
 
-@kernel(INT, INTS, array_type("uint8", is_read=True), INT, INT, INT)
+@kernel(INT, INTS, array_type("uint8", is_read=True), INT, INT, INT, checks_types=True)
 def _longest_of(rule: Any, there: Any, limit: int, step: int, extra: int) -> int:
     return longest(rule, _is_marked, there, min(limit, len(there)), step, extra)
 
