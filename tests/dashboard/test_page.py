@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +29,7 @@ from tests.cli.commands import KVCACHE
 pytestmark = [pytest.mark.ray, pytest.mark.launches]
 
 DEADLINE_S = 90.0
+HTML_IF_DRAWN = "document.body?.dataset.drawn ? document.documentElement.outerHTML : ''"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -95,10 +100,7 @@ def test_the_page_shows_what_the_cluster_has(
             )
         if CHROMIUM is None:
             pytest.skip("NO CHROMIUM: THE PAGE IS NOT LOOKED AT (apt install chromium)")
-        page = next(
-            (page for _ in range(5) if "data-drawn" in (page := in_chromium(url, tmp_path))),
-            "never drawn",
-        )
+        page = in_chromium(url, tmp_path)
         assert 'data-drawn="' in page
         assert '<span id="state" class="badge ready">ready</span>' in page
         assert "2 prefixes, 80 tokens deep" in page
@@ -122,8 +124,8 @@ def follow(url: str) -> dict[str, dict[str, object]]:
 
 
 def in_chromium(url: str, directory: Path) -> str:
-    """Return the page as a browser has it after some seconds of drawing, and take its picture."""
-    base = [
+    """Return the page once a browser has drawn it, and save its picture as `page.png`."""
+    command = [
         str(CHROMIUM),
         "--headless",
         "--no-sandbox",
@@ -134,15 +136,84 @@ def in_chromium(url: str, directory: Path) -> str:
         "--disable-component-update",
         "--disable-sync",
         "--window-size=1280,860",
-        "--timeout=6000",
+        "--remote-debugging-pipe",
         f"--user-data-dir={directory / 'profile'}",
     ]
-    picture = [f"--screenshot={directory / 'page.png'}"]
-    for what in (picture, ["--dump-dom"]):
-        ended = subprocess.run(
-            [*base, *what, url], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    with Browser(command) as browser:
+        browser.open(url)
+        while not (drawn := browser.evaluate(HTML_IF_DRAWN)):
+            time.sleep(0.1)
+        picture = browser.call("Page.captureScreenshot")["data"]
+        (directory / "page.png").write_bytes(base64.b64decode(picture))
+        return drawn
+
+
+class Browser:
+    """A browser that takes commands of the DevTools protocol from file 3 and answers on file 4.
+
+    Both directions carry JSON messages that end with a zero byte.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        to_browser, self._commands = os.pipe()
+        self._answers, from_browser = os.pipe()
+        ends = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", ends, "bash", *command],
+            pass_fds=(to_browser, from_browser),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-    return ended.stdout
+        os.close(to_browser)
+        os.close(from_browser)
+        self._unread = b""
+        self._last = 0
+        self._session: dict[str, str] = {}
+        self._ends_at = time.monotonic() + DEADLINE_S
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._commands)
+        os.close(self._answers)
+        self._process.kill()
+        self._process.wait()
+
+    def open(self, url: str) -> None:
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
+        self.call("Page.navigate", url=url)
+
+    def evaluate(self, expression: str) -> str:
+        """Return the value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression)
+        return str(answer["result"]["value"])
+
+    def call(self, method: str, **parameters: object) -> dict[str, Any]:
+        """Send a command and return its result; events in between are dropped."""
+        assert time.monotonic() < self._ends_at, f"no page within {DEADLINE_S} s"
+        self._last += 1
+        message = {"id": self._last, "method": method, "params": parameters, **self._session}
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._last:
+            pass
+        assert "result" in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            left_s = self._ends_at - time.monotonic()
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, left_s))
+            assert ready, f"the browser said nothing within {DEADLINE_S} s"
+            chunk = os.read(self._answers, 1 << 16)
+            assert chunk, f"the browser ended with {self._process.wait()}"
+            self._unread += chunk
+        message, self._unread = self._unread.split(b"\0", 1)
+        found: dict[str, Any] = json.loads(message)
+        return found
 
 
 def test_a_port_that_is_taken_and_an_address_of_others_are_errors_that_say_what_to_do(
