@@ -27,7 +27,7 @@ from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.kv_cache_manager import COUNTS
 from kvcache.manager.pins import Pin
-from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.requests.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from kvcache.base.errors import RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.kv_cache_manager import checked_counts
 from kvcache.manager.pins import Pin
-from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.protocol.messages import CallResult
 from kvcache.protocol.step import NO_STEP
 from kvcache.requests.request import LoRARequest, Request, TokenIds

@@ -71,8 +71,7 @@ from kvcache.core.single_type_managers import (
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
-from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
-from kvcache.manager.statistics import ManagerStatistics
+from kvcache.manager.statistics import ManagerStatistics, PrefixCacheStats, PrefixCachingMetrics
 from kvcache.planner import (
     HFChoices,
     Plan,

@@ -370,7 +370,7 @@ class Offloading:
         slots, hits = result.admitted_slots.tolist(), result.num_hit_tokens.tolist()
         for request_id, slot, num_hit_tokens in zip(names, slots, hits, strict=False):
             if slot != NO_SLOT:
-                self._loading.on_admitted(self._manager.view.request(request_id), num_hit_tokens)
+                self._loading.on_admitted(self._manager.control.request(request_id), num_hit_tokens)
                 if num_hit_tokens:
                     self._restore(request_id, num_hit_tokens, told, now_s)
 

@@ -63,7 +63,7 @@ class StepServer:
         self.manager = manager
         self._is_content_checking = settings.is_content_checking
         self._jobs = jobs
-        self._forwards = ForwardPlanner(manager.view.request)
+        self._forwards = ForwardPlanner(manager.control.request)
         self._calls = RemoteCalls(manager)
         self._recorder = NullStepRecorder() if recorder is None else recorder
         self._offloading = offloading

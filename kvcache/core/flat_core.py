@@ -69,6 +69,7 @@ from kvcache.core.forks import RowForks
 from kvcache.core.hits import confirm, look_up
 from kvcache.core.interface import (
     CacheHit,
+    CoreSettings,
     CoreStatistics,
     ForkOrigin,
     NewestState,
@@ -112,7 +113,6 @@ from kvcache.core.rows import (
     tend,
 )
 from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
-from kvcache.core.settings import CoreSettings
 from kvcache.core.steps import StepBook
 from kvcache.core.telling import Teller
 from kvcache.policies import make_eviction_policy

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from kvcache.base.arrays import EMPTY_INT32, IndexArray, index_array, int32_array
-from kvcache.base.errors import BlockError
+from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.errors import BlockError, MalformedMessageError
+from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.columns import NODE, PARENT, STANDING, columns_of
-from kvcache.core.group_labels import FIRST_BLOCK, NO_ROW, FittingLabels, fitting_labels
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
-from kvcache.core.label_chains import NO_CHAIN, Chains, chains_of, depths_of
 from kvcache.core.machine import (
     BOOK,
     INT,
@@ -32,12 +33,322 @@ from kvcache.core.machine import (
 )
 from kvcache.core.pool import release_all, take_listed
 from kvcache.core.prefix_tree import add_child, find_child, prune, put_block
-from kvcache.protocol.label_agreement import agreed_labels, labelled_blocks
-from kvcache.protocol.labels import LabelSet
-from kvcache.requests.hash_algorithms import ExtraKeys
+from kvcache.protocol.commands import Label
+from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels, labelled_blocks
+from kvcache.protocol.labels import LabelSet, parse_extra_keys
+from kvcache.requests.hash_algorithms import ExtraKey, ExtraKeys
+from kvcache.requests.request_content import (
+    LoRARequest,
+    Namespace,
+    lora_label,
+    namespace_name,
+    parse_namespace_name,
+)
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore
+
+NO_CHAIN = -1
+"""In place of a chain's number: there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """Unbroken chains of rows. Each stands behind the one it continues.
+
+        rows  0 ── 1 ──┬── 2 ── 3        `rows`    0 1 | 2 3 | 4 5
+                       └── 4 ── 5        `starts`  0     2     4    6
+                                         `above`   -1    0     0
+                                         `depths`  0     2     2
+
+    `rows` are those of all chains, each from its first to its last; those of chain `i` are
+    `rows[starts[i]:starts[i + 1]]`. It continues the last row of chain `above[i]`, and `depths[i]`
+    rows are before it. A chain ends where several rows or none continue it.
+    """
+
+    rows: IndexArray
+    starts: IndexArray
+    above: IndexArray
+    depths: IndexArray
+
+    def __len__(self) -> int:
+        return len(self.above)
+
+    def of_rows(self, num_rows: int) -> IndexArray:
+        """Return which chain each of so many rows is in, `NO_CHAIN` for those in none."""
+        chains = np.full(num_rows, NO_CHAIN, dtype=np.intp)
+        chains[self.rows] = np.repeat(np.arange(len(self)), np.diff(self.starts))
+        return chains
+
+
+def depths_of(above: IndexArray) -> IndexArray:
+    """Return how many rows stand above each one; `NO_ROW` for those without a first block above.
+
+    `above` names the row before each one, `FIRST_BLOCK` or `NO_ROW`. Rows that go round in a
+    circle have no first block above.
+    """
+    count = len(above)
+    first, lost = count, count + 1
+    target = np.concatenate((above, [first, lost]))
+    target[target == FIRST_BLOCK] = first
+    target[target == NO_ROW] = lost
+    steps = np.ones(count + 2, dtype=np.intp)
+    steps[first:] = 0
+    for _ in range(count.bit_length() + 1):
+        further = target[target]
+        if np.array_equal(further, target):
+            break
+        steps += steps[target]
+        target = further
+    return np.where(target[:count] == first, steps[:count] - 1, NO_ROW)
+
+
+def chains_of(above: IndexArray, depths: IndexArray) -> Chains:
+    """Return the chains of all rows that have a depth, in order of depth of their first row."""
+    count = len(above)
+    is_kept = depths != NO_ROW
+    has_row_above = is_kept & (above != FIRST_BLOCK)
+    num_children = np.bincount(above[has_row_above], minlength=count)
+    is_inside = has_row_above.copy()
+    is_inside[has_row_above] = num_children[above[has_row_above]] == 1
+    heads = np.where(is_inside, above, np.arange(count))
+    while not np.array_equal(further := heads[heads], heads):
+        heads = further
+    firsts = np.flatnonzero(is_kept & ~is_inside)
+    firsts = firsts[np.argsort(depths[firsts], kind="stable")]
+    ranks = np.zeros(count, dtype=np.intp)
+    ranks[firsts] = np.arange(len(firsts))
+    kept = np.flatnonzero(is_kept)
+    places = ranks[heads[kept]] * (count + 1) + depths[kept]
+    order = np.argsort(places)
+    lengths = np.bincount(ranks[heads[kept]], minlength=len(firsts))
+    before = above[firsts]
+    return Chains(
+        kept[order],
+        np.concatenate(([0], np.cumsum(lengths))).astype(np.intp),
+        np.where(before == FIRST_BLOCK, NO_CHAIN, ranks[heads[np.maximum(before, 0)]]),
+        depths[firsts],
+    )
+
+
+DigestRows: TypeAlias = npt.NDArray[np.uint8]
+"""Digests, one a row."""
+
+TokenRows: TypeAlias = npt.NDArray[np.int32]
+"""Tokens of blocks, one block a row."""
+
+NO_ROW = -1
+"""In place of a row's number: there is none."""
+
+FIRST_BLOCK = -2
+"""In place of the number of the row before: there is nothing before."""
+
+_NO_KEYS = 0
+_UNREADABLE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class GroupLabels:
+    """Contents of one group, each in one block, in order of block ids.
+
+    `namespaces` and `keys` are numbers into the lists of `FittingLabels`. `names` tell contents of
+    all groups apart, by namespace and digest; `rows` finds them here. Not changed once it is made.
+    """
+
+    block_ids: IndexArray
+    namespaces: Int32Array
+    digests: DigestRows
+    parents: DigestRows
+    tokens: TokenRows
+    keys: Int32Array
+    names: list[bytes]
+    rows: dict[bytes, int]
+
+    @classmethod
+    def first_of_each(
+        cls,
+        block_ids: IndexArray,
+        *,
+        namespaces: Int32Array,
+        digests: DigestRows,
+        parents: DigestRows,
+        tokens: TokenRows,
+        keys: Int32Array,
+    ) -> GroupLabels:
+        """Return these rows without those whose content a row before them has."""
+        names = content_names(namespaces, digests)
+        rows = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
+        every = cls(block_ids, namespaces, digests, parents, tokens, keys, names, rows)
+        if len(rows) == len(names):
+            return every
+        return every.only(np.sort(np.fromiter(rows.values(), np.intp, len(rows))))
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    def only(self, rows: IndexArray) -> GroupLabels:
+        """Return some of these rows, in the given order."""
+        names = [self.names[row] for row in rows.tolist()]
+        return GroupLabels(
+            self.block_ids[rows],
+            self.namespaces[rows],
+            self.digests[rows],
+            self.parents[rows],
+            self.tokens[rows],
+            self.keys[rows],
+            names,
+            {name: row for row, name in enumerate(names)},
+        )
+
+    def rows_of(self, names: Sequence[bytes]) -> IndexArray:
+        """Return the rows of contents by their names, `NO_ROW` for those that are not here."""
+        return np.fromiter(map(self.rows.get, names, repeat(NO_ROW)), np.intp, len(names))
+
+    def parent_rows(self, none_hash: bytes) -> IndexArray:
+        """Return the row that each one continues: `FIRST_BLOCK` behind the none hash."""
+        above = self.rows_of(content_names(self.namespaces, self.parents))
+        above[(self.parents == np.frombuffer(none_hash, np.uint8)).all(axis=1)] = FIRST_BLOCK
+        return above
+
+
+@dataclass(frozen=True, eq=False)
+class FittingLabels:
+    """What is left of labels, by group; the namespaces and extra keys that rows name by number."""
+
+    groups: tuple[GroupLabels, ...]
+    namespaces: tuple[Namespace, ...]
+    extra_keys: tuple[ExtraKeys | None, ...]
+
+
+def content_names(namespaces: Int32Array, digests: DigestRows) -> list[bytes]:
+    """Return bytes for each content, equal exactly for equal namespaces and digests."""
+    count, size = digests.shape
+    if not count:
+        return []
+    names = np.empty((count, 4 + size), dtype=np.uint8)
+    names[:, :4] = namespaces.astype("<i4").view(np.uint8).reshape(-1, 4)
+    names[:, 4:] = digests
+    # A void item becomes a bytes object of its full length, trailing zeros included.
+    found: list[bytes] = names.view(f"V{4 + size}").ravel().tolist()
+    return found
+
+
+def fitting_labels(
+    label: Label, num_blocks: int, block_sizes: Sequence[int], none_hash: bytes
+) -> FittingLabels:
+    """Return what of sealed labels fits a plan. Changes nothing, raises nothing.
+
+    `block_sizes[g]` is that of group `g`. Digests are as long as `none_hash`: where they are not,
+    nothing fits.
+    """
+    size = len(none_hash)
+    if len(label.digests) != len(label.block_ids) * size:
+        label = NO_LABELS
+    sizes = int32_array([*block_sizes, -1])  # the last one: of no group
+    is_group = (label.groups >= 0) & (label.groups < len(block_sizes))
+    fits = label.token_counts == sizes[np.where(is_group, label.groups, len(block_sizes))]
+    fits &= (label.block_ids > NULL_BLOCK_ID) & (label.block_ids < num_blocks)
+    digests = np.frombuffer(label.digests, np.uint8).reshape(-1, size)
+    fits &= (digests != np.frombuffer(none_hash, np.uint8)).any(axis=1)
+    if len(label.token_ids) and int(label.token_ids.min()) < 0:
+        below = np.flatnonzero(label.token_ids < 0)
+        fits[np.searchsorted(np.cumsum(label.token_counts), below, side="right")] = False
+    rows = np.flatnonzero(fits)
+    return _read(label, rows[np.argsort(label.block_ids[rows])], block_sizes, size)
+
+
+def _read(
+    label: Label, rows: IndexArray, block_sizes: Sequence[int], digest_bytes: int
+) -> FittingLabels:
+    """Read names and keys of these labels, and sort them by group."""
+    numbers, namespaces = _namespaces(label, rows)
+    keys, extra_keys = _extra_keys(label)
+    is_readable = _are_readable(numbers[rows], namespaces, keys[rows], extra_keys)
+    rows = rows[is_readable]
+    groups = []
+    ends = np.cumsum(label.token_counts)
+    digests = np.frombuffer(label.digests, np.uint8).reshape(-1, digest_bytes)
+    parents = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, digest_bytes)
+    for group, block_size in enumerate(block_sizes):
+        here = rows[label.groups[rows] == group]
+        groups.append(
+            GroupLabels.first_of_each(
+                index_array(label.block_ids[here]),
+                namespaces=numbers[here],
+                digests=digests[here],
+                parents=parents[here],
+                tokens=label.token_ids[ends[here, None] + np.arange(-block_size, 0)],
+                keys=keys[here],
+            )
+        )
+    return FittingLabels(tuple(groups), namespaces, extra_keys)
+
+
+def _namespaces(label: Label, rows: IndexArray) -> tuple[Int32Array, tuple[Namespace, ...]]:
+    """Return the number of each label's namespace, `_UNREADABLE` for some, and the namespaces."""
+    known: dict[Namespace, int] = {}
+    numbers = np.full(len(label.namespace_names), _UNREADABLE, dtype=np.int32)
+    for index in np.unique(label.namespaces[rows]).tolist():
+        name = label.namespace_names[index]
+        try:
+            namespace = parse_namespace_name(name)
+        except MalformedMessageError:
+            continue
+        if namespace_name(namespace) == name:  # one name for each, so that there is one tree
+            numbers[index] = known.setdefault(namespace, len(known))
+    return numbers[label.namespaces], tuple(known)
+
+
+def _extra_keys(label: Label) -> tuple[Int32Array, tuple[ExtraKeys | None, ...]]:
+    """Return the number of each label's extra keys, `_UNREADABLE` for some, and the keys."""
+    column = np.full(len(label.block_ids), _NO_KEYS, dtype=np.int32)
+    found: dict[ExtraKeys | None, int] = {None: _NO_KEYS}
+    numbers: dict[bytes, int] = {}
+    for data in dict.fromkeys(label.extra_keys.values()):
+        try:
+            numbers[data] = found.setdefault(parse_extra_keys(data), len(found))
+        except MalformedMessageError:
+            numbers[data] = _UNREADABLE
+    if numbers:
+        column[list(label.extra_keys)] = [numbers[data] for data in label.extra_keys.values()]
+    return column, tuple(found)
+
+
+def _are_readable(
+    namespaces: Int32Array,
+    names: Sequence[Namespace],
+    keys: Int32Array,
+    extra_keys: Sequence[ExtraKeys | None],
+) -> npt.NDArray[np.bool_]:
+    """Say which rows have a namespace and keys that can belong together."""
+    readable: npt.NDArray[np.bool_] = (namespaces != _UNREADABLE) & (keys != _UNREADABLE)
+    if len(names) <= 1 and len(extra_keys) == 1:
+        return readable & all(_belong(name, None) for name in names)
+    pairs = namespaces.astype(np.int64) * len(extra_keys) + keys
+    found, places = np.unique(pairs[readable], return_inverse=True)
+    belong = [
+        _belong(names[pair // len(extra_keys)], extra_keys[pair % len(extra_keys)])
+        for pair in found.tolist()
+    ]
+    readable[readable] = np.array(belong, dtype=np.bool_)[places]
+    return readable
+
+
+def _belong(namespace: Namespace, keys: ExtraKeys | None) -> bool:
+    """Say whether a block of a namespace can have these keys: its adapter, and no other salt."""
+    adapters = [_adapter(key) for key in keys or () if key[0] == "lora"]
+    salts = [key[1] for key in keys or () if key[0] == "cache_salt"]
+    return adapters == ([] if namespace.lora is None else [namespace.lora]) and (
+        not salts or salts == [namespace.salt]
+    )
+
+
+def _adapter(key: ExtraKey) -> str | None:
+    """Return what the adapter of an extra key is called in a namespace."""
+    if len(key) != 3 or not key[1] or not isinstance(key[2], str):
+        return None
+    return lora_label(LoRARequest(key[1], key[2]))
+
 
 _GONE_FIRST = np.iinfo(np.intp).max
 """The rank of blocks beside which the leading group has none: they are evicted before others."""

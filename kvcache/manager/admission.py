@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from kvcache.base.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_table import RequestTable
+from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.protocol.step import Refusal
 from kvcache.requests.request import Request
 from kvcache.tenants import TenantLedger, TenantStatistics

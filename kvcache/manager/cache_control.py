@@ -12,15 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from kvcache.base.arrays import Int32Array
 from kvcache.base.clock import Clock
+from kvcache.base.errors import RequestError
 from kvcache.base.logs import get_logger
 from kvcache.core import CacheHit
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.admission import Admission
-from kvcache.manager.pins import Pin, PinTable
+from kvcache.manager.pins import Pin, PinTable, held_blocks
 from kvcache.manager.request_table import RequestTable
+from kvcache.manager.step_plan import make_request
 from kvcache.protocol.commands import Command, Reset
-from kvcache.requests.request import LoRARequest, Request, TokenIds, copy_request
+from kvcache.protocol.step import NewRequest, checked_new
+from kvcache.requests.request import BlockHasher, LoRARequest, Request, TokenIds, copy_request
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)
@@ -70,6 +76,24 @@ class CacheControl:
     def pin_hits(self) -> list[tuple[Pin, CacheHit]]:
         """Return the pins that hold, the oldest first, each with what it holds."""
         return list(self._pins.hits.values())
+
+    def request(self, request_id: str) -> Request | None:
+        """Return the manager's own request with all its tokens, None if it is not known. It must
+        not be changed."""
+        return self._table.up_to_date(request_id)
+
+    def users_of_blocks(self) -> Int32Array:
+        """Return how many running requests and pins use each block, by id. Shape `(num_blocks,)`.
+
+        A request with a block in two columns counts once. O(blocks of all tables).
+        """
+        users = np.zeros(self._core.statistics().num_blocks + 1, dtype=np.int32)
+        for request_id in list(self._table.slot_by_request):
+            users[list({b for table in self._core.block_ids(request_id) for b in table})] += 1
+        for _, hit in self.pin_hits():
+            users[held_blocks(hit)] += 1
+        users[0] = 0
+        return users
 
     def changed(self) -> None:
         """Note that the core is about to change: hits found before may be void."""
@@ -184,3 +208,46 @@ def prefix_request(
     )
     request.append_output_token_ids([0])
     return request
+
+
+class PrefixHolds:
+    """The holds of one manager, by owner."""
+
+    def __init__(self, core: FlatCore, control: CacheControl, hasher: BlockHasher) -> None:
+        """Hold nothing."""
+        self._core = core
+        self._control = control
+        self._hasher = hasher
+        self._held: dict[str, list[CacheHit]] = {}
+
+    def __len__(self) -> int:
+        """Return how many owners hold something."""
+        return len(self._held)
+
+    def hold(self, owner: str, requests: Sequence[NewRequest]) -> int:
+        """Hold what is cached of `requests` until `let_go`; return how many tokens that is.
+
+        What cannot be a request, or does not read the cache, is passed over: its step will be
+        refused, or finds nothing.
+        """
+        num_tokens = 0
+        for new in requests:
+            try:
+                plain = checked_new(f"held for {owner}", new)
+                request = make_request(plain, self._control.model_epoch, self._hasher)
+            except RequestError:
+                continue
+            hit = self._core.look_up(request)
+            if hit.num_tokens and not request.skip_reading_prefix_cache:
+                self._core.pin(hit)
+                self._held.setdefault(owner, []).append(hit)
+                num_tokens += hit.num_tokens
+        if num_tokens:
+            self._control.changed()
+        return num_tokens
+
+    def let_go(self, owner: str) -> None:
+        """Hold nothing for `owner` any more."""
+        for hit in self._held.pop(owner, ()):
+            self._core.unpin(hit)
+            self._control.changed()

@@ -34,7 +34,7 @@ from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError, shown
 from kvcache.base.ids import NULL_BLOCK_ID
-from kvcache.base.logs import get_logger
+from kvcache.base.logs import CallbackErrors, get_logger
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
     CacheEvent,
@@ -47,21 +47,17 @@ from kvcache.core import (
     patch_of,
 )
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
-from kvcache.manager.cache_control import CacheControl, prefix_request
-from kvcache.manager.cache_view import CacheView
-from kvcache.manager.events_buffer import EventBuffer
+from kvcache.manager.cache_control import CacheControl, PrefixHolds, prefix_request
 from kvcache.manager.forks import require_continuation, seat_fork
-from kvcache.manager.holds import PrefixHolds
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.pins import Pin
-from kvcache.manager.prefix_statistics import PrefixCacheStats
 from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
 from kvcache.manager.settings import ManagerSettings
-from kvcache.manager.statistics import ManagerStatistics
+from kvcache.manager.statistics import ManagerStatistics, PrefixCacheStats
 from kvcache.manager.step_execution import StepExecutor
 from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
@@ -92,6 +88,36 @@ HOOKS = ("look_up", "on_eviction_candidates", "on_sealed", "on_request_finished"
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""
+
+
+class EventBuffer:
+    """An `EventSink` that passes events on and can keep them."""
+
+    def __init__(self, sink: EventSink | None, *, keeps_events: bool) -> None:
+        """Pass events on to `sink`, if there is one, and keep them until taken if told so."""
+        self._sink = sink
+        self._kept: list[CacheEvent] | None = [] if keeps_events else None
+        self._errors = CallbackErrors(logger, "the event sink")
+
+    def emit(self, event: CacheEvent) -> None:
+        """Take one event. A sink that raises has missed it, and nothing else happens."""
+        if self._kept is not None:
+            self._kept.append(event)
+        if self._sink is not None:
+            try:
+                self._sink.emit(event)
+            except Exception:
+                self._errors.note(
+                    f"it has missed {type(event).__name__}: mend it, and reset the cache or make "
+                    "a new manager to begin again"
+                )
+
+    def take(self) -> list[CacheEvent]:
+        """Return what was kept since the last time, and keep it no longer."""
+        taken = self._kept or []
+        if self._kept is not None:
+            self._kept = []
+        return taken
 
 
 class KVCacheManager:
@@ -215,7 +241,7 @@ class KVCacheManager:
         self._admission = Admission(
             table, watermark_blocks, limits, log_stats=settings.log_stats, tenants=ledger
         )
-        self._control = CacheControl(
+        self.control = CacheControl(
             core,
             table,
             self._admission,
@@ -229,7 +255,7 @@ class KVCacheManager:
         num_dropped = math.lcm(*sizes) if settings.use_eagle else 0
         loads = PrefixLoads(
             core,
-            self._control,
+            self.control,
             hasher,
             self._ledger,
             table,
@@ -237,8 +263,7 @@ class KVCacheManager:
             num_dropped_tokens=num_dropped,
         )
         self.tiers = TierLink(hooks, loads, self._events, sizes, hasher.none_hash)
-        self.holds = PrefixHolds(core, self._control, hasher)
-        self.view = CacheView(core, table, self._control)
+        self.holds = PrefixHolds(core, self.control, hasher)
         self._planner = StepPlanner(table, limits, MAX_UNFINISHED_STEPS, hasher)
         self._executor = StepExecutor(table, core, self._admission, self.tiers, limits)
         self._has_workers = settings.has_workers
@@ -259,7 +284,7 @@ class KVCacheManager:
         """
         if type(request) is not Request:
             check_kind("request", request, Request, RequestError)
-        control = self._control
+        control = self.control
         if request.namespace.model_epoch != control.model_epoch or (
             request.block_hasher is not self._hasher
         ):
@@ -324,7 +349,7 @@ class KVCacheManager:
             check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
         if delay_cache_blocks is not False:
             delay_cache_blocks = as_bool("delay_cache_blocks", delay_cache_blocks, RequestError)
-        table, control, limits = self._table, self._control, self._limits
+        table, control, limits = self._table, self.control, self._limits
         num_computed, num_tokens = request.num_computed_tokens, request.num_tokens
         start = num_computed + num_adopted + num_external
         end = start + num_new
@@ -402,8 +427,8 @@ class KVCacheManager:
         require_continuation(parent_request, child_request, self._limits.max_model_len)
         self._newest_state(known, 0, 0)
         child_request.attach_block_hasher(self._hasher)
-        self._control.refresh()
-        self._control.state_number += 1
+        self.control.refresh()
+        self.control.state_number += 1
         num_computed = parent_request.num_computed_tokens
         seated = seat_fork(self._table, self._core, known, child_request, num_computed)
         if seated is None:
@@ -430,7 +455,7 @@ class KVCacheManager:
                 f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
                 f"{request.num_tokens}: pass 0 to that number"
             )
-        self._control.state_number += 1
+        self.control.state_number += 1
         self._core.commit(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
@@ -446,7 +471,7 @@ class KVCacheManager:
             return
         if known.request is not request or known.client_index != CALLER:
             self._table.owned_by_caller(request)
-        control = self._control
+        control = self.control
         control.state_number += 1
         if self._changed_columns:
             self._changed_columns.pop(known.slot, None)
@@ -503,9 +528,9 @@ class KVCacheManager:
         if not request.client_id:
             raise RequestError(f"step {request.step} names no client: set client_id")
         client = self._ledger.look_up(request.client_id)
-        plan = self._planner.plan(request, client, self._control.model_epoch)
+        plan = self._planner.plan(request, client, self.control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)
-        control = self._control
+        control = self.control
         control.state_number += 1
         if control.is_draining or control.pinned:
             control.refresh()
@@ -523,12 +548,12 @@ class KVCacheManager:
         client = self._ledger.forget(as_text("client id", client_id, RequestError))
         if client is None:
             return ()
-        self._control.state_number += 1
+        self.control.state_number += 1
         self._core.fail_steps(client_id, client.completed_step + 1)
         gone = self._table.of_client(client.index)
         for known in gone:
             self._executor.forget(known)
-        self._control.refresh()
+        self.control.refresh()
         return tuple(known.request.request_id for known in gone)
 
     def get_request(self, request_id: str) -> Request | None:
@@ -562,12 +587,12 @@ class KVCacheManager:
     @property
     def model_epoch(self) -> int:
         """Generation of the model's weights; part of every namespace."""
-        return self._control.model_epoch
+        return self.control.model_epoch
 
     @property
     def is_draining(self) -> bool:
         """Whether a reset waits for running requests to leave."""
-        return self._control.is_draining
+        return self.control.is_draining
 
     def reset_prefix_cache(self, drain: bool = False) -> bool:
         """Forget everything cached; return whether that is done.
@@ -577,7 +602,7 @@ class KVCacheManager:
         the cache is emptied and the model epoch advanced when the last block has come free, now
         or in a later call. Asking again tells whether it has.
         """
-        is_done = self._control.reset(drain=as_bool("drain", drain, RequestError))
+        is_done = self.control.reset(drain=as_bool("drain", drain, RequestError))
         if not is_done and not self.is_draining:
             logger.warning(
                 "the prefix cache is not reset: %s: let them end, or reset with drain=True",
@@ -588,7 +613,7 @@ class KVCacheManager:
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of cached blocks that continue them. Requests
         that have one cache nothing more. Raises BlockError for an id that does not exist."""
-        self._control.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
+        self.control.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
 
     def pin_prefix(
         self,
@@ -609,20 +634,20 @@ class KVCacheManager:
             PinLimitError: pins would hold more than `max_pin_share` of the blocks.
         """
         limit_s = as_number("ttl_s", ttl_s, above=0, error=RequestError)
-        self._control.refresh()
-        epoch = self._control.model_epoch
+        self.control.refresh()
+        epoch = self.control.model_epoch
         request = prefix_request(
             tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=epoch
         )
         request.attach_block_hasher(self._hasher)
-        return self._control.pin(request, limit_s)
+        return self.control.pin(request, limit_s)
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """End a pin; False if it had ended already."""
         check_kind("pin", pin, Pin, RequestError)
         pin_id = as_int("pin_id", pin.pin_id, error=RequestError)
-        self._control.refresh()
-        return self._control.unpin(pin_id)
+        self.control.refresh()
+        return self.control.unpin(pin_id)
 
     def take_events(self) -> list[CacheEvent]:
         """Return the events since the last time; always empty without `enable_kv_cache_events`."""
@@ -634,7 +659,7 @@ class KVCacheManager:
         Table changes of per-request calls come last, as one patch. Those of a step are in its
         `StepResult` and not here.
         """
-        commands = self._control.take_commands()
+        commands = self.control.take_commands()
         patch = self._take_patch()
         return [*commands, patch] if len(patch.slots) else commands
 
@@ -650,15 +675,15 @@ class KVCacheManager:
             self._core.statistics(),
             *self._table.counts(),
             num_free_slots=self._table.num_free_slots,
-            num_pins=self._control.num_pins,
+            num_pins=self.control.num_pins,
             num_clients=len(self._ledger),
             num_unfinished_steps=self._ledger.num_unfinished_steps,
             num_steps=self._ledger.num_steps,
             num_failed_step_reports=self._ledger.num_failures,
             num_preemptions=self._table.num_preemptions,
-            num_blocks_refusing_reset=self._control.num_blocks_refusing_reset,
-            model_epoch=self._control.model_epoch,
-            is_draining=self._control.is_draining,
+            num_blocks_refusing_reset=self.control.num_blocks_refusing_reset,
+            model_epoch=self.control.model_epoch,
+            is_draining=self.control.is_draining,
             num_asked_tokens=self._admission.num_asked_tokens,
             num_hit_tokens=self._admission.num_hit_tokens,
             tenants=self._admission.tenant_statistics(),
@@ -669,7 +694,7 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise `InvariantError`, with the sum that fails, if the books do not add up."""
         self._table.check(self._core.block_ids)
-        self._control.check()
+        self.control.check()
         self._core.check()
 
     def sealed_contents(self) -> SealedContents:
@@ -681,7 +706,7 @@ class KVCacheManager:
         return {
             "core": self._core.dump_state(),
             "requests": self._table.dump_state(self._core.block_ids),
-            "cache": self._control.dump_state(),
+            "cache": self.control.dump_state(),
             "clients": self._ledger.dump_state(),
             "statistics": self._admission.dump_state(),
         }
@@ -699,7 +724,7 @@ class KVCacheManager:
                 f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
                 "restore a new manager"
             )
-        self._control.state_number += 1
+        self.control.state_number += 1
         return self._core.restore(sets)
 
     # Inside the calls of requests.
@@ -707,10 +732,10 @@ class KVCacheManager:
     def _prepare(self, request: Request) -> None:
         """Refuse a new request of another model epoch; give it the hasher of this manager."""
         epoch = request.namespace.model_epoch
-        if epoch != self._control.model_epoch and request.request_id not in self._table.known:
+        if epoch != self.control.model_epoch and request.request_id not in self._table.known:
             raise RequestError(
                 f"request {request.request_id} is of model epoch {epoch}, the weights are of "
-                f"epoch {self._control.model_epoch}: create it with "
+                f"epoch {self.control.model_epoch}: create it with "
                 "model_epoch=manager.model_epoch"
             )
         request.attach_block_hasher(self._hasher)
@@ -760,7 +785,7 @@ class KVCacheManager:
                 and num_truncations == request.num_truncations
                 and found_hit.num_tokens == num_tokens
             ):
-                if state_number == self._control.state_number:
+                if state_number == self.control.state_number:
                     return found_hit
                 hit = found_hit
         if not num_tokens and not blocks:

@@ -84,8 +84,6 @@ class StepExecutor:
         self._tiers = tiers
         self._max_model_len = limits.max_model_len
         self._keeps_states = limits.keeps_states
-        self._run_at_once = getattr(core, "run_rows", lambda *rows: None)
-        self._admit_at_once = getattr(core, "admit_rows", lambda *rows: None)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Do what the plan says and return what came of it. `seq` of the result is 0."""
@@ -225,7 +223,7 @@ class StepExecutor:
         confirmed = plan.client.confirmed_tokens(rows, table)
         wanted = self._slot_tokens(figures, plan.request.num_lookahead_tokens)
         fits = not rows.is_crowded or table.make_room(rows)
-        reserved = self._run_at_once(table, rows, confirmed, wanted) if fits else None
+        reserved = self._core.run_rows(table, rows, confirmed, wanted) if fits else None
         if reserved is None:
             table.append(rows)
             reserved = self._core.reserve_rows(
@@ -296,7 +294,7 @@ class StepExecutor:
             [request for request, _ in plan.new], wishes, slots, plan.client.index, num_running,
             admission.watermark_blocks, most,
         )  # fmt: skip
-        admitted: RowsAdmitted | None = self._admit_at_once(table, rows)
+        admitted = self._core.admit_rows(table, rows)
         if admitted is None:
             table.give_back_slots(slots)
             return None

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvcache.core.columns import AT_EVICTION, AT_HIT, BlockAges
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.metrics.metric import HistogramSample, Metric
 
 

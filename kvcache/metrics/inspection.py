@@ -49,9 +49,9 @@ def inspect_cache(
         raise NotRunningError("the coordinator has no cache just now: wait until it is ready")
     pins = tuple(
         PinStatus(pin.pin_id, pin.num_tokens, pin.num_blocks, max(0.0, pin.expires_at_s - now_s))
-        for pin in manager.view.pins()
+        for pin, _ in manager.control.pin_hits()
         if pin.expires_at_s > now_s
     )
-    holders = manager.view.holders()
+    holders = manager.control.users_of_blocks()
     idle_s = np.full(len(holders), -1, np.float32) if ages is None else ages.idle_s(len(holders))
     return CacheInspection(manager.model_epoch, manager.is_draining, pins, holders, idle_s)

@@ -188,7 +188,7 @@ class FileStepRecorder:
         def make(number: int) -> LoadBegun:
             request, manager = wanted.request, self._manager
             name = request.request_id
-            is_known = manager is not None and manager.view.request(name) is request
+            is_known = manager is not None and manager.control.request(name) is request
             return LoadBegun(
                 number,
                 name,

@@ -142,7 +142,7 @@ class ReplayedEpoch:
         """Take blocks for a load again."""
         self.client_id, self.step = "", 0
         manager = self._running().manager
-        request: Request | None = manager.view.request(record.request_id)
+        request: Request | None = manager.control.request(record.request_id)
         if record.message:
             request = _request_of(record, placed)
         if request is None:

@@ -18,7 +18,7 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.errors import BlockError, shown
 from kvcache.base.logs import get_logger
-from kvcache.core.pending_copies import PendingCopies
+from kvcache.core.telling import PendingCopies
 from kvcache.requests.hashing import BlockHash, RequestBlockHasher
 from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import PrefixCachingBlock

@@ -26,8 +26,8 @@ from kvcache.core import (
 )
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.core.interface import CoreSettings
 from kvcache.core.pool import hold_all
-from kvcache.core.settings import CoreSettings
 from kvcache.protocol.commands import Command, Copy, Unlabel
 from kvcache.requests.request import Namespace, Request
 from tests.agreement.walk import FACTORIES

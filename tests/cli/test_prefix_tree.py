@@ -47,7 +47,7 @@ class Cache:
         return self._labels.collect(0, 1, 0, "layout")
 
     def inspection(self) -> CacheInspection:
-        holders = self.manager.view.holders()
+        holders = self.manager.control.users_of_blocks()
         idle_s = np.where(holders > 0, -1, 5.0).astype(np.float32)
         return CacheInspection(0, False, (), holders, idle_s)
 

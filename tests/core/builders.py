@@ -19,7 +19,7 @@ from kvcache.core import (
 )
 from kvcache.core.audit import free_list
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import Request
 from kvcache.specs import (

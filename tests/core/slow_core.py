@@ -37,7 +37,7 @@ from kvcache.core import (
 )
 from kvcache.core.columns import NODE
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.protocol.labels import extra_keys_bytes
 from kvcache.protocol.sealed_contents import SealedContents, sorted_contents
@@ -488,6 +488,12 @@ class SlowCore:
         changes += self.grow(row, wanted, columns)
         self.publish(row, wanted.num_cached_tokens)
         return changes
+
+    def run_rows(self, *_: object) -> None:
+        """Leave it to `reserve_rows`."""
+
+    def admit_rows(self, *_: object) -> None:
+        """Leave it to `look_up` and `reserve`."""
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Serve rows that share what they may write one by one, the others together: all skip,

@@ -9,7 +9,7 @@ import pytest
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.manager.prefix_statistics import PrefixCacheStats
+from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.protocol.commands import BlockTablePatch
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import Request

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import StepResult
 from kvcache.requests.request import Request

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.manager.prefix_statistics import PrefixCacheStats, PrefixCachingMetrics
+from kvcache.manager.statistics import PrefixCacheStats, PrefixCachingMetrics
 
 
 def test_nothing_observed_is_a_hit_rate_of_zero() -> None:

@@ -11,7 +11,7 @@ import pytest
 from kvcache.base.errors import RequestError
 from kvcache.core import RowBatch, RowsReserved
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager
 from tests.core.slow_core import make_slow_core
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager

@@ -126,7 +126,7 @@ def test_idle_are_exactly_the_cached_blocks_that_nothing_holds(policy: str) -> N
             seen.add(f"reset {manager.reset_prefix_cache()}")
         idle_s = cache.meter.idle_s(num_blocks)
         is_idle = set(np.flatnonzero(idle_s >= 0).tolist())
-        held = set(np.flatnonzero(manager.view.holders()).tolist())
+        held = set(np.flatnonzero(manager.control.users_of_blocks()).tolist())
         assert is_idle == set(manager.sealed_contents().block_ids.tolist()) - held
         now_s = cache.clock.now()
         since_s = {b: since_s.get(b, now_s) for b in is_idle}

@@ -13,7 +13,7 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits

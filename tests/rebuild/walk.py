@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.settings import CoreSettings
+from kvcache.core.interface import CoreSettings
 from kvcache.protocol.commands import Command
 from kvcache.protocol.labels import BlockLabel, LabelSet
 from kvcache.requests.hashing import get_request_block_hasher
