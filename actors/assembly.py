@@ -16,7 +16,7 @@ from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.manager import KVCacheManager
 from kvcache.planner import Plan, rank_layout_fingerprint
@@ -122,6 +122,9 @@ def make_coordinator(
         require_eagle_support(g.kv_cache_spec for g in plan.model_config.kv_cache_groups)
     recorder = make_recorder(config, plan, clock)
     manager_clock = clock if recorder is None else recorder.clock
+    traced: StepRecorder = recorder or StepRecorder()
+    if tracer is not None:
+        traced = TracedRecorder(traced, tracer)
     offload = offload_parts(config, plan)
     feed = make_event_feed(config, plan, clock, keys)
     manager_config = manager_config_of(config, plan)
@@ -143,7 +146,7 @@ def make_coordinator(
             clock=clock,
             nonce=secrets.token_hex(16),
             state_store=state_store,
-            recorder=recorder if tracer is None else _traced(recorder, tracer),
+            recorder=traced,
             offload=offload,
             events=feed,
         )
@@ -151,7 +154,3 @@ def make_coordinator(
         if feed is not None:
             feed.close()
         raise
-
-
-def _traced(recorder: StepRecorder | None, tracer: RequestTracer) -> StepRecorder:
-    return TracedRecorder(NullStepRecorder() if recorder is None else recorder, tracer)

@@ -71,7 +71,6 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
             "phase",
             "event_feed",
             "offload_statistics",
-            "tier_calls",
             "job_table",
             "membership",
             "forward_plan",
@@ -123,14 +122,10 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "recorder": (
         (
             "frames",
-            "operation_clock",
             "manager_config",
-            "label_codec",
             "outcomes",
             "request_tracer",
         ),
-        ("request_digests", "traced_recorder"),
-        ("tier_codec", "repeating_tiers"),
         ("records",),
         ("segments",),
         ("recorder", "recording"),

@@ -8,7 +8,7 @@
     label_collection.py  what ranks hold, when asked        recovery.py       kept from before
     reattachment.py  clients of before                      auditor.py        labels against books
     phase.py         how far it is                          watchdog.py       what is overdue
-    step_recorder.py who hears of all that happens
+    step_recorder.py what happens, as events, and who hears of it
 
 Returns what must be sent and sends nothing itself.
 """

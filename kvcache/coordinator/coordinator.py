@@ -40,7 +40,7 @@ from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.phase import OBEYED, Phase
 from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.step_recorder import EpochEnded, StepRecorder
 from kvcache.manager import KVCacheManager
 from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.protocol.messages import (
@@ -114,7 +114,7 @@ class Coordinator:
         self._make_manager = manager_factory
         self._offload = offload
         self._events: EventFeed = events or NullEventFeed()
-        self._recorder: StepRecorder = recorder or NullStepRecorder()
+        self._recorder = recorder or StepRecorder()
         self._clock = clock
         patience_s = 4 * settings.resend_s
         self._members = Membership(
@@ -582,7 +582,7 @@ class Coordinator:
     def _end_epoch(self) -> list[str]:
         """Drop all state of the present epoch; return the clients that were attached."""
         epoch_state, self._epoch_state = self._epoch_state, None
-        self._recorder.end_epoch()
+        self._recorder.record(EpochEnded())
         self._collection = None
         if epoch_state is not None:
             self._counts = self._counts.with_epoch(

@@ -30,7 +30,7 @@ from kvcache.coordinator.reattachment import Reattachment
 from kvcache.coordinator.recovery import Recovery
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, EpochCounts
-from kvcache.coordinator.step_recorder import StepRecorder
+from kvcache.coordinator.step_recorder import EpochBegun, StepRecorder
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Command, Fence, Reset, Unlabel
 from kvcache.protocol.delivery import CommandWindow
@@ -146,14 +146,16 @@ class EpochState:
         tier_state = None if below is None else below.tiers.present_events
         known = None
         if recovery.is_cold:
-            self._recorder.begin_epoch(self._epoch, self.manager)
+            self._recorder.record(EpochBegun(self._epoch, self.manager))
         else:
             commands = tuple(self.manager.take_commands())
             known = agreed_labels(collection.label_sets())
             if below is not None:
                 below.know(known)
                 below.follow(commands)
-            self._recorder.begin_epoch(self._epoch, self.manager, collection.label_sets, commands)
+            self._recorder.record(
+                EpochBegun(self._epoch, self.manager, collection.label_sets, commands)
+            )
         self._events.begin(self.manager, self._first_event, known, tier_state)
         _, sent = self._send_commands("", 0, commands)
         self._events.flush()

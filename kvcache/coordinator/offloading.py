@@ -27,7 +27,7 @@ from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap
 from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.step_recorder import StepRecorder, Withdrawn
 from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.coordinator.tier_tenants import rows_by_tenant
 from kvcache.core import OffloadHit
@@ -82,7 +82,7 @@ class Offloading:
         """Serve `manager`, which has not been used yet; jobs are numbered by `jobs`.
         `recorder` hears of all that is done to the manager."""
         settings = parts.settings
-        self._recorder = recorder or NullStepRecorder()
+        self._recorder = recorder or StepRecorder()
         self._link = link = manager.tiers
         loads = RecordedLoads(link.loads, self._recorder)
         self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
@@ -196,7 +196,7 @@ class Offloading:
         told += self._note(self._loading.advance(now_s))
         evicted = self._manager.take_commands()  # what loads that have begun take blocks from
         if evicted:
-            self._recorder.withdrawn((), evicted)
+            self._recorder.record(Withdrawn((), evicted))
         self.follow(evicted)
         told += evicted
         told += self._announce(taken, result)

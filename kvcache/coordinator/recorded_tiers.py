@@ -14,8 +14,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcache.base.arrays import Int32Array
-from kvcache.coordinator.step_recorder import StepRecorder
-from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut, WantedLoad
+from kvcache.coordinator.step_recorder import (
+    Gone,
+    LoadBegun,
+    LoadFinished,
+    LoadReleased,
+    LookedUp,
+    StepRecorder,
+    SwappedOut,
+)
 from kvcache.core import OffloadHit, OffloadHooks
 from kvcache.manager.loads import PrefixLoad, PrefixLoads
 from kvcache.manager.step_ledger import StepsUnderWay
@@ -66,20 +73,19 @@ class RecordedLoads:
     ) -> PrefixLoad | None:
         """Take blocks for a prefix, and tell; see `PrefixLoads.begin`."""
         load = self._loads.begin(request, num_tokens, num_spare_blocks, has_tail=has_tail)
-        wanted = WantedLoad(request, num_tokens, num_spare_blocks, has_tail)
-        self._recorder.load_begun(wanted, load)
+        self._recorder.record(LoadBegun(request, num_tokens, num_spare_blocks, has_tail, load))
         return load
 
     def finish(self, load_id: int) -> None:
         """Cache a load's blocks, and tell."""
         self._loads.finish(load_id)
-        self._recorder.load_finished(load_id)
+        self._recorder.record(LoadFinished(load_id))
 
     def release(self, load_id: int) -> None:
         """Let a load's blocks go, and tell, now or with the step or call that it is part of."""
         self._loads.release(load_id)
         if self._released_within is None:
-            self._recorder.load_released(load_id)
+            self._recorder.record(LoadReleased(load_id))
         else:
             self._released_within.append(load_id)
 
@@ -105,7 +111,7 @@ class RecordedHooks:
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Pass it on, and tell the answer."""
         answer = self._tiers.look_up(request, num_device_tokens)
-        self._recorder.tiers_called(LookedUp(request.request_id, num_device_tokens, answer))
+        self._recorder.record(LookedUp(request.request_id, num_device_tokens, answer))
         return answer
 
     def on_swap_out(
@@ -117,7 +123,7 @@ class RecordedHooks:
     ) -> None:
         """Pass it on, and tell."""
         self._tiers.on_swap_out(request, num_tokens, num_cached_tokens, block_ids)
-        self._recorder.tiers_called(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
+        self._recorder.record(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
 
     def on_request_finished(self, request_id: str) -> None:
         """Pass it on, and tell which loads it has released."""
@@ -126,7 +132,7 @@ class RecordedHooks:
             self._tiers.on_request_finished(request_id)
         finally:
             released = self._loads.leave_call()
-            self._recorder.tiers_called(Gone(request_id, released))
+            self._recorder.record(Gone(request_id, released))
 
     def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
         """Pass it on."""

@@ -26,7 +26,14 @@ from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.remote_calls import RemoteCalls
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.coordinator.step_recorder import NullStepRecorder, StepRecorder
+from kvcache.coordinator.step_recorder import (
+    Executed,
+    Held,
+    LetGo,
+    Released,
+    StepRecorder,
+    Withdrawn,
+)
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Command
 from kvcache.protocol.messages import Call, CallResult
@@ -65,7 +72,7 @@ class StepServer:
         self._jobs = jobs
         self._forwards = ForwardPlanner(manager.control.request)
         self._calls = RemoteCalls(manager)
-        self._recorder = NullStepRecorder() if recorder is None else recorder
+        self._recorder = recorder or StepRecorder()
         self._offloading = offloading
 
     def serve(self, ledger: ClientLedger, message: ReceivedMessage) -> Served:
@@ -93,18 +100,18 @@ class StepServer:
             self._calls.release_client(client_id)
             self.manager.release_client(client_id)
         finally:
-            self._recorder.released(client_id)
+            self._recorder.record(Released(client_id))
         self._forwards.forget_client(client_id)
 
     def hold(self, client_id: str, requests: Sequence[NewRequest]) -> None:
         """Hold what is cached of `requests` until `let_go`, so that it is not evicted."""
         num_tokens = self.manager.holds.hold(client_id, requests)
-        self._recorder.held(client_id, requests, num_tokens)
+        self._recorder.record(Held(client_id, requests, num_tokens))
 
     def let_go(self, client_id: str) -> None:
         """Hold nothing for a client any more."""
         self.manager.holds.let_go(client_id)
-        self._recorder.let_go(client_id)
+        self._recorder.record(LetGo(client_id))
 
     def withdraw(self, block_ids: Sequence[int] = ()) -> tuple[Command, ...]:
         """Have these blocks forgotten; return all commands that wait to be sent, outside a step."""
@@ -114,7 +121,7 @@ class StepServer:
             self.manager.evict_blocks(block_ids)
         commands = tuple(self.manager.take_commands())
         if block_ids or commands:
-            self._recorder.withdrawn(block_ids, commands)
+            self._recorder.record(Withdrawn(block_ids, commands))
         return (*commands, *self._below(commands))
 
     def _serve_step(self, request: StepRequest) -> Served:
@@ -124,9 +131,9 @@ class StepServer:
             result = self.manager.step(request)
             commands = self.manager.take_commands()
         except Exception as error:
-            self._recorder.refused(request, error)
+            self._recorder.record(Executed(request, error))
             raise
-        self._recorder.executed(request, result, commands)
+        self._recorder.record(Executed(request, result, commands))
         below = self._below(commands, request, result)
         if len(result.patches.slots):
             commands.append(result.patches)
@@ -141,10 +148,10 @@ class StepServer:
             packed = self._calls.call(call)
             commands = self.manager.take_commands()
         except Exception as error:
-            self._recorder.refused(call, error)
+            self._recorder.record(Executed(call, error))
             raise
         answer = CallResult(call.client_id, call.step, 0, 0, packed)
-        self._recorder.executed(call, answer, commands)
+        self._recorder.record(Executed(call, answer, commands))
         below = self._below(commands, is_confirmed=False)
         return Served(answer, (*commands, *below), True)
 

@@ -1,25 +1,156 @@
-"""Who is told of everything that changes a manager, in order: the place of a recorder.
+"""What happens to a coordinator's managers, as events in order, and the recorder that hears them.
 
-`serving.py` calls it. What is told here is enough to make the same manager again.
-Refuses to take part: a recorder answers nothing, and whatever becomes of it, service goes on.
+`StepServer`, `EpochState` and the tiers record an event for each change. Together the events are
+enough to make the same manager again. A recorder answers nothing, and service continues if it
+fails.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
-from kvcache.coordinator.tier_calls import TierCall, WantedLoad
+from kvcache.core import OffloadHit
 from kvcache.manager import KVCacheManager
 from kvcache.manager.loads import PrefixLoad
 from kvcache.protocol.commands import Command
 from kvcache.protocol.labels import LabelSet
 from kvcache.protocol.step import NewRequest
 from kvcache.protocol.step_delivery import StepAnswer, StepMessage
+from kvcache.requests.request import Request
 
 LabelSource = Callable[[], Sequence[LabelSet]]
 """Returns the labels of all ranks, which takes a while where there are many."""
+
+
+@dataclass(frozen=True, eq=False)
+class EpochBegun:
+    """`manager` is new, and all that follows happens to it.
+
+    It was restored from `labels` if there is a source of them, and then its first `commands` were
+    taken. A recorder asks the source at once or not at all.
+    """
+
+    epoch: int
+    manager: KVCacheManager
+    labels: LabelSource | None = None
+    commands: Sequence[Command] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class EpochEnded:
+    """The manager is given up; nothing more happens to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Executed:
+    """The manager executed a step or call and answered, or it raised `outcome`."""
+
+    message: StepMessage
+    outcome: StepAnswer | Exception
+    commands: Sequence[Command] = ()
+
+
+@dataclass(frozen=True)
+class Released:
+    """Everything a client had was freed."""
+
+    client_id: str
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The cached blocks of `requests`, `num_tokens` tokens in all, are held for a client."""
+
+    client_id: str
+    requests: Sequence[NewRequest]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """Nothing is held for a client any more."""
+
+    client_id: str
+
+
+@dataclass(frozen=True, eq=False)
+class Withdrawn:
+    """Blocks were forgotten outside steps, and the commands that waited were taken."""
+
+    block_ids: Sequence[int]
+    commands: Sequence[Command]
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """The tiers were asked what they have behind a request's hit, and answered."""
+
+    request_id: str
+    num_device_tokens: int
+    answer: OffloadHit
+
+
+@dataclass(frozen=True)
+class SwappedOut:
+    """The tiers were told of a request that is preempted by swap."""
+
+    request_id: str
+    num_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The tiers were told that a request has gone, and released these loads at that moment."""
+
+    request_id: str
+    released_loads: tuple[int, ...] = ()
+
+
+TierCall: TypeAlias = LookedUp | SwappedOut | Gone
+"""The manager called its tiers: part of the step, call or release that is recorded next."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadBegun:
+    """The tiers called `PrefixLoads.begin` outside steps; `load` is None if there was no room."""
+
+    request: Request
+    num_tokens: int
+    num_spare_blocks: int
+    has_tail: bool
+    load: PrefixLoad | None
+
+
+@dataclass(frozen=True)
+class LoadFinished:
+    """What was loaded is cached."""
+
+    load_id: int
+
+
+@dataclass(frozen=True)
+class LoadReleased:
+    """A load's blocks were released outside steps."""
+
+    load_id: int
+
+
+Event: TypeAlias = (
+    EpochBegun
+    | EpochEnded
+    | Executed
+    | Released
+    | Held
+    | LetGo
+    | Withdrawn
+    | TierCall
+    | LoadBegun
+    | LoadFinished
+    | LoadReleased
+)
 
 
 @dataclass(frozen=True)
@@ -39,123 +170,21 @@ class RecorderStatistics:
     num_failures: int = 0
 
 
-class StepRecorder(Protocol):
+class StepRecorder:
     """Hears of all that happens to the managers of one coordinator, epoch after epoch.
 
-    Nothing here raises, waits, or changes what it is handed.
+    This one records nothing. No method raises, waits, or changes what it is handed.
     """
 
-    def begin_epoch(
-        self,
-        epoch: int,
-        manager: KVCacheManager,
-        labels: LabelSource | None = None,
-        commands: Sequence[Command] = (),
-    ) -> None:
-        """`manager` is new, and all that follows happens to it.
-
-        It was restored from `labels` where there is a source of them, which is asked at once or
-        not at all, and then its first `commands` were taken.
-        """
-
-    def executed(
-        self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
-    ) -> None:
-        """The manager has executed a step or call; this is what came of it."""
-
-    def refused(self, message: StepMessage, error: Exception) -> None:
-        """The manager, or what brings a call to it, has raised."""
-
-    def released(self, client_id: str) -> None:
-        """Everything a client had was freed."""
-
-    def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
-        """What is cached of `requests`, `num_tokens` in all, is held for a client."""
-
-    def let_go(self, client_id: str) -> None:
-        """Nothing is held for a client any more."""
-
-    def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
-        """Blocks were forgotten outside steps, and the commands that waited were taken."""
-
-    def tiers_called(self, call: TierCall) -> None:
-        """The manager has called its tiers: part of the step, call or release told next."""
-
-    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
-        """The tiers asked for blocks outside steps; None: there were none."""
-
-    def load_finished(self, load_id: int) -> None:
-        """What was loaded is cached."""
-
-    def load_released(self, load_id: int) -> None:
-        """A load's blocks were released outside steps."""
-
-    def end_epoch(self) -> None:
-        """The manager is given up; nothing more happens to it."""
+    def record(self, event: Event) -> None:
+        """Take note of an event. Events come in the order in which they happened."""
 
     def on_tick(self) -> None:
         """Look at the clock: what waits too long goes to disk."""
 
     def close(self) -> None:
-        """Write down how the manager stands now, and end. Repeatable; `end_epoch` not before."""
+        """Write down the state of a manager that is left, and end. Repeatable."""
 
     def statistics(self) -> RecorderStatistics | None:
         """Return frozen statistics; None where nothing is ever recorded."""
-
-
-class NullStepRecorder:
-    """Records nothing."""
-
-    def begin_epoch(
-        self,
-        epoch: int,
-        manager: KVCacheManager,
-        labels: LabelSource | None = None,
-        commands: Sequence[Command] = (),
-    ) -> None:
-        """Do nothing."""
-
-    def executed(
-        self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
-    ) -> None:
-        """Do nothing."""
-
-    def refused(self, message: StepMessage, error: Exception) -> None:
-        """Do nothing."""
-
-    def released(self, client_id: str) -> None:
-        """Do nothing."""
-
-    def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
-        """Do nothing."""
-
-    def let_go(self, client_id: str) -> None:
-        """Do nothing."""
-
-    def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
-        """Do nothing."""
-
-    def tiers_called(self, call: TierCall) -> None:
-        """Do nothing."""
-
-    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
-        """Do nothing."""
-
-    def load_finished(self, load_id: int) -> None:
-        """Do nothing."""
-
-    def load_released(self, load_id: int) -> None:
-        """Do nothing."""
-
-    def end_epoch(self) -> None:
-        """Do nothing."""
-
-    def on_tick(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def statistics(self) -> RecorderStatistics | None:
-        """Return None."""
         return None

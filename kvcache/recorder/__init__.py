@@ -1,17 +1,10 @@
 """A recorder of all that changes a coordinator's manager, and its replay into a real one.
 
-    recorder.py         told by the coordinator      recording.py       segments, read back
-    segments.py         files, bounded               replay.py          all of it done again
-    frames.py           length, checksum, payload    replayed_epoch.py  an epoch's manager, again
-    records.py          what a record says           manager_config.py  a manager's settings
-    operation_clock.py  the times a manager saw      outcomes.py        what came of it, as digests
-    label_codec.py      labels as plain values       repeating_tiers.py what tiers said then, again
-    tier_codec.py       tiers' calls and loads
-
-For traces of requests:
-
-    request_tracer.py   requests as they are served  traced_recorder.py both hear of steps
-    request_digests.py  what may be told of them
+    recorder.py        told by the coordinator       recording.py       segments, read back
+    segments.py        files, bounded                replay.py          all of it done again
+    frames.py          length, checksum, payload     replayed_epoch.py  an epoch's manager, again
+    records.py         what a record says            manager_config.py  a manager's settings
+    request_tracer.py  requests as they are served   outcomes.py        what came of it, as digests
 
 A recorder writes if a directory is configured. A tracer listens while a client asks it for
 requests. Serving needs neither.
@@ -23,14 +16,17 @@ from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.recorder import FileStepRecorder, RecorderLimits, RecordingOrigin
 from kvcache.recorder.recording import Recording, open_recording
 from kvcache.recorder.replay import RecordReplay, RecordReplayReport, ReplayDifference
-from kvcache.recorder.request_digests import (
+from kvcache.recorder.request_tracer import (
     SALT_BYTES,
     RecordedBatch,
     RecordedRequest,
+    RequestTracer,
+    SeenRequest,
+    SeenRequests,
+    TracedRecorder,
+    TracerLimits,
     record_request,
 )
-from kvcache.recorder.request_tracer import RequestTracer, SeenRequest, SeenRequests, TracerLimits
-from kvcache.recorder.traced_recorder import TracedRecorder
 
 __all__ = [
     "SALT_BYTES",

@@ -17,6 +17,7 @@ import xxhash
 
 from kvcache.base.errors import InvariantError
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import PrefixLoad
 from kvcache.protocol.commands import Command
 from kvcache.protocol.messages import CallResult
 from kvcache.protocol.step import StepResult
@@ -25,6 +26,7 @@ from kvcache.protocol.step_delivery import StepAnswer
 Digests = tuple[tuple[str, int], ...]
 """The parts of something in order, by name."""
 
+_LOAD_PARTS = ("load_id", "num_device_tokens", "num_tokens", "columns", "block_ids")
 _IDENTITY = ("client_id", "step", "epoch", "seq")
 _ANSWER_PARTS: Mapping[type[Any], tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind) if field.name not in _IDENTITY)
@@ -63,8 +65,10 @@ class Outcome:
         return [name for name in answer | others if answer.get(name) != others.get(name)]
 
 
-def outcome_of(answer: StepAnswer, commands: Sequence[Command]) -> Outcome:
-    """Return the digests of an answer and its commands; who asked, and when, is no part of it."""
+def outcome_of(answer: StepAnswer | Exception, commands: Sequence[Command]) -> Outcome:
+    """Return the error, or digests of an answer and its commands without who asked and when."""
+    if isinstance(answer, Exception):
+        return Outcome(error=f"{type(answer).__name__}: {answer}")
     parts = []
     for name in _ANSWER_PARTS[type(answer)]:
         value = getattr(answer, name)
@@ -78,9 +82,11 @@ def digests_of_commands(commands: Sequence[Command]) -> Digests:
     return tuple((type(command).__name__, digest_of(command)) for command in commands)
 
 
-def outcome_of_error(error: Exception) -> Outcome:
-    """Return what to write down of an operation that raised."""
-    return Outcome(error=f"{type(error).__name__}: {error}")
+def digests_of_load(load: PrefixLoad | None) -> Digests:
+    """Return the digest of each part of what a load has got; nothing if there was no room."""
+    if load is None:
+        return ()
+    return tuple((name, digest_of(getattr(load, name))) for name in _LOAD_PARTS)
 
 
 def digest_of(value: object) -> int:

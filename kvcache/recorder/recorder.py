@@ -1,8 +1,8 @@
 """FileStepRecorder: writes down all that happens to a coordinator's managers, to be replayed.
 
-The coordinator tells it of every operation; it packs a record, and puts it into a buffer that goes
-to disk when it is full, or at a tick. Refuses to be in the way: when the disk does, it stops, says
-so once, counts what is lost, and begins again with the next epoch.
+It makes a record of each event of the coordinator and puts it into a buffer, which goes to disk
+when it is full, or at a tick. When the disk fails, the recorder stops, logs that once, counts what
+is lost, and begins again with the next epoch. Service continues.
 
     executed, released, ... ──▶ record ──▶ buffer ──full, or a tick──▶ segment
                                              └── any failure ──▶ stopped until the next epoch
@@ -11,46 +11,44 @@ so once, counts what is lost, and begins again with the next epoch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcache.base.clock import Clock
 from kvcache.base.logs import get_logger
-from kvcache.coordinator.step_recorder import LabelSource, RecorderStatistics
-from kvcache.coordinator.tier_calls import TierCall, WantedLoad
-from kvcache.manager import KVCacheManager
-from kvcache.manager.loads import PrefixLoad
-from kvcache.protocol.commands import Command
-from kvcache.protocol.step import NewRequest, StepRequest
-from kvcache.protocol.step_delivery import StepAnswer, StepMessage
-from kvcache.protocol.wire import encode
-from kvcache.recorder.frames import frame
-from kvcache.recorder.manager_config import ManagerConfig
-from kvcache.recorder.operation_clock import RememberingClock
-from kvcache.recorder.outcomes import (
-    digests_of_commands,
-    digests_of_state,
-    outcome_of,
-    outcome_of_error,
-)
-from kvcache.recorder.records import (
+from kvcache.coordinator.step_recorder import (
     EpochBegun,
+    EpochEnded,
+    Event,
     Executed,
+    Gone,
     Held,
     LetGo,
     LoadBegun,
     LoadFinished,
     LoadReleased,
-    Record,
+    LookedUp,
+    RecorderStatistics,
     Released,
-    SegmentHead,
-    StateReached,
+    StepRecorder,
+    SwappedOut,
+    TierCall,
     Withdrawn,
-    pack_head,
-    pack_record,
 )
+from kvcache.manager import KVCacheManager
+from kvcache.protocol.step import StepRequest
+from kvcache.protocol.wire import encode
+from kvcache.recorder import records
+from kvcache.recorder.frames import frame
+from kvcache.recorder.manager_config import ManagerConfig
+from kvcache.recorder.outcomes import (
+    digests_of_commands,
+    digests_of_load,
+    digests_of_state,
+    outcome_of,
+)
+from kvcache.recorder.records import Record, SegmentHead, message_of, pack_head, pack_record
 from kvcache.recorder.segments import OpenFile, SegmentLimits, SegmentWriter, create_file
-from kvcache.recorder.tier_codec import digests_of_load, message_of
 
 logger = get_logger(__name__)
 
@@ -79,8 +77,31 @@ class RecordingOrigin:
     has_tiers: bool = False
 
 
-class FileStepRecorder:
-    """A `StepRecorder` that writes segments. Owned by the coordinator's thread.
+class RememberingClock:
+    """The clock of a recorded manager: pins run out by it, so its readings are in the records.
+
+    It keeps them until the next record takes them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        """Say what `clock` says."""
+        self._clock = clock
+        self._readings: list[float] = []
+
+    def now(self) -> float:
+        """Return the time in seconds, and remember it."""
+        now_s = self._clock.now()
+        self._readings.append(now_s)
+        return now_s
+
+    def take(self) -> list[float]:
+        """Return what was said since the last time."""
+        readings, self._readings = self._readings, []
+        return readings
+
+
+class FileStepRecorder(StepRecorder):
+    """Writes segments. Owned by the coordinator's thread.
 
     `clock` is for the managers that are recorded: what it tells them is in the records.
     Invariant: a record has the next number whether it is written or lost.
@@ -108,113 +129,20 @@ class FileStepRecorder:
         self._problem = "no epoch has begun"
         self._num_lost = self._num_written = self._num_in_buffer = self._num_failures = 0
 
-    # --- what happens
-
-    def begin_epoch(
-        self,
-        epoch: int,
-        manager: KVCacheManager,
-        labels: LabelSource | None = None,
-        commands: Sequence[Command] = (),
-    ) -> None:
-        """Begin a segment for a new manager, even if recording had to stop before."""
-        self.end_epoch()
-        self._take_meanwhile()
-        self._epoch, self._manager, self._problem = epoch, manager, ""
-
-        def begin() -> None:
-            record = EpochBegun(
-                self._next_number,
-                epoch,
-                manager.model_epoch,
-                () if labels is None else tuple(labels()),
-                digests_of_commands(commands),
-            )
-            self._writer.end_epoch()
-            self._append(record)
-            self._flush()
-
-        self._guarded(begin)
-
-    def executed(
-        self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
-    ) -> None:
-        """Record a step or call with the digests of its outcome."""
-        meanwhile = self._take_meanwhile()
-        self._record(
-            lambda number: Executed(
-                number, encode(message, sys.maxsize), outcome_of(answer, commands), *meanwhile
-            )
-        )
-
-    def refused(self, message: StepMessage, error: Exception) -> None:
-        """Record a step or call with the error it ended with."""
-        meanwhile = self._take_meanwhile()
-        self._record(
-            lambda number: Executed(
-                number, encode(message, sys.maxsize), outcome_of_error(error), *meanwhile
-            )
-        )
-
-    def released(self, client_id: str) -> None:
-        """Record that a client's requests were freed."""
-        meanwhile = self._take_meanwhile()
-        self._record(lambda number: Released(number, client_id, *meanwhile))
-
-    def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
-        """Record that what is cached of requests is held."""
-        step = StepRequest(client_id, new=tuple(requests))
-        self._record(lambda number: Held(number, encode(step, sys.maxsize), num_tokens))
-
-    def let_go(self, client_id: str) -> None:
-        """Record that nothing is held for a client any more."""
-        self._record(lambda number: LetGo(number, client_id))
-
-    def withdrawn(self, block_ids: Sequence[int], commands: Sequence[Command]) -> None:
-        """Record that blocks were forgotten, and commands taken, outside steps."""
-        self._record(
-            lambda number: Withdrawn(
-                number, tuple(map(int, block_ids)), digests_of_commands(commands)
-            )
-        )
-
-    def tiers_called(self, call: TierCall) -> None:
-        """Keep it for the record of the operation that it is part of."""
-        self._calls.append(call)
-
-    def load_begun(self, wanted: WantedLoad, load: PrefixLoad | None) -> None:
-        """Record what tiers asked blocks for, and what they got."""
-
-        def make(number: int) -> LoadBegun:
-            request, manager = wanted.request, self._manager
-            name = request.request_id
-            is_known = manager is not None and manager.control.request(name) is request
-            return LoadBegun(
-                number,
-                name,
-                b"" if is_known else message_of(request),
-                request.namespace.model_epoch,
-                wanted.num_tokens,
-                wanted.num_spare_blocks,
-                wanted.has_tail,
-                digests_of_load(load),
-            )
-
-        self._record(make)
-
-    def load_finished(self, load_id: int) -> None:
-        """Record that what was loaded is cached."""
-        self._record(lambda number: LoadFinished(number, load_id))
-
-    def load_released(self, load_id: int) -> None:
-        """Record that a load has ended."""
-        self._record(lambda number: LoadReleased(number, load_id))
-
-    def end_epoch(self) -> None:
-        """Write what waits, and let go of the manager."""
-        self._guarded(self._flush)
-        self._manager = None
-        self._problem = self._problem or "no epoch runs"
+    def record(self, event: Event) -> None:
+        """Record an event; tiers' calls go into the record of the operation they are part of."""
+        match event:
+            case EpochBegun():
+                self._begin_epoch(event)
+            case EpochEnded():
+                self._end_epoch()
+            case LookedUp() | SwappedOut() | Gone():
+                self._calls.append(event)
+            case Executed() | Released():
+                meanwhile = self._take_meanwhile()
+                self._write(lambda number: _operation(number, event, *meanwhile))
+            case _:
+                self._write(lambda number: self._made_of(number, event))
 
     def on_tick(self) -> None:
         """Write what has waited for long enough."""
@@ -225,8 +153,8 @@ class FileStepRecorder:
         """Record digests of the manager's books, if one is left, and close the segment."""
         manager = self._manager
         if manager is not None:
-            self._record(lambda number: StateReached(number, digests_of_state(manager)))
-        self.end_epoch()
+            self._write(lambda number: records.StateReached(number, digests_of_state(manager)))
+        self._end_epoch()
         self._guarded(self._writer.close, even_when_stopped=True)
 
     def statistics(self) -> RecorderStatistics:
@@ -241,6 +169,65 @@ class FileStepRecorder:
             num_failures=self._num_failures,
         )
 
+    # --- records
+
+    def _begin_epoch(self, event: EpochBegun) -> None:
+        """Begin a segment for a new manager, even if recording had to stop before."""
+        self._end_epoch()
+        self._take_meanwhile()
+        self._epoch, self._manager, self._problem = event.epoch, event.manager, ""
+
+        def begin() -> None:
+            record = records.EpochBegun(
+                self._next_number,
+                event.epoch,
+                event.manager.model_epoch,
+                () if event.labels is None else tuple(event.labels()),
+                digests_of_commands(event.commands),
+            )
+            self._writer.end_epoch()
+            self._append(record)
+            self._flush()
+
+        self._guarded(begin)
+
+    def _end_epoch(self) -> None:
+        """Write what waits, and let go of the manager."""
+        self._guarded(self._flush)
+        self._manager = None
+        self._problem = self._problem or "no epoch runs"
+
+    def _made_of(
+        self, number: int, event: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased
+    ) -> Record:
+        match event:
+            case Held():
+                step = StepRequest(event.client_id, new=tuple(event.requests))
+                return records.Held(number, encode(step, sys.maxsize), event.num_tokens)
+            case LetGo():
+                return records.LetGo(number, event.client_id)
+            case Withdrawn():
+                block_ids = tuple(map(int, event.block_ids))
+                return records.Withdrawn(number, block_ids, digests_of_commands(event.commands))
+            case LoadBegun():
+                request, manager = event.request, self._manager
+                name = request.request_id
+                is_known = manager is not None and manager.control.request(name) is request
+                return records.LoadBegun(
+                    number,
+                    name,
+                    b"" if is_known else message_of(request),
+                    request.namespace.model_epoch,
+                    event.num_tokens,
+                    event.num_spare_blocks,
+                    event.has_tail,
+                    digests_of_load(event.load),
+                )
+            case LoadFinished():
+                return records.LoadFinished(number, event.load_id)
+            case LoadReleased():
+                return records.LoadReleased(number, event.load_id)
+
     # --- writing
 
     def _take_meanwhile(self) -> tuple[tuple[float, ...], tuple[TierCall, ...]]:
@@ -248,7 +235,7 @@ class FileStepRecorder:
         calls, self._calls = tuple(self._calls), []
         return tuple(self.clock.take()), calls
 
-    def _record(self, make: Callable[[int], Record]) -> None:
+    def _write(self, make: Callable[[int], Record]) -> None:
         number = self._next_number
         if self._problem:
             self._next_number += 1
@@ -323,3 +310,15 @@ class FileStepRecorder:
             self._writer.close()
         except OSError as error:
             logger.debug("closing a segment: %s", error)
+
+
+def _operation(
+    number: int,
+    event: Executed | Released,
+    readings_s: tuple[float, ...],
+    calls: tuple[TierCall, ...],
+) -> Record:
+    if isinstance(event, Released):
+        return records.Released(number, event.client_id, readings_s, calls)
+    outcome = outcome_of(event.outcome, event.commands)
+    return records.Executed(number, encode(event.message, sys.maxsize), readings_s, outcome, calls)

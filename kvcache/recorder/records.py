@@ -12,24 +12,34 @@ Refuses records of another version, and whatever has a right checksum and makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import msgpack
+import numpy as np
 
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import KVCacheError, MalformedMessageError, VersionMismatchError
-from kvcache.coordinator.tier_calls import TierCall
+from kvcache.coordinator.step_recorder import Gone, LookedUp, SwappedOut, TierCall
+from kvcache.core import OffloadAnswer, OffloadHit
+from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LabelSet
-from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
+from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.protocol.wire import encode
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.outcomes import Digests, Outcome
-from kvcache.recorder.tier_codec import pack_calls, unpack_calls
+from kvcache.requests.request import Request
 
 RECORD_VERSION = 2
 """Version 1 knew no tiers: heads without `has_tiers`, operations without `calls`, no loads."""
 
 READ_VERSIONS = (1, RECORD_VERSION)
+
+_LABEL_FIELDS = tuple(field.name for field in fields(Label))
+_SET_FIELDS = tuple(field.name for field in fields(LabelSet) if field.name != "labels")
+_ARRAYS = frozenset({"block_ids", "groups", "slots", "token_counts", "token_ids", "namespaces"})
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,8 @@ class Executed:
 
     number: int
     message: bytes
+    readings_s: tuple[float, ...]
     outcome: Outcome
-    readings_s: tuple[float, ...] = ()
     calls: tuple[TierCall, ...] = ()
 
 
@@ -226,19 +236,21 @@ def unpack_head(payload: bytes) -> SegmentHead:
 
 def pack_record(record: Record) -> bytes:
     """Return the payload of any other record."""
-    kind, values = _PACK[type(record)]
-    packed: bytes = msgpack.packb([kind, record.number, *values(record)])
+    name, form = _FORMS[type(record)]
+    packed: bytes = msgpack.packb([name, record.number, *form.pack(record)])
     return packed
 
 
 def unpack_record(payload: bytes) -> Record:
     """Return what `pack_record` made; raises MalformedMessageError for anything else."""
     values = _unpack(payload)
-    unpack = _UNPACK.get(values[0]) if values and type(values[0]) is str else None
-    if unpack is None or len(values) < 2 or type(values[1]) is not int:
+    kind = _KINDS.get(values[0]) if values and type(values[0]) is str else None
+    if kind is None or len(values) < 2 or type(values[1]) is not int:
         raise MalformedMessageError(f"a record of unknown kind {str(values[:1])[:50]}")
     try:
-        return unpack(*values[1:])
+        number, *rest = values[1:]
+        record: Record = kind(number, *_FORMS[kind][1].unpack(rest))
+        return record
     except (TypeError, ValueError, AttributeError, KVCacheError) as error:
         raise MalformedMessageError(f"a record of kind {values[0]} makes no sense: {error}") from (
             error
@@ -255,119 +267,19 @@ def _unpack(payload: bytes) -> list[Any]:
     return values
 
 
-_PACK: Mapping[type[Any], tuple[str, Callable[[Any], list[Any]]]] = {
-    EpochBegun: (
-        "epoch",
-        lambda r: [r.epoch, r.model_epoch, pack_label_sets(r.label_sets), r.commands],
-    ),
-    Executed: (
-        "executed",
-        lambda r: [
-            r.message,
-            r.readings_s,
-            [r.outcome.error, dict(r.outcome.answer), r.outcome.commands],
-            pack_calls(r.calls),
-        ],
-    ),
-    Released: ("released", lambda r: [r.client_id, r.readings_s, pack_calls(r.calls)]),
-    Held: ("held", lambda r: [r.message, r.num_tokens]),
-    LetGo: ("let go", lambda r: [r.client_id]),
-    Withdrawn: ("withdrawn", lambda r: [r.block_ids, r.commands]),
-    LoadBegun: (
-        "load begun",
-        lambda r: [
-            [r.request_id, r.message, r.model_epoch],
-            [r.num_tokens, r.num_spare_blocks, r.has_tail],
-            r.load,
-        ],
-    ),
-    LoadFinished: ("load finished", lambda r: [r.load_id]),
-    LoadReleased: ("load released", lambda r: [r.load_id]),
-    StateReached: ("state", lambda r: [dict(r.digests)]),
-}
+# --- fields as plain values
 
 
-def _epoch_begun(
-    number: int, epoch: int, model_epoch: int, label_sets: Any, commands: Any
-) -> EpochBegun:
-    kept = unpack_label_sets(label_sets)
-    return EpochBegun(number, _int(epoch), _int(model_epoch), kept, _digests(commands))
+@dataclass(frozen=True)
+class _Codec:
+    """A field as a plain value, and back; `unpack` raises TypeError or ValueError."""
 
-
-def _executed(
-    number: int, message: bytes, readings_s: Any, what_came: Any, calls: Any = ()
-) -> Executed:
-    error, answer, commands = what_came
-    outcome = Outcome(_digests(answer.items()), _digests(commands), _text(error))
-    readings = _readings(readings_s)
-    return Executed(number, _bytes(message), outcome, readings, unpack_calls(calls))
-
-
-def _released(number: int, client_id: str, readings_s: Any, calls: Any = ()) -> Released:
-    return Released(number, _text(client_id), _readings(readings_s), unpack_calls(calls))
-
-
-def _held(number: int, message: bytes, num_tokens: int) -> Held:
-    return Held(number, _bytes(message), _int(num_tokens))
-
-
-def _let_go(number: int, client_id: str) -> LetGo:
-    return LetGo(number, _text(client_id))
-
-
-def _withdrawn(number: int, block_ids: Any, commands: Any) -> Withdrawn:
-    return Withdrawn(number, tuple(_int(block_id) for block_id in block_ids), _digests(commands))
-
-
-def _load_begun(number: int, request: Any, wanted: Any, load: Any) -> LoadBegun:
-    request_id, message, model_epoch = request
-    num_tokens, num_spare_blocks, has_tail = wanted
-    if type(has_tail) is not bool:
-        raise TypeError(f"{type(has_tail).__name__} does not say whether there is a tail")
-    return LoadBegun(
-        number,
-        _text(request_id),
-        _bytes(message),
-        _int(model_epoch),
-        _int(num_tokens),
-        _int(num_spare_blocks),
-        has_tail,
-        _digests(load),
-    )
-
-
-def _load_finished(number: int, load_id: int) -> LoadFinished:
-    return LoadFinished(number, _int(load_id))
-
-
-def _load_released(number: int, load_id: int) -> LoadReleased:
-    return LoadReleased(number, _int(load_id))
-
-
-def _state_reached(number: int, digests: Any) -> StateReached:
-    return StateReached(number, {_text(name): _text(one) for name, one in digests.items()})
-
-
-_UNPACK: Mapping[str, Callable[..., Record]] = {
-    "epoch": _epoch_begun,
-    "executed": _executed,
-    "released": _released,
-    "held": _held,
-    "let go": _let_go,
-    "withdrawn": _withdrawn,
-    "load begun": _load_begun,
-    "load finished": _load_finished,
-    "load released": _load_released,
-    "state": _state_reached,
-}
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
 
 
 def _digests(pairs: Any) -> Digests:
     return tuple((_text(name), _int(digest)) for name, digest in pairs)
-
-
-def _readings(values: Any) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
 
 
 def _text(value: Any) -> str:
@@ -386,3 +298,174 @@ def _int(value: Any) -> int:
     if type(value) is not int:
         raise TypeError(f"{type(value).__name__} is not a number")
     return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{type(value).__name__} is not true or false")
+    return value
+
+
+def _outcome(value: Any) -> Outcome:
+    error, answer, commands = value
+    return Outcome(_digests(answer.items()), _digests(commands), _text(error))
+
+
+def _state_digests(value: Any) -> dict[str, str]:
+    return {_text(name): _text(digest) for name, digest in value.items()}
+
+
+def message_of(request: Request) -> bytes:
+    """Return the bytes of a step that brings a request of this content."""
+    lora = request.lora
+    new = NewRequest(
+        request.request_id,
+        request.all_token_ids,
+        request.num_tokens,
+        lora_name=None if lora is None else lora.name,
+        lora_path=None if lora is None else lora.path,
+        mm_hashes=request.mm_hashes,
+        mm_offsets=int32_array([position.offset for position in request.mm_positions]),
+        mm_lengths=int32_array([position.length for position in request.mm_positions]),
+        cache_salt=request.cache_salt,
+        tenant=request.namespace.tenant,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+    )
+    return encode(StepRequest(new=(new,)), sys.maxsize)
+
+
+def pack_label_sets(label_sets: Sequence[LabelSet]) -> list[Any]:
+    """Return plain values: the different labels, then for each set its fields and which it has."""
+    different: list[list[Any]] = []
+    sets = []
+    for label_set in label_sets:
+        labels = [_plain(getattr(label_set.labels, name)) for name in _LABEL_FIELDS]
+        if labels not in different:
+            different.append(labels)
+        own = [getattr(label_set, name) for name in _SET_FIELDS]
+        sets.append([different.index(labels), *own])
+    return [different, sets]
+
+
+def unpack_label_sets(values: Any) -> tuple[LabelSet, ...]:
+    """Return what `pack_label_sets` made; raises MalformedMessageError for anything else."""
+    try:
+        different, sets = values
+        labels = [
+            Label(**{n: _value(n, v) for n, v in zip(_LABEL_FIELDS, one, strict=True)})
+            for one in different
+        ]
+        return tuple(
+            LabelSet(labels=labels[index], **dict(zip(_SET_FIELDS, own, strict=True)))
+            for index, *own in sets
+        )
+    except KVCacheError:
+        raise
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise MalformedMessageError(f"no labels: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.astype("<i4", copy=False).tobytes()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _value(name: str, value: Any) -> Any:
+    if name in _ARRAYS:
+        return _array(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _array(value: bytes) -> Int32Array:
+    return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
+
+
+def _pack_call(call: TierCall) -> list[Any]:
+    match call:
+        case LookedUp(request_id, num_device_tokens, answer):
+            return ["?", request_id, num_device_tokens, answer.answer.value, answer.num_tokens]
+        case SwappedOut(request_id, num_tokens, num_cached_tokens):
+            return ["swap", request_id, num_tokens, num_cached_tokens]
+        case Gone(request_id, released_loads):
+            return ["gone", request_id, list(released_loads)]
+
+
+def _unpack_call(kind: str, request_id: str, *values: Any) -> TierCall:
+    if type(request_id) is not str:
+        raise TypeError(f"{type(request_id).__name__} is no request id")
+    match (kind, *values):
+        case ("?", int(num_device_tokens), str(answer), int(num_tokens)):
+            hit = OffloadHit(OffloadAnswer(answer), num_tokens)
+            return LookedUp(request_id, num_device_tokens, hit)
+        case ("swap", int(num_tokens), int(num_cached_tokens)):
+            return SwappedOut(request_id, num_tokens, num_cached_tokens)
+        case ("gone", list(load_ids)) if all(type(one) is int for one in load_ids):
+            return Gone(request_id, tuple(load_ids))
+    raise ValueError(f"a call of tiers that is {kind!r} with {values!r:.100}")
+
+
+_INT, _TEXT, _BYTES, _BOOL = (
+    _Codec(lambda value: value, one) for one in (_int, _text, _bytes, _bool)
+)
+_INTS = _Codec(list, lambda values: tuple(_int(value) for value in values))
+_READINGS = _Codec(list, lambda values: tuple(float(value) for value in values))
+_DIGESTS = _Codec(list, _digests)
+_OUTCOME = _Codec(lambda o: [o.error, dict(o.answer), o.commands], _outcome)
+_LABELS = _Codec(pack_label_sets, unpack_label_sets)
+_CALLS = _Codec(
+    lambda calls: [_pack_call(call) for call in calls],
+    lambda values: tuple(_unpack_call(*value) for value in values),
+)
+_STATE = _Codec(dict, _state_digests)
+
+
+def _unpacked(codecs: Sequence[_Codec | tuple[_Codec, ...]], packed: Sequence[Any]) -> list[Any]:
+    if len(packed) != len(codecs):
+        raise ValueError(f"{len(packed)} fields instead of {len(codecs)}")
+    values: list[Any] = []
+    for codec, value in zip(codecs, packed, strict=True):
+        values += _unpacked(codec, value) if isinstance(codec, tuple) else [codec.unpack(value)]
+    return values
+
+
+class _Form:
+    """The fields of a record behind its number, in order; a tuple of codecs is a nested list."""
+
+    def __init__(self, kind: type[Any], *codecs: _Codec | tuple[_Codec, ...]) -> None:
+        self._names = [field.name for field in fields(kind)][1:]
+        self._codecs = codecs
+
+    def pack(self, record: Record) -> list[Any]:
+        """Return plain values."""
+        values = iter([getattr(record, name) for name in self._names])
+        return [
+            [one.pack(next(values)) for one in codec]
+            if isinstance(codec, tuple)
+            else codec.pack(next(values))
+            for codec in self._codecs
+        ]
+
+    def unpack(self, packed: list[Any]) -> list[Any]:
+        """Return the fields' values; raises ValueError or TypeError."""
+        if self._codecs[-1] is _CALLS and len(packed) == len(self._codecs) - 1:
+            packed = [*packed, []]  # version 1
+        return _unpacked(self._codecs, packed)
+
+
+_FORMS: Mapping[type[Any], tuple[str, _Form]] = {
+    kind: (name, _Form(kind, *codecs))
+    for name, kind, *codecs in (
+        ("epoch", EpochBegun, _INT, _INT, _LABELS, _DIGESTS),
+        ("executed", Executed, _BYTES, _READINGS, _OUTCOME, _CALLS),
+        ("released", Released, _TEXT, _READINGS, _CALLS),
+        ("held", Held, _BYTES, _INT),
+        ("let go", LetGo, _TEXT),
+        ("withdrawn", Withdrawn, _INTS, _DIGESTS),
+        ("load begun", LoadBegun, (_TEXT, _BYTES, _INT), (_INT, _INT, _BOOL), _DIGESTS),
+        ("load finished", LoadFinished, _INT),
+        ("load released", LoadReleased, _INT),
+        ("state", StateReached, _STATE),
+    )
+}
+_KINDS = {name: kind for kind, (name, _) in _FORMS.items()}

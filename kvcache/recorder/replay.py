@@ -16,19 +16,7 @@ from kvcache.base.errors import RecordingError
 from kvcache.manager import KVCacheManager
 from kvcache.recorder.outcomes import digest_of_digests, digests_of_state
 from kvcache.recorder.recording import PlacedRecord, Recording
-from kvcache.recorder.records import (
-    EpochBegun,
-    Executed,
-    Held,
-    LetGo,
-    LoadBegun,
-    LoadFinished,
-    LoadReleased,
-    Record,
-    Released,
-    StateReached,
-    Withdrawn,
-)
+from kvcache.recorder.records import EpochBegun, Executed, Record, StateReached
 from kvcache.recorder.replayed_epoch import ReplayedEpoch
 
 PROGRESS_INTERVAL = 64
@@ -140,7 +128,7 @@ class RecordReplay:
         if isinstance(record, EpochBegun):
             self._tell_skipped()
             epoch = self._epoch = ReplayedEpoch(head, record.epoch)
-            what = epoch.begin(record, placed)
+            what = epoch.replay(placed)
             self.manager = epoch.manager
             self._count(num_epochs=1)
             self._report = replace(self._report, recorded_state_digest="")
@@ -151,7 +139,8 @@ class RecordReplay:
             )
             return None
         else:
-            what = self._do(self._epoch, record, placed)
+            what = self._epoch.replay(placed)
+            self._look_at(record, self._epoch)
         self._count(num_records=1)
         if not what or self._epoch is None:
             return None
@@ -165,37 +154,17 @@ class RecordReplay:
             what,
         )
 
-    def _do(self, epoch: ReplayedEpoch, record: Record, placed: PlacedRecord) -> str:
-        match record:
-            case Executed():
-                what = epoch.execute(record, placed)
-                is_call = epoch.is_call
-                self._count(
-                    num_steps=not is_call,
-                    num_calls=is_call,
-                    num_refused=bool(record.outcome.error),
-                )
-                return what
-            case Released():
-                return epoch.release(record)
-            case Held():
-                return epoch.hold(record, placed)
-            case LetGo():
-                return epoch.let_go(record)
-            case Withdrawn():
-                return epoch.withdraw(record)
-            case LoadBegun():
-                return epoch.begin_load(record, placed)
-            case LoadFinished():
-                return epoch.finish_load(record)
-            case LoadReleased():
-                return epoch.release_load(record)
-            case StateReached():
-                digest = digest_of_digests(record.digests)
-                self._report = replace(self._report, recorded_state_digest=digest)
-                return epoch.compare_state(record)
-            case EpochBegun():
-                return ""
+    def _look_at(self, record: Record, epoch: ReplayedEpoch) -> None:
+        """Count a step or call, and note the state that was written down."""
+        if isinstance(record, Executed):
+            self._count(
+                num_steps=not epoch.is_call,
+                num_calls=epoch.is_call,
+                num_refused=bool(record.outcome.error),
+            )
+        elif isinstance(record, StateReached):
+            digest = digest_of_digests(record.digests)
+            self._report = replace(self._report, recorded_state_digest=digest)
 
     def _follow(self, record: Record, recording_id: str) -> None:
         """Note a gap before `record`: what follows cannot be replayed before the next epoch."""

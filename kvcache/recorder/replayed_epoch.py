@@ -1,14 +1,16 @@
 """ReplayedEpoch: one recorded epoch's manager, made again, and told everything once more.
 
 Below the replay, which reads the records. Operations go through the coordinator's own `StepServer`,
-which tells of what came of each as it told the recorder. Refuses what this release cannot make
-sense of.
+which records the outcome of each as it did then. Clock and tiers say again what they said then.
+Refuses what this release cannot make sense of.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import (
     InvariantError,
     KVCacheError,
@@ -16,25 +18,25 @@ from kvcache.base.errors import (
     RecordingError,
     RequestError,
 )
+from kvcache.coordinator import step_recorder as events
 from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.coordinator.step_recorder import NullStepRecorder
+from kvcache.coordinator.step_recorder import Gone, LookedUp, StepRecorder, SwappedOut, TierCall
+from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager import KVCacheManager
+from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.step_plan import make_request
-from kvcache.protocol.commands import Command
 from kvcache.protocol.messages import Call, Message
-from kvcache.protocol.step import NewRequest, StepRequest
-from kvcache.protocol.step_delivery import StepAnswer, StepMessage
+from kvcache.protocol.step import StepRequest
 from kvcache.protocol.wire import decode
-from kvcache.recorder.operation_clock import RepeatingClock
 from kvcache.recorder.outcomes import (
     Outcome,
     digests_of_commands,
+    digests_of_load,
     digests_of_state,
     outcome_of,
-    outcome_of_error,
 )
 from kvcache.recorder.recording import PlacedRecord
 from kvcache.recorder.records import (
@@ -50,13 +52,13 @@ from kvcache.recorder.records import (
     StateReached,
     Withdrawn,
 )
-from kvcache.recorder.repeating_tiers import RepeatingTiers
-from kvcache.recorder.tier_codec import digests_of_load
 from kvcache.requests.request import Request
+
+MISS = OffloadHit(OffloadAnswer.MISS)
 
 
 class ReplayedEpoch:
-    """One epoch's manager, made again. Methods return what came out otherwise, empty if nothing.
+    """One epoch's manager, made again. `replay` returns what came out otherwise, empty if nothing.
 
     `client_id` and `step` say whose record was replayed last.
     """
@@ -73,7 +75,7 @@ class ReplayedEpoch:
         self._server: StepServer | None = None
         self._nobody = ClientLedger("", 1, 1, 0.0)
 
-    def begin(self, record: EpochBegun, placed: PlacedRecord) -> str:
+    def _begin(self, record: EpochBegun, placed: PlacedRecord) -> str:
         """Make the manager, and restore it if it was."""
         try:
             manager = self._head.manager_config.make(self._clock, record.model_epoch)
@@ -90,7 +92,36 @@ class ReplayedEpoch:
         commands = digests_of_commands(manager.take_commands())
         return Outcome(commands=record.commands).difference(Outcome(commands=commands))
 
-    def execute(self, record: Executed, placed: PlacedRecord) -> str:
+    def replay(self, placed: PlacedRecord) -> str:
+        """Do what a record says."""
+        record = placed.record
+        self.client_id, self.step = "", 0
+        match record:
+            case Executed():
+                return self._execute(record, placed)
+            case Released():
+                return self._release(record)
+            case Held():
+                return self._hold(record, placed)
+            case LetGo():
+                self.client_id = record.client_id
+                self._running().let_go(record.client_id)
+                return ""
+            case Withdrawn():
+                commands = digests_of_commands(self._running().withdraw(record.block_ids))
+                return Outcome(commands=record.commands).difference(Outcome(commands=commands))
+            case LoadBegun():
+                return self._begin_load(record, placed)
+            case LoadFinished():
+                return _refusal(self._running().manager.tiers.loads.finish, record.load_id)
+            case LoadReleased():
+                return _refusal(self._running().manager.tiers.loads.release, record.load_id)
+            case StateReached():
+                return self._compare_state(record)
+            case EpochBegun():
+                return self._begin(record, placed)
+
+    def _execute(self, record: Executed, placed: PlacedRecord) -> str:
         """Execute a step or call."""
         message = _decoded(record.message, placed)
         if not isinstance(message, StepRequest | Call):
@@ -108,39 +139,26 @@ class ReplayedEpoch:
         what = record.outcome.difference(seen.outcome or Outcome())
         return self._tier_difference() or what or self._clock_difference(record.readings_s)
 
-    def release(self, record: Released) -> str:
+    def _release(self, record: Released) -> str:
         """Free what a client had."""
-        self.client_id, self.step = record.client_id, 0
+        self.client_id = record.client_id
         self._expect(record)
         self._running().release(record.client_id)
         return self._tier_difference() or self._clock_difference(record.readings_s)
 
-    def hold(self, record: Held, placed: PlacedRecord) -> str:
+    def _hold(self, record: Held, placed: PlacedRecord) -> str:
         """Hold what is cached of requests."""
         message = _decoded(record.message, placed)
         if not isinstance(message, StepRequest):
             raise _unreadable(placed, f"it holds a {type(message).__name__}, no requests")
-        self.client_id, self.step = message.client_id, 0
+        self.client_id = message.client_id
         self._running().hold(message.client_id, message.new)
         if self._seen.num_held_tokens != record.num_tokens:
             return f"{self._seen.num_held_tokens} tokens are held, recorded: {record.num_tokens}"
         return ""
 
-    def let_go(self, record: LetGo) -> str:
-        """Hold nothing for a client any more."""
-        self.client_id, self.step = record.client_id, 0
-        self._running().let_go(record.client_id)
-        return ""
-
-    def withdraw(self, record: Withdrawn) -> str:
-        """Have blocks forgotten, and take the commands that wait."""
-        self.client_id, self.step = "", 0
-        commands = digests_of_commands(self._running().withdraw(record.block_ids))
-        return Outcome(commands=record.commands).difference(Outcome(commands=commands))
-
-    def begin_load(self, record: LoadBegun, placed: PlacedRecord) -> str:
+    def _begin_load(self, record: LoadBegun, placed: PlacedRecord) -> str:
         """Take blocks for a load again."""
-        self.client_id, self.step = "", 0
         manager = self._running().manager
         request: Request | None = manager.control.request(record.request_id)
         if record.message:
@@ -161,19 +179,8 @@ class ReplayedEpoch:
         what = " and another ".join(names)
         return f"the load of {record.request_id} has another {what}" if names else ""
 
-    def finish_load(self, record: LoadFinished) -> str:
-        """Cache what was loaded."""
-        self.client_id, self.step = "", 0
-        return _refusal(self._running().manager.tiers.loads.finish, record.load_id)
-
-    def release_load(self, record: LoadReleased) -> str:
-        """Let a load's blocks go."""
-        self.client_id, self.step = "", 0
-        return _refusal(self._running().manager.tiers.loads.release, record.load_id)
-
-    def compare_state(self, record: StateReached) -> str:
+    def _compare_state(self, record: StateReached) -> str:
         """Compare the manager's books part by part."""
-        self.client_id, self.step = "", 0
         mine = digests_of_state(self._running().manager)
         names = mine | dict(record.digests)
         parts = sorted(name for name in names if mine.get(name) != record.digests.get(name))
@@ -202,26 +209,137 @@ class ReplayedEpoch:
         return f"the time was asked for {num_asked} times, recorded: {len(readings_s)}"
 
 
-class _Seen(NullStepRecorder):
-    """Keeps what came of the operation that a `StepServer` did last."""
+class _Seen(StepRecorder):
+    """Keeps the outcome of the last operation of a `StepServer`."""
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self.num_held_tokens = 0
 
-    def executed(
-        self, message: StepMessage, answer: StepAnswer, commands: Sequence[Command]
+    def record(self, event: events.Event) -> None:
+        """Keep digests of an outcome, and how many tokens are held."""
+        match event:
+            case events.Executed():
+                self.outcome = outcome_of(event.outcome, event.commands)
+            case events.Held():
+                self.num_held_tokens = event.num_tokens
+
+
+class RepeatingClock:
+    """A clock that says what another one said. `num_invented` counts readings beyond those."""
+
+    def __init__(self) -> None:
+        """Know no reading yet."""
+        self._readings: deque[float] = deque()
+        self._last_s = 0.0
+        self.num_invented = 0
+
+    def now(self) -> float:
+        """Return the next reading; without one the last again, which is counted."""
+        if self._readings:
+            self._last_s = self._readings.popleft()
+        else:
+            self.num_invented += 1
+        return self._last_s
+
+    def expect(self, readings: Sequence[float]) -> None:
+        """Say these next, whatever is left of those before."""
+        self._readings = deque(readings)
+        self.num_invented = 0
+
+    @property
+    def num_left(self) -> int:
+        """Readings that were not asked for."""
+        return len(self._readings)
+
+
+class RepeatingTiers:
+    """Both hooks of a replayed manager: what its tiers answered and did then, they do again.
+
+    `expect` the calls of an operation before it, and ask afterwards what was different. A question
+    that was not asked then is a difference, and is answered as by tiers that have nothing.
+    """
+
+    def __init__(self, loads: PrefixLoads) -> None:
+        """Know no call yet; `loads` are the manager's."""
+        self._loads = loads
+        self._expected: deque[TierCall] = deque()
+        self._difference = ""
+
+    def expect(self, calls: Sequence[TierCall]) -> None:
+        """These are the next ones, whatever is left of those before."""
+        self._expected = deque(calls)
+        self._difference = ""
+
+    @property
+    def difference(self) -> str:
+        """How the calls since `expect` were others; empty if they were not."""
+        if not self._difference and self._expected:
+            return f"the tiers were not called, recorded: {_told(self._expected[0])}"
+        return self._difference
+
+    def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Answer as it was answered then."""
+        call = self._next(LookedUp(request.request_id, num_device_tokens, MISS))
+        return call.answer if isinstance(call, LookedUp) else MISS
+
+    def on_swap_out(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_cached_tokens: int,
+        block_ids: tuple[list[int], ...],
     ) -> None:
-        """Keep the digests of its outcome."""
-        self.outcome = outcome_of(answer, commands)
+        """Keep nothing: what comes back is in other records."""
+        self._next(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
 
-    def refused(self, message: StepMessage, error: Exception) -> None:
-        """Keep the error."""
-        self.outcome = outcome_of_error(error)
+    def on_request_finished(self, request_id: str) -> None:
+        """Release what was released then."""
+        call = self._next(Gone(request_id))
+        for load_id in call.released_loads if isinstance(call, Gone) else ():
+            try:
+                self._loads.release(load_id)
+            except RequestError as error:
+                self._difference = self._difference or str(error)
 
-    def held(self, client_id: str, requests: Sequence[NewRequest], num_tokens: int) -> None:
-        """Keep how many tokens are held."""
-        self.num_held_tokens = num_tokens
+    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
+        """Let them go."""
+
+    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
+        """Store nothing."""
+
+    def _next(self, call: TierCall) -> TierCall | None:
+        """Return the recorded call in the place of this one; None where it was another."""
+        recorded = self._expected.popleft() if self._expected else None
+        if recorded is not None and _question(recorded) == _question(call):
+            return recorded
+        then = "nothing" if recorded is None else _told(recorded)
+        self._difference = self._difference or f"the tiers were {_told(call)}, recorded: {then}"
+        return None
+
+
+def _question(call: TierCall) -> tuple[object, ...]:
+    """Return all of a call but what the tiers answered and did."""
+    match call:
+        case LookedUp():
+            return LookedUp, call.request_id, call.num_device_tokens
+        case SwappedOut():
+            return SwappedOut, call.request_id, call.num_tokens, call.num_cached_tokens
+        case Gone():
+            return Gone, call.request_id
+
+
+def _told(call: TierCall) -> str:
+    match call:
+        case LookedUp():
+            return f"asked for {call.request_id} behind {call.num_device_tokens} tokens"
+        case SwappedOut():
+            return (
+                f"told that {call.request_id} is swapped out with {call.num_tokens} tokens, "
+                f"{call.num_cached_tokens} of them cached"
+            )
+        case Gone():
+            return f"told that {call.request_id} has gone"
 
 
 def _decoded(data: bytes, placed: PlacedRecord) -> Message:

@@ -23,7 +23,7 @@ from kvcache.coordinator.client_ledger import ClientLedger
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
-from kvcache.coordinator.step_recorder import LabelSource
+from kvcache.coordinator.step_recorder import EpochBegun, LabelSource
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.statistics import ManagerStatistics
@@ -118,7 +118,7 @@ class RecordedLife:
             self._obey(commands)
         else:
             self._labels.reset()
-        self.recorder.begin_epoch(self._epoch, self.manager, labels, commands)
+        self.recorder.record(EpochBegun(self._epoch, self.manager, labels, commands))
         settings = CoordinatorSettings(NUM_RANKS, "a plan")
         self.server = StepServer(settings, self.manager, JobTable(NUM_RANKS), self.recorder)
         self._call_table = CallTable()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvcache.base.clock import Clock
-from kvcache.coordinator.step_recorder import LabelSource
+from kvcache.coordinator.step_recorder import (
+    EpochBegun,
+    EpochEnded,
+    Event,
+    Gone,
+    LookedUp,
+    SwappedOut,
+)
 from kvcache.manager import KVCacheManager
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.recorder import (
@@ -23,7 +29,6 @@ from kvcache.recorder import (
     open_recording,
 )
 from kvcache.recorder import replay as replay_module
-from kvcache.recorder.records import Record
 from kvcache.recorder.segments import SegmentLimits
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import Cluster
@@ -42,29 +47,23 @@ class WatchedRecorder(FileStepRecorder):
         self.state: dict[str, object] = {}
         self._watched: KVCacheManager | None = None
 
-    def begin_epoch(
-        self,
-        epoch: int,
-        manager: KVCacheManager,
-        labels: LabelSource | None = None,
-        commands: object = (),
-    ) -> None:
-        super().begin_epoch(epoch, manager, labels, commands)  # type: ignore[arg-type]
-        self._watched = manager
-        self.seen.append(manager.statistics())
-
-    def _record(self, make: Callable[[int], Record]) -> None:
-        super()._record(make)
-        assert self._watched is not None
-        self.seen.append(self._watched.statistics())
-
-    def end_epoch(self) -> None:
-        super().end_epoch()
-        self._watched = None
+    def record(self, event: Event) -> None:
+        super().record(event)
+        match event:
+            case EpochBegun():
+                self._watched = event.manager
+            case EpochEnded():
+                self._watched = None
+            case LookedUp() | SwappedOut() | Gone():
+                return
+        if self._watched is not None:
+            self.seen.append(self._watched.statistics())
 
     def close(self) -> None:
         if self._watched is not None:
             self.state = self._watched.dump_state()
+            self.seen.append(self._watched.statistics())
+            self._watched = None
         super().close()
 
 

@@ -12,7 +12,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import MalformedMessageError, VersionMismatchError
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LABEL_VERSION, LabelSet
-from kvcache.recorder.label_codec import pack_label_sets, unpack_label_sets
+from kvcache.recorder.records import pack_label_sets, unpack_label_sets
 
 
 def label_set(rank: int, block_ids: list[int]) -> LabelSet:

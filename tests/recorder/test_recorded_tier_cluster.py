@@ -26,7 +26,7 @@ from kvcache.base.clock import SystemClock
 from kvcache.base.errors import RecordingError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.coordinator.tier_calls import Gone, LookedUp, SwappedOut
+from kvcache.coordinator.step_recorder import Gone, LookedUp, SwappedOut
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Load
@@ -408,8 +408,14 @@ def frame_of(path: Path, kind: type) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("payload", "what"),
     [
-        (["load begun", 2, ["r", b"", 0], [16, 0], []], "load begun makes no sense: not enough"),
-        (["load begun", 2, ["r", b"", 0], [16, 0, 1], []], "does not say whether there is a tail"),
+        (
+            ["load begun", 2, ["r", b"", 0], [16, 0], []],
+            "load begun makes no sense: 2 fields instead of 3",
+        ),
+        (
+            ["load begun", 2, ["r", b"", 0], [16, 0, 1], []],
+            "load begun makes no sense: int is not true or false",
+        ),
         (["load finished", 2, "one"], "load finished makes no sense: str is not a number"),
         (["released", 2, "c", [], [["what", "r"]]], "a call of tiers that is 'what'"),
         (["released", 2, "c", [], [["?", "r", 0, "perhaps", 0]]], "'perhaps' is not a valid"),

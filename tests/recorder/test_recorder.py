@@ -14,6 +14,7 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import InvariantError
+from kvcache.coordinator.step_recorder import EpochEnded
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import FileStepRecorder, RecordReplay, RecordReplayReport, open_recording
 from kvcache.recorder.segments import SegmentFile, create_file
@@ -294,7 +295,7 @@ def test_closing_twice_or_without_an_epoch_is_harmless(tmp_path: Path) -> None:
     clock = VirtualClock()
     recorder = make_recorder(tmp_path / "records", MANAGER_CONFIG, clock)
     recorder.on_tick()
-    recorder.end_epoch()
+    recorder.record(EpochEnded())
     recorder.close()
     assert recorder.statistics().problem == "no epoch has begun"
     assert not (tmp_path / "records").exists()

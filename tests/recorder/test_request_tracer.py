@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import AlreadyRunningError
-from kvcache.coordinator.step_recorder import NullStepRecorder
+from kvcache.coordinator.step_recorder import EpochEnded, Executed, Released, StepRecorder
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import (
     Fork,
@@ -20,8 +20,7 @@ from kvcache.protocol.step import (
     StepRequest,
 )
 from kvcache.recorder import RequestTracer, TracedRecorder, TracerLimits, record_request
-from kvcache.recorder.request_digests import DIGEST_BYTES, block_digests
-from kvcache.recorder.request_tracer import SeenRequest
+from kvcache.recorder.request_tracer import DIGEST_BYTES, SeenRequest, block_digests
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 SALT = bytes(range(32))
@@ -36,7 +35,7 @@ class Served:
         self.manager = KVCacheManager(config, 512)
         self.clock = VirtualClock()
         self.tracer = RequestTracer(self.clock, limits)
-        self.recorder = TracedRecorder(NullStepRecorder(), self.tracer)
+        self.recorder = TracedRecorder(StepRecorder(), self.tracer)
         self._step = 0
 
     def step(self, **parts: object) -> list[int]:
@@ -51,7 +50,7 @@ class Served:
             **parts,  # type: ignore[arg-type]
         )
         result = self.manager.step(request)
-        self.recorder.executed(request, result, self.manager.take_commands())
+        self.recorder.record(Executed(request, result, self.manager.take_commands()))
         return result.admitted_slots.tolist()
 
     def taken(self, listener: str = "me", most: int = 100) -> list[tuple[str, float, int]]:
@@ -122,10 +121,10 @@ def test_clients_and_epochs_that_are_gone_end_their_requests() -> None:
     served = Served()
     served.taken()
     served.step(new=(prompt("a"),))
-    served.recorder.released("client")
+    served.recorder.record(Released("client"))
     served.step(new=(prompt("b"),))
     assert served.taken() == [("a", 1.0, 0)]
-    served.recorder.end_epoch()
+    served.recorder.record(EpochEnded())
     assert served.taken() == [("b", 2.0, 0)]
 
 
