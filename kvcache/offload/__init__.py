@@ -13,8 +13,6 @@ from kvcache.offload.canonical import (
     CanonicalKVCacheTensor,
 )
 from kvcache.offload.contents import LabelShape
-from kvcache.offload.context import ReqContext
-from kvcache.offload.discards import Discards
 from kvcache.offload.events import OffloadingEvent, cache_events
 from kvcache.offload.handlers import (
     HandlerRoute,
@@ -23,7 +21,7 @@ from kvcache.offload.handlers import (
     TransferResult,
     TransferSpec,
 )
-from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.hierarchy import Discards, TierHierarchy
 from kvcache.offload.hits import Place, TierHits
 from kvcache.offload.jobs import (
     Deadlines,
@@ -45,7 +43,7 @@ from kvcache.offload.keys import (
     pack_keys,
     unpack_keys,
 )
-from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput
+from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import TIERS, TierFactory, make_tier
 from kvcache.offload.specs import (

@@ -8,15 +8,35 @@ package are `TierManager`s; tiers from outside implement this and are registered
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from kvcache.base.arguments import as_text, check_fields, check_kind
+from kvcache.base.errors import InvalidInputError
 from kvcache.core import OffloadAnswer
-from kvcache.offload.context import ReqContext
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.specs import LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
+
+NO_PARAMS: Mapping[str, str | int | float | bool] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ReqContext:
+    """A request as tiers see it: its id, and what its caller wants tiers to know.
+
+    Raises InvalidInputError for an empty id.
+    """
+
+    req_id: str
+    params: Mapping[str, str | int | float | bool] = field(default_factory=lambda: NO_PARAMS)
+
+    def __post_init__(self) -> None:
+        check_fields(self, as_text, "req_id", error=InvalidInputError)
+        check_kind("params", self.params, Mapping)
+
 
 __all__ = ["OffloadAnswer", "OffloadingManager", "PrepareStoreOutput"]
 

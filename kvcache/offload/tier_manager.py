@@ -13,6 +13,7 @@ chain in their order, and can be entered at any of them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -30,30 +31,132 @@ from kvcache.base.arguments import (
     check_methods,
 )
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
-from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError
-from kvcache.offload.context import ReqContext
-from kvcache.offload.events import OffloadingEvent
-from kvcache.offload.key_checks import KeyChecks
+from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError, shown
+from kvcache.offload.contents import ContentTable
+from kvcache.offload.events import OffloadingEvent, parents_first
 from kvcache.offload.keys import OffloadKey
-from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput
+from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput, ReqContext
 from kvcache.offload.options import TierOptions
-from kvcache.offload.placement import place_keys
-from kvcache.offload.sightings import Sightings
-from kvcache.offload.slot_table import (
+from kvcache.offload.slots import (
     FORGOTTEN,
     NO_ADDRESS,
     NOTHING,
     READY,
     STORING,
     BoolArray,
+    CountArray,
+    Placement,
+    SlotEviction,
+    SlotTable,
     StateArray,
+    place_keys,
 )
 from kvcache.offload.specs import HostLoadStoreSpec, LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
-from kvcache.offload.tier_tables import TierTables, first_of_each
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import Label
-from kvcache.tenants import TenantLedger
+from kvcache.requests.request_content import parse_namespace_name
+from kvcache.tenants import TenantLedger, TenantStatistics
+from kvcache.tenants.ledger import NOBODY
+
+
+def first_of_each(values: Sequence[OffloadKey] | Sequence[int]) -> IndexArray:
+    """Return the positions at which a value comes for the first time, in rising order."""
+    positions = dict(zip(reversed(values), range(len(values) - 1, -1, -1), strict=True))
+    return index_array(sorted(positions.values()))
+
+
+def _last_of_each(values: IndexArray) -> IndexArray:
+    """Return the positions at which a value comes for the last time, in rising order."""
+    _, from_end = np.unique(values[::-1], return_index=True)
+    positions: IndexArray = np.sort(len(values) - 1 - from_end)
+    return positions
+
+
+class Sightings:
+    """Counts of the `capacity` keys seen last. O(1) per key."""
+
+    def __init__(self, threshold: int, capacity: int) -> None:
+        """Know no key. Raises ConfigurationError for a threshold or capacity below 1."""
+        if threshold < 1 or capacity < 1:
+            raise ConfigurationError(
+                f"store threshold {threshold} with room for {capacity} keys: both must be at "
+                "least 1"
+            )
+        self.threshold = threshold
+        self._capacity = capacity
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def see(self, keys: Sequence[OffloadKey]) -> None:
+        """Count one sighting of each of these keys, in chain order: the last is forgotten first."""
+        if self.threshold == 1:
+            return
+        counts = self._counts
+        for key in reversed(keys):
+            counts[key] = min(counts.pop(key, 0) + 1, self.threshold)
+        while len(counts) > self._capacity:
+            counts.popitem(last=False)
+
+    def is_frequent(self, key: OffloadKey) -> bool:
+        """Say whether a key has been seen as often as is asked for. Changes nothing."""
+        return self.threshold == 1 or self._counts.get(key, 0) >= self.threshold
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._counts.clear()
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Counters, in keys. What they count is said in `TierStatistics`."""
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_stored: int = 0
+    num_failed_stores: int = 0
+    num_loaded: int = 0
+    num_evicted: int = 0
+    num_forgotten: int = 0
+    num_skipped: int = 0
+    num_refused: int = 0
+
+    def statistics(
+        self,
+        options: TierOptions,
+        table: SlotTable,
+        tenants: tuple[TenantStatistics, ...] = (),
+    ) -> TierStatistics:
+        """Return frozen statistics. Reads the whole table."""
+        is_ready = table.states == READY
+        is_held = (table.num_loads > 0) | (table.num_spills > 0)
+        is_forgotten = (table.states == FORGOTTEN).reshape(-1, table.blocks_per_slot)
+        return TierStatistics(
+            medium=options.medium,
+            num_slots=table.num_slots,
+            blocks_per_slot=table.blocks_per_slot,
+            num_free_slots=len(table.free_slots),
+            num_ready=int(np.count_nonzero(is_ready)),
+            num_pending=int(np.count_nonzero(table.states == STORING)),
+            num_held=int(np.count_nonzero(is_ready & is_held)),
+            num_dirty=int(np.count_nonzero(table.is_dirty)),
+            num_quarantined_slots=int(np.count_nonzero(is_forgotten.any(axis=1))),
+            num_hits=self.num_hits,
+            num_misses=self.num_misses,
+            num_stored=self.num_stored,
+            num_failed_stores=self.num_failed_stores,
+            num_loaded=self.num_loaded,
+            num_evicted=self.num_evicted,
+            num_forgotten=self.num_forgotten,
+            num_skipped=self.num_skipped,
+            num_refused=self.num_refused,
+            stored_bytes=self.num_stored * options.block_bytes,
+            loaded_bytes=self.num_loaded * options.block_bytes,
+            tenants=tenants,
+        )
+
 
 SpecOf: TypeAlias = Callable[[Sequence[OffloadKey], Int32Array], LoadStoreSpec]
 """How a tier says where keys lie, given their addresses."""
@@ -102,10 +205,15 @@ class TierManager(OffloadingManager):
         check_kind("policies", policies, Mapping, ConfigurationError)
         check_methods("spec_of", spec_of, ("__call__",), ConfigurationError)
         self.options = options
-        self._tables = TierTables(options, policies)
-        self._table = self._tables.table
-        self._counts = self._tables.counts
-        self._checks = KeyChecks(self._table, options.medium)
+        self._table = table = SlotTable(options.num_slots, options.blocks_per_slot)
+        self.tenants = options.tenant_ledger()
+        """Who has which slot; None where there are no tenants."""
+        self._eviction = SlotEviction(table, options.policy, policies, self.tenants)
+        self._contents = None
+        if options.labels is not None:
+            self._contents = ContentTable(len(table.keys), options.labels)
+        self._counts = TierCounts()
+        self._events: list[OffloadingEvent] = []
         num_blocks = options.num_slots * options.blocks_per_slot
         self._sightings = Sightings(options.store_after, SIGHTINGS_PER_BLOCK * num_blocks)
         self._spec_of = spec_of
@@ -172,25 +280,20 @@ class TierManager(OffloadingManager):
 
         Without those in slots that are being spilled. Changes nothing.
         """
-        ahead = self._tables.eviction.dirty_ahead(as_int("num_slots", num_slots))
+        ahead = self._eviction.dirty_ahead(as_int("num_slots", num_slots))
         addresses = self._table.addresses_in(ahead)
         return self._table.keys_at(addresses[self._table.is_dirty[addresses]])
 
     def labels_of(self, keys: Sequence[OffloadKey]) -> Label | None:
         """Return the labels of keys that are all here, one row each; None unless all have one."""
-        if self._tables.contents is None:
+        if self._contents is None:
             self._table.addresses_of(keys)
             return None
-        addresses = self._checks.require(keys, (STORING, READY), "here")
+        addresses = self._require(keys, (STORING, READY), "here")
         if not len(addresses):
             return None
-        labelled, labels = self._tables.contents.read(addresses)
+        labelled, labels = self._contents.read(addresses)
         return labels if len(labelled) == len(keys) else None
-
-    @property
-    def tenants(self) -> TenantLedger | None:
-        """Who has which slot; None where there are no tenants."""
-        return self._tables.tenants
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Return whose slots these keys, all of which are here, lie in; no names without tenants.
@@ -210,7 +313,7 @@ class TierManager(OffloadingManager):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         addresses = self._table.addresses_of(keys)
-        self._tables.eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
+        self._eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
 
     def count_look_up(self, num_hits: int, num_misses: int) -> None:
         """Add to the statistics what was asked for by other ways than `lookup`."""
@@ -220,11 +323,11 @@ class TierManager(OffloadingManager):
 
     def mark_dirty(self, keys: Sequence[OffloadKey]) -> None:
         """Note that ready keys are in no tier below. Others are passed over."""
-        self._table.mark_dirty(self._checks.ready(keys))
+        self._table.mark_dirty(self._ready(keys))
 
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
         """Note that ready keys may be dropped. Others are passed over."""
-        self._table.mark_clean(self._checks.ready(keys))
+        self._table.mark_clean(self._ready(keys))
 
     def prepare_load(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
@@ -234,7 +337,7 @@ class TierManager(OffloadingManager):
 
     def hold(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Do what `prepare_load` does; return the addresses."""
-        return self._hold_at(self._checks.require(keys, (READY,), "ready to be loaded"))
+        return self._hold_at(self._require(keys, (READY,), "ready to be loaded"))
 
     def hold_leading(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Do what `hold` does for those keys that come before the first one that is not ready."""
@@ -243,25 +346,25 @@ class TierManager(OffloadingManager):
         return self._hold_at(addresses[: is_missing.argmax()] if is_missing.any() else addresses)
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
-        addresses = self._checks.require_read(keys, self._table.num_loads, "being loaded")
+        addresses = self._require_read(keys, self._table.num_loads, "being loaded")
         self._table.add_loads(addresses, -1)
         self._counts.num_loaded += len(keys)
-        self._tables.end_jobs(addresses)
+        self._end_jobs(addresses)
 
     def prepare_spill(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Keep ready keys where they are until `complete_spill`; return their addresses.
 
         Unlike a load it is no use of them. Raises InvalidInputError unless all are ready.
         """
-        addresses = self._checks.require(keys, (READY,), "ready to be spilled")
+        addresses = self._require(keys, (READY,), "ready to be spilled")
         self._table.add_spills(addresses, 1)
         return int32_array(addresses)
 
     def complete_spill(self, keys: Sequence[OffloadKey]) -> None:
         """End a spill; raises InvalidInputError if one of the keys is not being spilled."""
-        addresses = self._checks.require_read(keys, self._table.num_spills, "being spilled")
+        addresses = self._require_read(keys, self._table.num_spills, "being spilled")
         self._table.add_spills(addresses, -1)
-        self._tables.end_jobs(addresses)
+        self._end_jobs(addresses)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
@@ -303,7 +406,7 @@ class TierManager(OffloadingManager):
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
-        tables, table = self._tables, self._table
+        table = self._table
         addresses, spared = table.addresses_of(keys), table.addresses_of(spares)
         is_forced = as_bool("is_forced", is_forced)
         drops_dirty = as_bool("drops_dirty", drops_dirty)
@@ -313,55 +416,55 @@ class TierManager(OffloadingManager):
             as_bytes("behind", behind)
         if labels is not None:
             check_kind("labels", labels, Label)
-            if tables.contents is not None:
-                tables.contents.validate(labels, len(keys))
+            if self._contents is not None:
+                self._contents.validate(labels, len(keys))
         positions = self._wanted(keys, addresses, is_forced)
         if self._is_adopting:
             self._counts.num_refused += len(positions)
             return None
-        if (tenants := tables.tenants) is not None:
+        if (tenants := self.tenants) is not None:
             tenants.serve(tenants.account_named(tenant))
         placement = place_keys(table, keys, addresses, positions, behind)
         present = np.concatenate([spared, addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
         here = here[here < table.num_slots]
-        tables.eviction.withhold(here)
-        num_obtainable = tables.num_obtainable_slots(drops_dirty=drops_dirty)
+        self._eviction.withhold(here)
+        num_obtainable = self._num_obtainable_slots(drops_dirty=drops_dirty)
         if needs_all and num_obtainable < placement.num_new_slots:
             self._counts.num_refused += len(positions)
-            tables.eviction.update(here)
+            self._eviction.update(here)
             return None
         placement = placement.leading(table.num_slots, num_obtainable)
         num_refused = len(positions) - len(placement.positions)
         self._counts.num_refused += num_refused
         if num_refused and tenants is not None:
             tenants.refuse(tenants.served, num_refused, num_obtainable)
-        evicted = tables.make_room(placement.num_new_slots, drops_dirty=drops_dirty)
-        places = tables.occupy(keys, placement, labels)
-        tables.eviction.update(here)
+        evicted = self._make_room(placement.num_new_slots, drops_dirty=drops_dirty)
+        places = self._occupy(keys, placement, labels)
+        self._eviction.update(here)
         return ReservedPlaces(
             int32_array(placement.positions), int32_array(places), evicted, num_refused
         )
 
     def complete_store(self, keys: Sequence[OffloadKey], success: bool = True) -> None:
         table, success = self._table, as_bool("success", success)
-        addresses = self._checks.require(keys, (STORING, READY, FORGOTTEN), "being stored")
+        addresses = self._require(keys, (STORING, READY, FORGOTTEN), "being stored")
         if len(set(keys)) != len(keys):
             raise InvalidInputError("a key is named twice: complete the store of each key once")
         is_written = table.is_written[addresses]
         if success and not is_written.all():
-            self._checks.refuse(keys, ~is_written, "being stored")
+            self._refuse(keys, ~is_written, "being stored")
         written = addresses[is_written]
         alive = written[table.states[written] == STORING]
         table.end_writes(written)
         if success:
             table.states[alive] = READY
             self._counts.num_stored += len(alive)
-            self._tables.tell(alive, removed=False)
+            self._tell(alive, removed=False)
         else:
             table.states[written] = FORGOTTEN
             self._counts.num_failed_stores += len(written)
-        self._tables.end_jobs(written)
+        self._end_jobs(written)
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Let keys vanish at once; return those that were ready. Unknown ones are passed over.
@@ -369,10 +472,21 @@ class TierManager(OffloadingManager):
         What a job works on stays in its slot, in quarantine, until that job is completed: no other
         key comes there before, and the key itself is not stored again before.
         """
-        return self._tables.forget(keys)
+        table = self._table
+        addresses = table.addresses_of(keys)
+        addresses = table.distinct(addresses[addresses != NO_ADDRESS])
+        addresses = addresses[table.states[addresses] != FORGOTTEN]
+        was_ready = addresses[table.states[addresses] == READY]
+        vanished = table.keys_at(was_ready)
+        self._counts.num_forgotten += len(addresses)
+        self._tell(was_ready, removed=True)
+        table.mark_clean(addresses)
+        table.states[addresses] = FORGOTTEN
+        self._end_jobs(addresses)
+        return vanished
 
     def reset_cache(self) -> None:
-        self._tables.forget(list(self._table.index))
+        self.forget(list(self._table.index))
         self._sightings.clear()
 
     def begin_adoption(self) -> None:
@@ -403,29 +517,27 @@ class TierManager(OffloadingManager):
             raise InvalidInputError(
                 f"{len(addresses)} addresses for {len(keys)} keys: pass one for each key"
             )
-        if labels is not None and self._tables.contents is not None:
-            self._tables.contents.validate(labels, len(keys))
+        if labels is not None and self._contents is not None:
+            self._contents.validate(labels, len(keys))
         places = None if addresses is None else index_array(int32_array(addresses))
-        kept = self._tables.adopt(keys, places, labels)
+        kept = self._fill(keys, places, labels)
         self._is_adopting = False
         refused: IndexArray = np.setdiff1d(np.arange(len(keys)), kept)
         return refused
 
     def present_event(self) -> OffloadingEvent | None:
         """Return an event that says all that is ready now, parents first; None without labels."""
-        return self._tables.present()
+        addresses: IndexArray = np.flatnonzero(self._table.states == READY)
+        if self._contents is None or not len(addresses):
+            return None
+        labelled, labels = self._contents.read(addresses)
+        order = parents_first(labels)
+        return self._event(addresses[labelled][order], removed=False)
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        events = tuple(self._tables.events)
-        self._tables.events.clear()
+        events = tuple(self._events)
+        self._events.clear()
         return events
-
-    def restate(self) -> OffloadingEvent | None:
-        """Return an event that says all that is ready, parents first, where labels are kept.
-
-        For subscribers that have to start over. Changes nothing.
-        """
-        return self._tables.present()
 
     def statistics(self) -> TierStatistics:
         told = () if self.tenants is None else self.tenants.statistics()
@@ -454,17 +566,25 @@ class TierManager(OffloadingManager):
 
     def order(self) -> list[int]:
         """Return the idle slots, the next to be evicted first. For audits."""
-        return self._tables.eviction.order()
+        return self._eviction.order()
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
-        self._tables.check()
+        self._table.check()
+        self._eviction.check()
+        if self._contents is not None:
+            self._contents.check()
+        if self.tenants is not None:
+            self.tenants.check()
+            owned = np.flatnonzero(self.tenants.owners)
+            if owned.tolist() != np.flatnonzero(self._table.slot_members).tolist():
+                raise InvariantError("slots with contents have no tenant, or the reverse")
         if self._is_adopting and self._table.index:
             raise InvariantError(f"{len(self._table.index)} keys in a tier that is being adopted")
 
     def _hold_at(self, addresses: IndexArray) -> Int32Array:
         self._table.add_loads(addresses, 1)
-        self._tables.eviction.update(self._table.slots_of(addresses))
+        self._eviction.update(self._table.slots_of(addresses))
         return int32_array(addresses)
 
     def _wanted(
@@ -485,3 +605,156 @@ class TierManager(OffloadingManager):
             raise InvalidInputError(
                 f"tier {self.medium!r} holds {len(self._table.index)} keys: adopt into a new one"
             )
+
+    def _num_obtainable_slots(self, *, drops_dirty: bool) -> int:
+        """Return how many slots new content could have now, of the tenant that is served."""
+        if self.tenants is not None:
+            return self._eviction.num_obtainable(self.tenants, drops_dirty=drops_dirty)
+        return len(self._table.free_slots) + self._eviction.num_evictable(drops_dirty=drops_dirty)
+
+    def _make_room(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
+        """Evict until `num_slots` slots, which can be had, are free; return the keys that went."""
+        keys: tuple[OffloadKey, ...] = ()
+        if self.tenants is not None and (num_own := self.tenants.demand(num_slots)):
+            with self.tenants.gives_its_own():
+                keys = self._evict(num_own, drops_dirty=drops_dirty)
+        missing = num_slots - len(self._table.free_slots)
+        return keys + self._evict(missing, drops_dirty=drops_dirty) if missing > 0 else keys
+
+    def _evict(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
+        victims = self._eviction.choose(num_slots, drops_dirty=drops_dirty)
+        addresses = self._table.addresses_in(victims)
+        keys = tuple(self._table.keys_at(addresses))
+        self._counts.num_evicted += len(keys)
+        self._tell(addresses, removed=True)
+        self._vacate(addresses)
+        return keys
+
+    def _occupy(
+        self, keys: Sequence[OffloadKey], placement: Placement, labels: Label | None
+    ) -> IndexArray:
+        """Put the placed keys into slots, as many of which are free; return their addresses."""
+        table = self._table
+        start = len(table.free_slots) - placement.num_new_slots
+        new_slots = index_array(sorted(table.free_slots[start:]))
+        del table.free_slots[start:]
+        if self.tenants is not None:
+            self.tenants.took(new_slots, self.tenants.served)
+        slots = placement.slots.copy()
+        is_new = slots >= table.num_slots
+        slots[is_new] = new_slots[slots[is_new] - table.num_slots]
+        addresses: IndexArray = slots * table.blocks_per_slot + placement.places
+        table.enter([keys[i] for i in placement.positions.tolist()], addresses, STORING)
+        if labels is not None and self._contents is not None:
+            self._contents.write(labels, placement.positions, addresses)
+        return addresses
+
+    def _end_jobs(self, addresses: IndexArray) -> None:
+        """Empty what was forgotten and has no job any more, and let idle slots be evicted."""
+        table = self._table
+        slots = table.slots_of(addresses)
+        lost = table.distinct(addresses[table.states[addresses] == FORGOTTEN])
+        self._vacate(lost[~table.is_working(lost)])
+        self._eviction.update(slots)
+
+    def _fill(
+        self, keys: Sequence[OffloadKey], addresses: IndexArray | None, labels: Label | None
+    ) -> IndexArray:
+        """Fill the empty tier, the next to be evicted first; return what positions were kept."""
+        table = self._table
+        kept = first_of_each(keys)
+        if addresses is None:
+            kept = kept[max(0, len(kept) - len(table.keys)) :]
+            places: IndexArray = np.arange(len(kept))
+        else:
+            kept = kept[(addresses[kept] >= 0) & (addresses[kept] < len(table.keys))]
+            kept = kept[first_of_each(addresses[kept].tolist())]
+            places = addresses[kept]
+        table.enter([keys[i] for i in kept.tolist()], places, READY)
+        if self.tenants is not None:
+            self._count_adopted(self.tenants, labels, kept, places)
+        table.free_slots = np.flatnonzero(table.slot_members == 0)[::-1].tolist()
+        slots = table.slots_of(places)
+        self._eviction.enter(slots[_last_of_each(slots)])
+        if labels is not None and self._contents is not None:
+            self._contents.write(labels, kept, places)
+        event = self.present_event()
+        if event is not None:
+            self._events.append(event)
+        return kept
+
+    def _tell(self, addresses: IndexArray, *, removed: bool) -> None:
+        """Note that what lies at these addresses appeared or disappears, if that is told."""
+        event = self._event(addresses, removed=removed)
+        if event is not None:
+            self._events.append(event)
+
+    def _event(self, addresses: IndexArray, *, removed: bool) -> OffloadingEvent | None:
+        """Return an event of those addresses that have a label; None if there are none."""
+        if self._contents is None or not len(addresses):
+            return None
+        labelled, labels = self._contents.read(addresses)
+        keys = tuple(self._table.keys_at(addresses[labelled]))
+        return OffloadingEvent(keys, self.options.medium, removed, labels) if keys else None
+
+    def _vacate(self, addresses: IndexArray) -> None:
+        if len(addresses):
+            if self._contents is not None:
+                self._contents.withdraw(addresses)
+            freed = self._table.vacate(addresses)
+            if self.tenants is not None:
+                self.tenants.freed(freed)
+
+    def _count_adopted(
+        self, tenants: TenantLedger, labels: Label | None, rows: IndexArray, places: IndexArray
+    ) -> None:
+        """Count slots for the tenants whose contents, as the labels say, were there already."""
+        slots = self._table.slots_of(places)
+        if labels is None:
+            tenants.took(self._table.distinct(slots), tenants.account_named(""))
+            return
+        for number, name in enumerate(labels.namespace_names):
+            theirs = self._table.distinct(slots[labels.namespaces[rows] == number])
+            if len(theirs):
+                account = tenants.account(parse_namespace_name(name))
+                tenants.took(theirs[tenants.owners[theirs] == NOBODY], account)
+
+    def _ready(self, keys: Sequence[OffloadKey]) -> IndexArray:
+        """Return the addresses of those keys that are ready, each once."""
+        addresses = self._table.addresses_of(keys)
+        ready: IndexArray = addresses[self._table.states_of(addresses) == READY]
+        return self._table.distinct(ready)
+
+    def _require(
+        self, keys: Sequence[OffloadKey], states: tuple[int, ...], what: str
+    ) -> IndexArray:
+        """Return the addresses of keys; raises InvalidInputError unless all are in such a state."""
+        addresses = self._table.addresses_of(keys)
+        found = self._table.states_of(addresses)
+        is_wrong: BoolArray = np.ones(len(found), np.bool_)
+        for state in states:
+            is_wrong &= found != state
+        if is_wrong.any():
+            self._refuse(keys, is_wrong, what)
+        return addresses
+
+    def _require_read(
+        self, keys: Sequence[OffloadKey], counts: CountArray, what: str
+    ) -> IndexArray:
+        """Return the addresses of keys; raises InvalidInputError unless each is read so often."""
+        addresses = self._require(keys, (READY, FORGOTTEN), what)
+        is_wrong: BoolArray = counts[addresses] < 1
+        if len(self._table.distinct(addresses)) < len(addresses):
+            _, inverse, times = np.unique(addresses, return_inverse=True, return_counts=True)
+            is_wrong = counts[addresses] < times[inverse]
+        if is_wrong.any():
+            self._refuse(keys, is_wrong, what)
+        return addresses
+
+    def _refuse(self, keys: Sequence[OffloadKey], is_wrong: BoolArray, what: str) -> None:
+        """Raise InvalidInputError about those of the keys that are wrong, of which there are."""
+        wrong = np.flatnonzero(is_wrong)
+        raise InvalidInputError(
+            f"{len(wrong)} of {len(keys)} keys are not {what} in tier {self.medium!r}, the first "
+            f"of them {shown(keys[int(wrong[0])].hex())}: nothing was changed"
+        )

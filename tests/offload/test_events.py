@@ -85,11 +85,11 @@ def test_swapped_content_without_a_label_is_not_told() -> None:
 def test_a_tier_can_say_all_that_it_holds_again() -> None:
     tier, label = make_tier(), chain_label(3)
     keys = label_keys(label)
-    assert tier.restate() is None
+    assert tier.present_event() is None
     tier.reserve(keys, labels=label)
-    assert tier.restate() is None
+    assert tier.present_event() is None
     tier.complete_store(keys)
-    event = tier.restate()
+    event = tier.present_event()
     assert event is not None
     (stored,) = told(event)
     assert isinstance(stored, BlocksStored)
@@ -103,7 +103,7 @@ def test_what_is_said_again_has_parents_first() -> None:
     tier, label = make_tier(num_slots=8), chain_label(5)
     backwards = label_rows(label, np.array([4, 2, 3, 0, 1]))
     tier.adopt(label_keys(backwards), None, backwards)
-    for event in (*tier.take_events(), tier.restate()):
+    for event in (*tier.take_events(), tier.present_event()):
         assert event is not None
         (stored,) = told(event)
         assert isinstance(stored, BlocksStored)

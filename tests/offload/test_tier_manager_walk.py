@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.base.errors import InvalidInputError
 from kvcache.offload import OffloadAnswer, OffloadKey, TierManager, TierOptions, make_offload_key
-from kvcache.offload.slot_table import NOTHING, READY, STORING
+from kvcache.offload.slots import NOTHING, READY, STORING
 from tests.offload.tier_model import ModelTier
 
 NUM_STEPS = 250

@@ -17,7 +17,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ClusterError
 from kvcache.base.logs import MAX_LINES, PERIOD_S, LineLimit
 from kvcache.coordinator import Phase
-from kvcache.offload.disk_rest import DiskRest
+from kvcache.offload.hierarchy import DiskRest
 from kvcache.protocol.commands import Unlabel
 from kvcache.protocol.messages import (
     Ack,

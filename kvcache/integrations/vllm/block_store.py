@@ -16,7 +16,7 @@ from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.options import TierOptions
-from kvcache.offload.slot_table import READY
+from kvcache.offload.slots import READY
 from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.offload.tier_manager import TierManager
 

@@ -15,7 +15,9 @@ Works on whole arrays where it can. Refuses to choose: which slot goes is the po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Final
 
@@ -23,9 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arguments import as_byte_strings
-from kvcache.base.arrays import IndexArray
+from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.base.errors import ConfigurationError, InvariantError
-from kvcache.offload.keys import OffloadKey
+from kvcache.offload.keys import GROUP_BYTES, OffloadKey
+from kvcache.policies import EntryInfo, LooksAhead, PolicyFactory, make_eviction_policy
+from kvcache.tenants import TenantLedger, TenantPolicy
+from kvcache.tenants.ledger import required
 
 NOTHING: Final = 0
 STORING: Final = 1
@@ -236,3 +241,263 @@ class SlotTable:
         last = np.where(occupied, np.arange(len(self.keys)) % size + 1, 0)
         if bool((last.reshape(-1, size).max(axis=1) > self.next_places).any()):
             raise InvariantError("a slot would be filled up where it holds something")
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """New key `i` is `positions[i]` of the keys given and goes to place `places[i]` of slot
+    `slots[i]`; numbers from the table's `num_slots` on are slots still to be had, in order."""
+
+    positions: IndexArray
+    slots: IndexArray
+    places: IndexArray
+    num_new_slots: int
+
+    def leading(self, num_slots: int, num_new_slots: int) -> Placement:
+        """Return what comes before a new slot that is not to be had, where `num_new_slots` are."""
+        if num_new_slots >= self.num_new_slots:
+            return self
+        beyond = np.flatnonzero(self.slots >= num_slots + num_new_slots)
+        end = int(beyond[0])
+        return Placement(self.positions[:end], self.slots[:end], self.places[:end], num_new_slots)
+
+
+def place_keys(
+    table: SlotTable,
+    keys: Sequence[OffloadKey],
+    addresses: IndexArray,
+    positions: IndexArray,
+    behind: OffloadKey | None,
+) -> Placement:
+    """Return a place for each key at `positions`, none of which is in the table.
+
+    `addresses` are those of all keys; `behind` is the key that `keys[0]` continues.
+    """
+    if table.blocks_per_slot == 1:
+        count = len(positions)
+        slots = np.arange(table.num_slots, table.num_slots + count)
+        return Placement(positions, slots, np.zeros(count, np.intp), count)
+    return _PlacesInSlots(table).place(keys, addresses, positions, behind)
+
+
+class _PlacesInSlots:
+    """Walks along a chain, a place at a time."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._size = table.blocks_per_slot
+        self._filled: dict[int, int] = {}
+        self._num_new = 0
+
+    def place(
+        self,
+        keys: Sequence[OffloadKey],
+        addresses: IndexArray,
+        positions: IndexArray,
+        behind: OffloadKey | None,
+    ) -> Placement:
+        slots: list[int] = []
+        places: list[int] = []
+        wanted = set(positions.tolist())
+        slot, place = -1, self._size
+        if behind is not None and behind in self._table.index:
+            slot, place = self._end_of(self._table.index[behind])
+        previous = behind
+        for i, (key, address) in enumerate(zip(keys, addresses.tolist(), strict=True)):
+            if address != NO_ADDRESS:
+                slot, place = self._end_of(address)
+            elif i not in wanted:
+                slot, place = -1, self._size
+            else:
+                is_continued = (
+                    previous is not None and previous[-GROUP_BYTES:] == key[-GROUP_BYTES:]
+                )
+                if place == self._size or not is_continued:
+                    slot, place = self._table.num_slots + self._num_new, 0
+                    self._num_new += 1
+                slots.append(slot)
+                places.append(place)
+                place += 1
+                self._filled[slot] = place
+            previous = key
+        return Placement(positions, index_array(slots), index_array(places), self._num_new)
+
+    def _end_of(self, address: int) -> tuple[int, int]:
+        """Return slot and place behind an address; no place where something else follows."""
+        table = self._table
+        slot, place = divmod(address, self._size)
+        filled = self._filled.get(slot, int(table.next_places[slot]))
+        if table.states[address] == FORGOTTEN or place + 1 != filled:
+            return slot, self._size
+        return slot, place + 1
+
+
+class SlotEviction:
+    """The order of idle slots. It is the policy's `EntryBook`, too.
+
+    Invariant: a slot is in the policy exactly when it has members and no holds (writes or loads).
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        policy: str,
+        policies: Mapping[str, PolicyFactory],
+        tenants: TenantLedger | None = None,
+    ) -> None:
+        """Order the slots of `table`, by tenants if there are any.
+
+        Raises ConfigurationError for an unknown policy.
+        """
+        self._table = table
+        self._tenants = tenants
+        make = partial(make_eviction_policy, policy, table.num_slots, self, policies)
+        self._policy = (
+            make()
+            if tenants is None
+            else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
+        )
+        self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
+
+    def describe(self, entry: int) -> EntryInfo:
+        """Return what the policy may know of a slot: the key of the last block in it."""
+        table = self._table
+        place = int(table.next_places[entry])
+        last = entry * table.blocks_per_slot + place - 1
+        return EntryInfo(content=table.keys[last] if place else None)
+
+    def tenant_numbers(self, entries: IndexArray) -> Int32Array:
+        """Return whose slots these are. There are tenants."""
+        numbers: Int32Array = required(self._tenants).owners[entries]
+        return numbers
+
+    def update(self, slots: IndexArray) -> None:
+        """Bring the policy in line with the books of these slots, given in order of the chain.
+
+        Those that came out of use enter as used most recently, the last ones to go first.
+        """
+        slots = self._table.distinct(slots)
+        table, is_in = self._table, self._is_in[slots]
+        is_used = table.slot_holds[slots] > 0
+        is_empty = table.slot_members[slots] == 0
+        self._leave(slots[is_in & is_used])
+        gone = slots[is_in & is_empty]
+        if len(gone):
+            self._policy.discard(gone)
+            self._is_in[gone] = False
+        self.enter(slots[~is_in & ~is_used & ~is_empty][::-1])
+
+    def enter(self, slots: IndexArray) -> None:
+        """Let slots that have just come out of use in; the first of them goes first."""
+        if len(slots):
+            self._policy.insert(slots)
+            self._is_in[slots] = True
+
+    def withhold(self, slots: IndexArray) -> None:
+        """Take those of the slots out that are in, until `update` brings them back."""
+        slots = self._table.distinct(slots)
+        self._leave(slots[self._is_in[slots]])
+
+    def touch(self, slots: IndexArray) -> None:
+        """Make those of the slots that are in the most recently used."""
+        slots = self._table.distinct(slots)
+        waiting = slots[self._is_in[slots]]
+        if len(waiting):
+            self._policy.remove(waiting)
+            self._policy.insert(waiting[::-1])
+
+    def num_evictable(self, *, drops_dirty: bool) -> int:
+        """Return how many slots `choose` can take."""
+        table = self._table
+        if not table.slot_spills.any() and (drops_dirty or not table.slot_dirty.any()):
+            return len(self._policy)
+        must_stay = table.slot_spills > 0
+        if not drops_dirty:
+            must_stay |= table.slot_dirty > 0
+        return int(np.count_nonzero(self._is_in & ~must_stay))
+
+    def num_obtainable(self, tenants: TenantLedger, *, drops_dirty: bool) -> int:
+        """Return how many slots the served tenant could have now, free ones included."""
+        table = self._table
+        must_stay = table.slot_spills > 0
+        if not drops_dirty:
+            must_stay |= table.slot_dirty > 0
+        owners = tenants.owners[self._is_in & ~must_stay]
+        can_go = index_array(np.bincount(owners, minlength=tenants.num_numbers))
+        return max(0, tenants.num_obtainable(len(table.free_slots), can_go))
+
+    def choose(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
+        """Take out the next `num_slots` slots that may go; there are as many."""
+        table, policy = self._table, self._policy
+        victims: list[IndexArray] = []
+        kept: list[IndexArray] = []
+        missing, num_kept = num_slots, 0
+        while missing > 0 and len(policy):
+            chosen = index_array(policy.choose(missing + num_kept))
+            if not len(chosen):
+                break
+            must_stay = table.slot_spills[chosen] > 0
+            if not drops_dirty:
+                must_stay |= table.slot_dirty[chosen] > 0
+            may_go = np.flatnonzero(~must_stay)[:missing]
+            victims.append(chosen[may_go])
+            if self._tenants is not None:
+                self._tenants.evicted(victims[-1])
+                self._tenants.freed(victims[-1])
+            kept.append(np.delete(chosen, may_go))
+            missing -= len(may_go)
+            num_kept += len(kept[-1])
+        if num_kept:
+            policy.put_back(np.concatenate(kept))
+        result = np.concatenate(victims) if victims else index_array(())
+        self._is_in[result] = False
+        if missing > 0:
+            raise InvariantError(f"{missing} of {num_slots} slots to evict could not be found")
+        return result
+
+    def dirty_ahead(self, num_slots: int) -> IndexArray:
+        """Return which of the next `num_slots` slots owe a copy that is not being made yet, in
+        order.
+
+        Of a policy with several lines, so many of each: which gives how many shows later. Changes
+        nothing.
+        """
+        if num_slots < 1 or not len(self._policy):
+            return index_array(())
+        slots, table = self._next(num_slots), self._table
+        is_owed = (table.slot_dirty[slots] > 0) & (table.slot_spills[slots] == 0)
+        ahead: IndexArray = slots[is_owed]
+        return ahead
+
+    def _next(self, num_slots: int) -> IndexArray:
+        """Return the next `num_slots` slots, as `LooksAhead` means it. Changes nothing."""
+        policy = self._policy
+        if isinstance(policy, LooksAhead):
+            return index_array(policy.look_ahead(num_slots))
+        if self._tenants is not None:
+            self._tenants.demand(num_slots)
+        chosen = index_array(policy.choose(num_slots))
+        policy.put_back(chosen)
+        return chosen
+
+    def order(self) -> list[int]:
+        """Return all idle slots, the next to go first. For audits; changes nothing."""
+        return self._policy.order()
+
+    def check(self) -> None:
+        """Raise InvariantError unless the policy has the idle slots."""
+        table = self._table
+        idle = np.flatnonzero((table.slot_members > 0) & (table.slot_holds == 0)).tolist()
+        found = sorted(self._policy.order())
+        if found != idle or len(self._policy) != len(idle):
+            raise InvariantError(
+                f"the policy has {len(found)} slots, {len(idle)} are idle; they differ in "
+                f"{sorted(set(found) ^ set(idle))[:5]}"
+            )
+        if np.flatnonzero(self._is_in).tolist() != idle:
+            raise InvariantError("slots are noted as waiting that are not, or the reverse")
+
+    def _leave(self, slots: IndexArray) -> None:
+        if len(slots):
+            self._policy.remove(slots)
+            self._is_in[slots] = False
