@@ -1,11 +1,13 @@
 """Run the benchmarks.
 
-    python -m bench [NAME ...] [--peer DIR] [--smoke | --full]
+    python -m bench [NAME ...] [--peer DIR] [--before DIR] [--smoke | --full]
                                [--churn-turns N] [--json FILE] [--write FILE]
 
 Names are workloads (`w1` ... `w10`, `m`, `g`, `flat`, `c1` to `c5`, `o1`, `e1`); without any, all
 run.
 `--peer` is the environment that `make bench-peer` builds; without it the peer's column is empty.
+`--before` is a checkout of an earlier revision (`git worktree add DIR REVISION`): w, m, g and flat
+run it in turn with this one, and the table says how much more this one takes.
 `--full` serves 20,000 turns of churn and a million small requests.
 """
 
@@ -24,7 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.cores import OURS, PEER
+from bench.cores import BEFORE, OURS, PEER
 from bench.manager_rows import MANAGER_WORKLOADS, measure_manager, peer_version
 from bench.measure import Row
 from bench.sides import SidePool
@@ -38,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", help="workloads to run")
     parser.add_argument("--peer", type=Path, help="environment of the peer")
+    parser.add_argument("--before", type=Path, help="checkout of an earlier revision")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--smoke", action="store_true", help="small sizes: does it run at all")
     size.add_argument("--full", action="store_true", help="full sizes of w7, w8's churn and flat")
@@ -62,7 +65,7 @@ def main() -> None:
     rows: list[Row] = []
     with Progress(console=console) as progress:
         managers = [name for name in names if name in MANAGER_WORKLOADS]
-        with SidePool(peer) as pool:
+        with SidePool(peer, options.before) as pool:
             rows += measure_manager(managers, pool, sizes_of(options), progress)
         rows += measure_in_process(names, options.smoke, progress)
         if "c3" in names:
@@ -74,7 +77,7 @@ def main() -> None:
             from bench.bench_cluster import measure_cluster
 
             rows += measure_cluster(cluster, options.smoke, progress)
-    show(rows)
+    show(rows, has_before=options.before is not None)
     if options.json:
         options.json.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     if options.write:
@@ -103,11 +106,19 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return Sizes(options.smoke, options.churn_turns or turns, requests)
 
 
-def show(rows: list[Row]) -> None:
-    table = Table(*HEADINGS)
+def show(rows: list[Row], *, has_before: bool) -> None:
+    table = Table(*HEADINGS, *(["before", "change"] if has_before else []))
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row), *(change(row) if has_before else []))
     Console(width=200).print(table)
+
+
+def change(row: Row) -> tuple[str, str]:
+    """Return what the earlier revision measured, and by how much ours is more."""
+    before = row.figures.get(BEFORE)
+    if before is None:
+        return "-", "-"
+    return str(before), f"{row.figures[OURS].median / before.median - 1:+.0%}"
 
 
 HEADINGS = ("", "work", OURS, "peer", "ratio", "goal")

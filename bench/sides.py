@@ -1,27 +1,32 @@
-"""The processes of the sides: ours and, where it is, the peer's."""
+"""The processes of the sides: ours and, where they are, an earlier revision's and the peer's."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.cores import OURS, PEER
+from bench.cores import BEFORE, OURS, PEER
 from bench.side_setup import Setup
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Side:
     """A process that runs workloads of one side, one setup after the other."""
 
-    def __init__(self, name: str, python: Path) -> None:
+    def __init__(self, name: str, python: Path, checkout: Path = ROOT) -> None:
+        """Start a side with what `checkout` has in `bench/`, and its package unless it is the
+        peer's."""
         self.name = name
+        package = {} if name == PEER else {"PYTHONPATH": str(checkout)}
         self._process = subprocess.Popen(
-            [str(python), str(HERE / "side.py"), name],
+            [str(python), str(checkout / "bench" / "side.py"), PEER if name == PEER else OURS],
+            env=os.environ | package,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if name == PEER else None,
@@ -78,9 +83,12 @@ class Side:
 class SidePool:
     """Keeps processes for the next setup. A context manager that ends them all."""
 
-    def __init__(self, peer: Path | None) -> None:
+    def __init__(self, peer: Path | None, before: Path | None = None) -> None:
+        """Use the peer's environment, and a checkout of an earlier revision, where there are."""
         self.has_peer = peer is not None
+        self.has_before = before is not None
         self._peer = peer
+        self._checkouts = {BEFORE: before.resolve()} if before is not None else {}
         self._idle: dict[str, list[Side]] = {}
         self._all: list[Side] = []
 
@@ -97,7 +105,7 @@ class SidePool:
             return self._idle[name].pop()
         is_peer = name == PEER and self._peer is not None
         python = Path(self._peer or "", "bin", "python") if is_peer else Path(sys.executable)
-        side = Side(name, python)
+        side = Side(name, python, self._checkouts.get(name, ROOT))
         self._all.append(side)
         return side
 
@@ -110,7 +118,8 @@ class Sides:
     """All sides on one setup, by name, in the order in which they take turns. A context manager."""
 
     def __init__(self, pool: SidePool, setup: Setup, *, has_peer: bool = True) -> None:
-        names = [OURS, *([PEER] if pool.has_peer and has_peer else [])]
+        names = [OURS, *([BEFORE] if pool.has_before else [])]
+        names += [PEER] if pool.has_peer and has_peer else []
         self._pool = pool
         self.by_name = {name: pool.take(name) for name in names}
         for side in self.by_name.values():
