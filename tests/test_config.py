@@ -301,7 +301,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         (
             {"deadlines": {"worker_silence_s": 20.0, "worker_kill_s": 20.0}},
             "deadlines: worker_kill_s is 20.0, not more than worker_silence_s (20.0), so that a "
-            "worker would be ended before anybody hears that it is silent: raise it, or set it to "
+            "worker would be ended before a client hears that it is silent: raise it, or set it to "
             "0 to end none",
         ),
         (
@@ -458,7 +458,7 @@ def test_a_model_that_cannot_be_meant_is_refused(changes: dict[str, Any], messag
         ),
         (
             {"kind": "cross", **HEADS, "max_encoder_tokens": 1, "beside_previous": True},
-            "model: layers[0] is beside the 1 layers before it, but there are not that many "
+            "model: layers[0] extends the 1 layers before it, but there are not that many "
             "without cross attention: lower its count, or write beside_previous: false",
         ),
         (
@@ -604,7 +604,7 @@ def test_an_anchor_that_merges_another_may_stand_deeper_than_its_use(tmp_path: P
     )
     with pytest.raises(ConfigurationError) as caught:
         load_config(path)
-    assert "stands in line" not in str(caught.value)
+    assert "is in line" not in str(caught.value)
     assert "workers.block_size: 8: there is no such key" in str(caught.value)
 
 

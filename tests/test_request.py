@@ -252,7 +252,7 @@ def test_multimodal_items_are_kept_in_order_of_position():
         ),
         (
             {"mm_positions": [(2, 3)], "mm_hashes": ["a"]},
-            "request r1: multimodal item a stands at tokens [2, 5), but the prompt has 4 tokens: "
+            "request r1: multimodal item a is at tokens [2, 5), but the prompt has 4 tokens: "
             "items lie inside the prompt",
         ),
         (

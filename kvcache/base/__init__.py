@@ -1,1 +1,1 @@
-"""Errors, checks of arguments, arrays, time, logs and compiled functions: what all packages use."""
+"""Errors, checks of arguments, arrays, time, logs and compiled functions, for all packages."""

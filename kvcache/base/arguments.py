@@ -1,10 +1,10 @@
-"""Checks of arguments: what a caller hands in becomes what it stands for, or an error of ours.
+"""Checks of arguments at public interfaces.
 
-Near the top of the import order, for every public border. Each check takes what the argument is
-called and its value, and returns the value as a plain Python or numpy one, so that a numpy scalar
-of 32 bits can never wrap further in. Integers are what `operator.index` takes: Python's and numpy's
-pass; booleans, floats, text and arrays do not. A message names argument, value and remedy. Callers
-check everything before they change anything. `quickly_made` is for what carries them.
+Each check takes the argument's name and value. It returns a plain Python or numpy value, so that a
+32-bit numpy scalar cannot overflow later, or raises one of our errors, which names the argument,
+the value and the remedy. Integers are the values that `operator.index` takes; booleans, floats,
+text and arrays are refused. Callers check all arguments before they change anything.
+`quickly_made` speeds up the constructors of messages.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NOT_SEQUENCES = (str, bytes, bytearray, memoryview, Mapping)
 
 
 def are_ints(values: Iterable[object]) -> bool:
-    """Say whether all values are plain integers, booleans left out; range is another question."""
+    """Return whether all values are plain integers, not booleans. Does not check their range."""
     return _INTS.issuperset(map(type, values))
 
 
 def are_counts(values: Sequence[object]) -> bool:
-    """Say whether all values are plain integers of at least 0 that 64 bits hold."""
+    """Return whether all values are plain integers from 0 to the largest of 64 bits."""
     for value in values:  # noqa: SIM110 - a generator takes longer
         if type(value) is not int or not 0 <= value <= MAX_INT:
             return False
@@ -60,7 +60,7 @@ def as_int(
     """Return an integer within limits as a plain `int`; raises `error` for everything else."""
     if type(value) is int and at_least <= value <= at_most:
         return value
-    # What has a length is an array or a tensor, of which some without dimensions seem to be one.
+    # A value with a length is an array or a tensor; some without dimensions look like integers.
     if not isinstance(value, (bool, np.bool_)) and not hasattr(value, "__len__"):
         try:
             number = index(value)  # type: ignore[arg-type]  # that is the question
@@ -104,7 +104,7 @@ def as_bool(what: str, value: object, error: Error = InvalidInputError) -> bool:
 def as_text(
     what: str, value: object, error: Error = InvalidInputError, *, may_be_empty: bool = False
 ) -> str:
-    """Return a text that can be hashed and sent; raises `error` otherwise."""
+    """Return text that can be encoded in UTF-8; raises `error` otherwise."""
     if not isinstance(value, str) or not (value or may_be_empty):
         raise error(f"{what} is {shown(value)}: pass a {'' if may_be_empty else 'non-empty '}str")
     if not value.isascii():
@@ -116,7 +116,7 @@ def as_text(
 
 
 def are_plain_texts(values: tuple[object, ...]) -> bool:
-    """Say whether all values are ASCII texts, none of them empty."""
+    """Return whether all values are non-empty ASCII texts."""
     return _TEXTS.issuperset(map(type, values)) and all(values) and "".join(values).isascii()  # type: ignore[arg-type]  # they are texts
 
 
@@ -149,7 +149,7 @@ def as_objects(
     kind: type[Any] | tuple[type[Any], ...],
     error: Error = InvalidInputError,
 ) -> tuple[Any, ...]:
-    """Return the objects of a kind in any iterable but a mapping; raises `error` otherwise."""
+    """Return the objects of a kind from an iterable, not a mapping; raises `error` otherwise."""
     if isinstance(values, _NOT_SEQUENCES) or not isinstance(values, Iterable):
         raise error(f"{what} is {shown(values)}: pass a list or another iterable")
     try:
@@ -215,8 +215,8 @@ def as_integers(
 ) -> npt.NDArray[np.int64]:
     """Return integers within limits as a one-dimensional array; raises `error` otherwise.
 
-    They come in a list, another iterable, or a one-dimensional array of integers, which is not
-    copied where it has 64 bits already. No Python runs per element where all are right.
+    `values` is a list, another iterable, or a one-dimensional array of integers, which is not
+    copied if it already has 64 bits. Valid values cost no Python per element.
     """
     found: npt.NDArray[Any] | None = None
     if isinstance(values, array):
@@ -256,9 +256,9 @@ def check_fields(
     is_optional: bool = False,
     **limits: Any,
 ) -> None:
-    """Replace fields of a frozen dataclass that is being made by what `check` makes of them.
+    """Replace fields of a frozen dataclass under construction by the results of `check`.
 
-    With `is_optional` None stays None.
+    With `is_optional`, None stays None.
     """
     for name in names:
         value = getattr(made, name)
@@ -306,8 +306,8 @@ def _with_article(name: str) -> str:
 
 
 def quickly_made(made: type[_Made]) -> type[_Made]:
-    """Let the constructor of a frozen dataclass set all fields in one go: its own one calls a
-    function for each, which takes twice as long. A default is one object for all."""
+    """Replace the constructor of a frozen dataclass by one that sets all fields at once. The
+    original calls a function per field and takes twice as long. All objects share a default."""
     scope: dict[str, Any] = {}
     parameters, lines = ["self"], ["values = self.__dict__"]
     for each in fields(cast(Any, made)):
@@ -320,7 +320,7 @@ def quickly_made(made: type[_Made]) -> type[_Made]:
             scope[f"default_{each.name}"] = default
             parameters.append(f"{each.name}=default_{each.name}")
         lines.append(f"values[{each.name!r}] = {each.name}")
-    # As dataclasses do it: only a function of that very text is quick.
+    # Compiled from text, as dataclasses do it: only such a constructor is fast.
     exec(f"def __init__({', '.join(parameters)}):\n " + "\n ".join(lines), scope)
     own: Any = made
     for name in ("__annotations__", "__qualname__"):

@@ -1,7 +1,7 @@
-"""Array types that cross borders inside the package, and the one way to make them.
+"""The array types that modules exchange, and the functions that make them.
 
-At the top of the import order, like `ids.py`. Everything that is a list of block ids, slots,
-counts or tokens is a contiguous int32 array: one representation in memory and on the wire.
+Every list of block ids, slots, counts or tokens is a contiguous int32 array: the same
+representation in memory and on the wire.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 """One-dimensional, C-contiguous, little-endian int32."""
 
 IndexArray: TypeAlias = npt.NDArray[np.intp]
-"""One-dimensional indices into other arrays, in the width numpy indexes with: never on the wire."""
+"""One-dimensional indices into other arrays, of numpy's index type. Never sent."""
 
 Ids: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
-"""Ids in either form."""
+"""Ids as a sequence or an array."""
 
 EMPTY_INT32: Int32Array = np.empty(0, dtype=np.int32)
 EMPTY_INT32.flags.writeable = False
@@ -28,9 +28,9 @@ EMPTY_INDEX.flags.writeable = False
 
 
 def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer]) -> Int32Array:
-    """Return `values` as an `Int32Array`, without a copy where they are one already.
+    """Return `values` as an `Int32Array`, without a copy if they already are one.
 
-    Does not check the range: callers that take values from outside check before.
+    Does not check the range: callers must check values from outside first.
     """
     if isinstance(values, np.ndarray):
         return np.ascontiguousarray(values, dtype=np.int32)
@@ -40,22 +40,22 @@ def int32_array(values: Sequence[int] | Iterable[int] | npt.NDArray[np.integer])
 
 
 def index_array(values: Sequence[int] | npt.NDArray[np.integer]) -> IndexArray:
-    """Return `values` as an `IndexArray`, without a copy where they are one already."""
+    """Return `values` as an `IndexArray`, without a copy if they already are one."""
     return np.asarray(values, dtype=np.intp)
 
 
 def are_below(values: Int32Array, end: int) -> bool:
-    """Say whether all of `values` are in `[0, end)`: without its sign a negative one is large."""
+    """Return whether all of `values` are in `[0, end)`. Unsigned, a negative value is large."""
     return not len(values) or int(np.maximum.reduce(values.view(np.uint32))) < end
 
 
 def are_ids(values: Int32Array, end: int) -> bool:
-    """Say whether all of `values` are in `[1, end)`, as blocks are."""
+    """Return whether all of `values` are in `[1, end)`, the range of block ids."""
     return np.count_nonzero(values) == len(values) and are_below(values, end)
 
 
 def are_distinct(values: Int32Array) -> bool:
-    """Say whether no two of `values` are the same. Rising ones are told at little cost."""
+    """Return whether all of `values` are different. Fast for ascending values."""
     count = len(values)
     if np.count_nonzero(values[1:] > values[:-1]) >= count - 1:
         return True

@@ -1,4 +1,4 @@
-"""Time, passed in. Everything with a deadline takes a `Clock`; tests pass a virtual one."""
+"""Clocks. Code with deadlines takes a `Clock`, so that tests can pass a virtual one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Clock(Protocol):
     """A source of time that never runs backwards."""
 
     def now(self) -> float:
-        """Return seconds since an arbitrary start. Only differences mean something."""
+        """Return seconds since an arbitrary start. Only differences are meaningful."""
 
 
 class SystemClock:
     """The machine's monotonic clock."""
 
     now = staticmethod(time.monotonic)
-    """Return seconds. Not a method of ours: a step asks some twenty times."""
+    """Return seconds. An attribute, not a method, because a step asks some twenty times."""
 
 
 class VirtualClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that stands still until `advance` is called."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         """Start at `start_s`."""

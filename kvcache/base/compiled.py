@@ -1,17 +1,15 @@
-"""How functions over arrays become machine code: for what numpy cannot say in few calls.
+"""Compiles functions over arrays to machine code, for work that numpy cannot do in a few calls.
 
-Used everywhere, like `arrays.py`. numba compiles a function when its module is imported, for the
-signatures that it is given and no others, so that no step ever waits for a compiler; what it
-made is kept next to the source, and later processes load it. A module that uses this is imported by
-a service when it starts, and not by a command that only asks for help.
+numba compiles a function when its module is imported, only for the given signatures, so that no
+step ever waits for a compiler. The code is cached next to the source, and later processes load it.
+A service imports such modules when it starts; a command that only prints help does not.
 
-What is kept goes by the text of the file that the function stands in, the processor and the
-versions (`_Kept`): a function calls nothing compiled of another file, whose changes would go
-unseen, unless its `family` says what all those files are. Refuses to replace numpy: what a few of
-its calls can say, they do.
+The cache key covers the text of the function's source file, the processor and the versions
+(`_Kept`). So a function must not call compiled functions of other files, whose changes the key
+would miss, unless its `family` covers the text of all those files.
 
-Two modes for tests and debuggers come from numba's own environment: with `NUMBA_DISABLE_JIT=1`
-nothing is compiled, with `NUMBA_BOUNDSCHECK=1` every index is checked against its array's shape.
+numba's environment has two modes for tests and debuggers: `NUMBA_DISABLE_JIT=1` compiles nothing,
+and `NUMBA_BOUNDSCHECK=1` checks every index against its array's shape.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from kvcache.base.logs import get_logger
 logger = get_logger(__name__)
 
 Signature: TypeAlias = Any
-"""The result called with the arguments: `types.int64(array_type("int32"), types.intp)`."""
+"""A result type called with the argument types: `types.int64(array_type("int32"), types.intp)`."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _config: Any = config
 IS_PLAIN = bool(_config.DISABLE_JIT)
-"""Whether functions stay what they are, for debuggers."""
+"""Whether functions are left uncompiled, for debuggers."""
 
 IS_CHECKED = bool(_config.BOUNDSCHECK)
 """Whether compiled functions check every index, for tests."""
@@ -52,19 +50,19 @@ _OPTIONS = {
 }
 
 _njit: Any = njit
-_NumbaCache: Any = FunctionCache  # these of numba's have no types, or too narrow ones
+_NumbaCache: Any = FunctionCache  # numba's types are missing or too narrow
 _NumbaFile: Any = IndexDataCacheFile
 _runtime: Any = rtsys
 
 
 def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) -> types.Array:
-    """Return the type of a C-contiguous array, `dtype` as numpy spells it. One that `is_read` only
-    may be writable or not; reading is all that is compiled for it."""
+    """Return the type of a C-contiguous array with numpy's `dtype`. With `is_read`, read-only
+    arrays are accepted, too, and the function cannot write."""
     return types.Array(getattr(types, dtype), num_dimensions, "C", readonly=is_read)
 
 
 def tuple_type(item: Signature, count: int) -> Signature:
-    """Return the type of so many items of a type."""
+    """Return the type of a tuple of `count` items of one type."""
     make: Any = types.UniTuple
     return make(item, count)
 
@@ -74,9 +72,9 @@ def compiled(
 ) -> Callable[[_Function], _Function]:
     """Compile a function for these signatures, now.
 
-    Calls let other threads run meanwhile; numba's `options` may say otherwise. `family` stands for
-    the text of all files whose functions it calls.
-    A call with other types raises TypeError. Indices are not checked: callers have done that.
+    A call releases Python's lock unless numba's `options` say otherwise. `family` stands for the
+    text of all files whose functions it calls. A call with other types raises TypeError. Indices
+    are not checked: callers must have checked them.
     """
 
     def compile_now(function: _Function) -> _Function:
@@ -86,7 +84,7 @@ def compiled(
         made: Any = _njit(**all_options)(function)
         try:
             made._cache = _Kept(function, made.targetctx, (family, sorted(all_options.items())))
-        except Exception as error:  # nowhere to keep it, or a numba that keeps it otherwise
+        except Exception as error:  # no place for a cache, or another numba
             logger.info("%s is compiled again in every process: %s", function.__name__, error)
         for signature in signatures:
             made.compile(signature)
@@ -97,17 +95,16 @@ def compiled(
 
 
 class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
-    """What was made of one function: files of their own for each source, processor and version.
+    """The cache of one function: its own files for each source, processor and version.
 
-    numba numbers the files with code and writes the list of them first. With the list of another
-    source, or of a processor that shares the directory, a number would name their code, for good
-    where the writer ended between the two or found no room. A file that cannot be read or written
-    costs the time of a compilation, and nothing else.
+    numba writes the index before the numbered files with code. If versions or processors shared an
+    index, a number could refer to another version's code, permanently if the writer was killed or
+    the disk was full. A file that cannot be read or written costs only a compilation.
     """
 
     def __init__(self, function: Callable[..., Any], target: Any, made_by: object) -> None:
-        """Look for files of the function, made so; raises RuntimeError where there is no place for
-        any."""
+        """Look for cached files of the function; raises RuntimeError if there is no directory for
+        them."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         versions = numba.__version__, llvmlite.__version__
@@ -117,22 +114,22 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
         self._cache_file = _NumbaFile(self._cache_path, base, stamp)
 
     def load_overload(self, sig: Signature, target_context: Any) -> Any:
-        """Return what was kept for a signature, or None."""
+        """Return the cached code for a signature, or None."""
         try:
-            # Numba's own method makes the context ready to compile first, which takes longer than
-            # to load all that is kept. A compiler makes it ready itself.
+            # Numba's own method first prepares the context for compiling, which takes longer than
+            # to load all cached code. The compiler prepares it itself.
             _runtime.initialize(target_context)
             return self._load_overload(sig, target_context)
-        except Exception as error:  # half a file says anything
+        except Exception as error:  # a truncated file can raise anything
             logger.warning("%s is compiled again: %r", self._name, error)
             self._drop_unreadable_list()
             return None
 
     def save_overload(self, sig: Signature, data: Any) -> None:
-        """Keep it, if there is room."""
+        """Write code to the cache, if there is room."""
         try:
             super().save_overload(sig, data)
-        except Exception as error:  # as a reader does; a full disk is no reason not to start
+        except Exception as error:  # a full disk must not prevent a start
             logger.warning("%s is compiled again in every process: %r", self._name, error)
 
     def _drop_unreadable_list(self) -> None:

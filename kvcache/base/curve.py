@@ -1,8 +1,8 @@
-"""Who may connect when messages leave the machine: CURVE keys and the gate that checks them.
+"""CURVE keys for connections between machines, and the gate that checks them.
 
-The launcher makes one pair of keys for the coordinator and one for everybody who connects to it,
-and hands them out through Ray actor calls. The gate answers libzmq's authentication requests
-(ZAP, RFC 27), which come once per connection: only the cluster's own key gets in.
+The launcher makes one pair of keys for the coordinator and one that all its peers share, and
+hands them out through Ray actor calls. The gate answers libzmq's authentication requests (ZAP,
+RFC 27), one per connection, and admits only the cluster's own key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZAP_FRAMES = 7
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """Keys of one cluster, Z85-encoded. Secrets do not show in a printed value."""
+    """Keys of one cluster, Z85-encoded. `repr` does not show the secrets."""
 
     server_public: bytes
     server_secret: bytes = field(repr=False)
@@ -47,7 +47,7 @@ def generate_curve_keys() -> CurveKeys:
 
 
 def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
-    """Make what `socket` binds from now on a CURVE server, or an open one without `keys`.
+    """Make the next sockets that `socket` binds CURVE servers, or open ones without `keys`.
 
     The context of the socket must have a `CurveGate`.
     """
@@ -58,9 +58,9 @@ def guard_server(socket: zmq.Socket[bytes], keys: CurveKeys | None) -> None:
 
 
 def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
-    """Give `socket` the keys to connect with. Call before it connects.
+    """Give `socket` the keys for its connections. Call it before the socket connects.
 
-    Raises ConfigurationError for keys that are none.
+    Raises ConfigurationError for invalid keys.
     """
     try:
         socket.curve_serverkey = keys.server_public
@@ -73,13 +73,13 @@ def equip_peer(socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
 
 
 class CurveGate:
-    """Answers authentication requests of one context, in a thread that sleeps in its socket.
+    """Answers authentication requests of one context, in a thread that blocks on its socket.
 
     Ends when the context is terminated.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
-        """Open the gate on `context`; it lets in every process that holds the peers' key."""
+        """Open the gate on `context`; it admits every process that has the peers' key."""
         self._allowed = z85.decode(keys.peer_public)
         self._socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -88,7 +88,7 @@ class CurveGate:
         self._loop.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread, after the context was terminated."""
+        """Wait until the thread has ended, after the context was terminated."""
         self._loop.join(1.0)
 
     def _turn(self) -> None:

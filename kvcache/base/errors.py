@@ -1,19 +1,18 @@
 """Every error this package raises on purpose.
 
-Stands at the top of the import order: anything may raise these. A message says what happened, with
-the values, and the remedy.
+Every module may raise these. A message says what happened, with the values, and the remedy.
 
     KVCacheError
     ├── InvalidInputError (ValueError)      the caller's mistake; nothing was changed
-    │   ├── ConfigurationError              a configuration that cannot be meant
-    │   ├── RequestError                    a request or step that contradicts what is known
+    │   ├── ConfigurationError              an invalid configuration
+    │   ├── RequestError                    a request or step that contradicts the state
     │   ├── BlockError                      a block id, or an operation on it, that makes no sense
-    │   ├── PlanMismatchError               ranks that do not agree (rank, layer or group, field)
+    │   ├── PlanMismatchError               ranks that disagree (rank, layer or group, field)
     │   ├── TraceError                      a workload that cannot be read (file, line)
     │   └── RecordingError                  a recording that cannot be read (file, byte)
     ├── ExhaustedError                      a resource is used up; nothing was changed
-    │   ├── NotEnoughMemoryError            the model does not fit (needed, available, what would)
-    │   ├── OutOfBlocksError                fewer free blocks than asked for
+    │   ├── NotEnoughMemoryError            the model does not fit (needed, available, remedy)
+    │   ├── OutOfBlocksError                too few free blocks
     │   ├── PinLimitError                   pins would exceed their configured share
     │   └── BacklogFullError                a bounded queue or window is full
     ├── ProtocolError                       a message that must not be obeyed
@@ -21,7 +20,7 @@ the values, and the remedy.
     │   ├── VersionMismatchError            another version of the format
     │   ├── FingerprintMismatchError        another plan
     │   └── StaleEpochError                 an epoch that is not the present one
-    ├── ClusterError                        a party of the running cluster
+    ├── ClusterError                        a process of the running cluster
     │   ├── StartupError                    start-up failed (rank, cause); nothing is left running
     │   ├── AlreadyRunningError             a cluster of that name exists
     │   ├── NotRunningError                 no cluster of that name exists
@@ -29,7 +28,7 @@ the values, and the remedy.
     │   ├── WorkerLostError                 a worker died or hangs
     │   └── DeadlineError                   a wait ended without an answer; the outcome is unknown
     ├── WrongBytesError                     a block's bytes are not what its tokens demand
-    └── InvariantError                      our own books do not add up; a bug of this package
+    └── InvariantError                      inconsistent state: a bug of this package
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ class InvalidInputError(KVCacheError, ValueError):
 
 
 class ConfigurationError(InvalidInputError):
-    """A configuration, or a combination of settings, that cannot be meant."""
+    """An invalid configuration, or an invalid combination of settings."""
 
 
 class RequestError(InvalidInputError):
-    """A request or step that contradicts what is known: unknown or duplicate id, wrong counts."""
+    """A request or step that contradicts the state: unknown or duplicate id, wrong counts."""
 
 
 class BlockError(InvalidInputError):
@@ -79,11 +78,11 @@ class ExhaustedError(KVCacheError):
 
 
 class NotEnoughMemoryError(ExhaustedError):
-    """The model does not fit. The message says what is needed, what there is, what would fit."""
+    """The model does not fit. The message says what it needs, what there is, what would fit."""
 
 
 class OutOfBlocksError(ExhaustedError):
-    """Fewer blocks are free than were asked for."""
+    """There are fewer free blocks than requested."""
 
 
 class PinLimitError(ExhaustedError):
@@ -99,7 +98,7 @@ class ProtocolError(KVCacheError):
 
 
 class MalformedMessageError(ProtocolError):
-    """Bytes that do not decode to a message of ours: truncated, oversized, foreign, wrong types."""
+    """Bytes that are not a message of this package: truncated, oversized, foreign, wrong types."""
 
 
 class VersionMismatchError(ProtocolError):
@@ -111,11 +110,11 @@ class FingerprintMismatchError(ProtocolError):
 
 
 class StaleEpochError(ProtocolError):
-    """A message, or a wait, of an epoch that is not the present one."""
+    """A message or a wait of an epoch other than the present one."""
 
 
 class ClusterError(KVCacheError):
-    """Something about the parties of a running cluster."""
+    """An error of the processes of a running cluster."""
 
 
 class StartupError(ClusterError):
@@ -131,15 +130,15 @@ class NotRunningError(ClusterError):
 
 
 class SupersededError(ClusterError):
-    """Another process has taken the cluster over, or ended it: this one serves it no more."""
+    """Another process has taken the cluster over or ended it: this one no longer serves it."""
 
 
 class WorkerLostError(ClusterError):
-    """A worker process died, or has not been heard of for longer than configured."""
+    """A worker process died, or has been silent for longer than configured."""
 
 
 class DeadlineError(ClusterError):
-    """A wait ended without an answer. What was asked may or may not have happened."""
+    """A wait ended without an answer. The call may or may not have taken effect."""
 
 
 class WrongBytesError(KVCacheError):
@@ -147,22 +146,22 @@ class WrongBytesError(KVCacheError):
 
 
 class InvariantError(KVCacheError):
-    """The books do not add up: a bug of this package, found by `check()`."""
+    """Inconsistent state: a bug of this package, found by `check()`."""
 
 
 _LONGEST_WORD = 400
-"""Characters of a word in a message that stay as they are: a path is rarely longer."""
+"""Longest word of a message that is not shortened: few paths are longer."""
 
 _LONGEST_MESSAGE = 10_000
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 def legible(message: str) -> str:
-    """Return a message as people may see it, whatever ids and names from outside are in it.
+    """Return a message that is safe to print, whatever ids and names from outside it contains.
 
-    What cannot be printed is escaped, so that it neither steers a terminal nor passes for another
-    line: a line break stays only where the next line is indented by two spaces. Of a word of
-    more than 400 characters, and of a message of more than 10,000, both ends are shown.
+    Unprintable characters are escaped, so that they can neither control a terminal nor look like
+    another line: a line break stays only if the next line is indented by two spaces. Words of more
+    than 400 characters, and messages of more than 10,000, are shortened to both ends.
     """
     if len(message) <= _LONGEST_WORD and message.isprintable():
         return message
@@ -176,7 +175,7 @@ def legible(message: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` for a message: its `repr`, cut short, whatever the caller handed in."""
+    """Return the `repr` of any `value`, shortened, for a message."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python refuses to write out integers of thousands of digits

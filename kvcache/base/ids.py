@@ -1,7 +1,6 @@
-"""Identifiers, as types of their own, so that one is not passed for another.
+"""Types for identifiers, so that one kind is not passed for another.
 
-At the top of the import order, like `errors.py`. Numbers that cross a process border are
-plain ints in the messages; these names say what they count.
+In messages these numbers are plain ints.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ GroupId = NewType("GroupId", int)
 """Index of a KV cache group in `KVCacheConfig.kv_cache_groups`."""
 
 Slot = NewType("Slot", int)
-"""Row of a running request in the block tables, reused after the request has gone."""
+"""Row of a running request in the block tables, reused after the request has ended."""
 
 Rank = NewType("Rank", int)
 """Global rank of a worker: `pipeline_rank * tensor_parallel_size + tensor_rank`."""
 
 Epoch = NewType("Epoch", int)
-"""A period in which one coordinator rules all workers. Starts at 1 and only grows."""
+"""A period in which one coordinator rules all workers. Starts at 1 and only rises."""
 
 Seq = NewType("Seq", int)
 """Number of a command message within an epoch: 1, 2, 3, ... contiguous for every worker."""
@@ -33,6 +32,6 @@ JobId = NewType("JobId", int)
 """A transfer or forward that finishes later than its command is applied. Unique in an epoch."""
 
 ClientId = NewType("ClientId", str)
-"""Name of an engine client, its incarnation included."""
+"""Name of an engine's client, including its incarnation."""
 
 NULL_BLOCK_ID = BlockId(0)

@@ -1,7 +1,7 @@
-"""Loggers that cannot be flooded: each place in the code writes a bounded number of lines.
+"""Loggers that cannot be flooded: each call in the code writes a bounded number of lines.
 
-Use `get_logger(__name__)` where a line may follow from what a peer sends, or from a fault that
-repeats. Lines beyond the bound are counted; the next line that passes says how many there were.
+Use `get_logger(__name__)` for lines that a peer's messages or a repeated fault can cause. Lines
+beyond the limit are counted; the next line that is written says how many were left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvcache.base.errors import legible
 
 MAX_LINES = 20
-"""Lines that one place in the code may write in a period."""
+"""Lines that one place in the code may write per period."""
 
 PERIOD_S = 10.0
 
@@ -22,12 +22,12 @@ PERIOD_S = 10.0
 class LineLimit(logging.Filter):
     """Passes `max_lines` records per place (file and line) and period; counts the others.
 
-    What passes is made `legible`: ids that peers chose are in it, whatever handlers there are.
-    Periods are taken from the records' own times. Safe to use from several threads.
+    Records are made `legible`, because they contain ids that peers chose. Periods follow the
+    records' own times. Thread-safe.
     """
 
     def __init__(self, max_lines: int = MAX_LINES, period_s: float = PERIOD_S) -> None:
-        """Start with nothing counted."""
+        """Start with no records counted."""
         super().__init__()
         self._max_lines = max_lines
         self._period_s = period_s
@@ -35,7 +35,7 @@ class LineLimit(logging.Filter):
         self._places: dict[tuple[str, int], _Period] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether this record is written; append the number of those left out before it."""
+        """Return whether to write this record; append the number of records left out before it."""
         if not self._passes(record):
             return False
         told = record.getMessage()
@@ -77,17 +77,17 @@ def get_logger(name: str) -> logging.Logger:
 
 
 class CallbackErrors:
-    """Errors of an object that a caller handed in. All are counted, and so few are logged, with
-    their tracebacks, that it may fail every time: the 1st, 2nd, 4th, 8th and so on."""
+    """Logs errors of an object that a caller passed in. Counts all of them, but logs only the 1st,
+    2nd, 4th, 8th and so on with its traceback, because the object may fail at every call."""
 
     def __init__(self, logger: logging.Logger, whose: str) -> None:
-        """Count none yet of `whose`, such as "the event sink"."""
+        """Start with no errors of `whose`, such as "the event sink"."""
         self._logger = logger
         self._whose = whose
         self.count = 0
 
     def note(self, consequence: str) -> None:
-        """Take the error that is handled now, and say what becomes of the call."""
+        """Record the exception being handled. `then` says what happens to the call."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
             self._logger.exception(
@@ -96,8 +96,8 @@ class CallbackErrors:
 
 
 class _LineFormatter(logging.Formatter):
-    """Lines with time, level and place. What follows a line break is indented, so that text which a
-    peer has sent cannot pass for a line of its own."""
+    """Lines with time, level and place. Text after a line break is indented, so that text from a
+    peer cannot look like a line of its own."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -107,8 +107,8 @@ class _LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(names: Sequence[str]) -> None:
-    """Write lines of these loggers, from info on, to stderr. For processes wholly ours: elsewhere
-    it is the application that says where lines go. Repeatable."""
+    """Write lines of these loggers, from level info on, to stderr. Only for our own processes: in
+    an application's process, the application configures logging. Repeatable."""
     for name in names:
         log = logging.getLogger(name)
         if log.handlers:

@@ -1,7 +1,7 @@
 """Threads that serve: an error costs one message or one turn, never the thread.
 
-Under everything that reads a socket or watches a peer. Refuses to hide an error: each is counted,
-logged with its traceback, and named in the statistics, which the cluster's status shows.
+Used by everything that reads a socket or watches a peer. Each error is counted, logged with its
+traceback, and named in the statistics, which the cluster's status shows.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ logger = get_logger(__name__)
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
-"""How long a loop rests after a turn that failed: twice as long for each that follows."""
+"""Pause after a failed turn, doubled for each further failure in a row."""
 
 MAX_TEXT = 300
 
 
 @dataclass(frozen=True)
 class LoopStatistics:
-    """How a loop does. `num_faults` errors were survived, `last_fault` names the last one.
-    `num_restarts`: how often the thread had ended without being stopped, and was started again."""
+    """Errors of a loop. `num_faults` errors were survived, `last_fault` names the last one.
+    `num_restarts`: how often the thread ended without being stopped, and was started again."""
 
     name: str
     is_running: bool
@@ -34,28 +34,28 @@ class LoopStatistics:
     num_restarts: int = 0
 
     def problem(self) -> str:
-        """Return what people should know of it; empty if all is well."""
+        """Return lines about its errors; none if it has no errors."""
         ended = "" if self.is_running else f"{self.name} does not run"
         faults = f"{self.name} survived {self.num_faults} errors, the last: {self.last_fault}"
         return "; ".join(filter(None, (ended, faults if self.num_faults else "")))
 
 
 def problems_of(loops: Iterable[LoopStatistics]) -> tuple[str, ...]:
-    """Return what people should know of these loops."""
+    """Return lines about the errors of these loops."""
     return tuple(filter(None, (loop.problem() for loop in loops)))
 
 
 class Faults:
-    """Counts and logs the errors that single messages or turns cause. Any thread."""
+    """Counts and logs the errors of single messages or turns. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """Start with none. `name` is the loop's."""
+        """Start with no errors. `name` is the loop's name."""
         self.name = name
         self.count = 0
         self.last = ""
 
     def note(self, what: str, error: BaseException) -> str:
-        """Count an error and log it; return it in words. `what` names what failed."""
+        """Count and log an error; return its text. `what` names the operation that failed."""
         self.count += 1
         self.last = f"{what}: {describe_error(error)}"
         logger.error("%s: error in %s", self.name, self.last, exc_info=error)
@@ -63,7 +63,7 @@ class Faults:
 
     @contextmanager
     def contained(self, what: str) -> Iterator[None]:
-        """Run the block; an error in it is noted and ends the block only."""
+        """Run the block; an error in it is recorded and ends only the block."""
         try:
             yield
         except Exception as error:
@@ -71,11 +71,11 @@ class Faults:
 
 
 class ServingLoop:
-    """Takes `turn()` after `turn()` in a thread of its own until stopped.
+    """Calls `turn()` repeatedly in a thread of its own until stopped.
 
-    An error in a turn is noted, and the next turn follows after a pause that grows. Only where
-    `max_failures` is given, so many failed turns in a row end the loop: `failure` says how, and
-    `on_failure` is called last in the thread. Everything else may be called from any thread.
+    An error in a turn is recorded, and the next turn follows after a growing pause. With
+    `max_failures`, that many failed turns in a row end the loop: `failure` says how, and
+    `on_failure` is called last in the thread. All methods are thread-safe.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ServingLoop:
         max_failures: int | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Make a loop that does not run yet."""
+        """Create a loop without starting it."""
         self.faults = Faults(name)
         self.failure: BaseException | None = None
         self._turn = turn
@@ -109,26 +109,26 @@ class ServingLoop:
         return self._is_stopping.is_set()
 
     def start(self) -> None:
-        """Begin to take turns. Once."""
+        """Start the thread. Call it once."""
         self._is_started = True
         self._thread.start()
 
     def pause(self, timeout_s: float) -> bool:
-        """Wait until the loop is stopped, at most `timeout_s`; say whether it is."""
+        """Wait at most `timeout_s` until the loop is stopped; return whether it is."""
         return self._is_stopping.wait(timeout_s)
 
     def stop(self) -> None:
-        """Take no turn after the present one. Repeatable."""
+        """Stop after the present turn. Repeatable."""
         self._is_stopping.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has ended, and say whether it has. Not for its own thread."""
+        """Wait until the thread has ended; return whether it has. Do not call it in that thread."""
         if self._is_started and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def ensure_running(self) -> None:
-        """Start the thread again if it has ended without `stop` and without `failure`."""
+        """Start the thread again if it ended without `stop` and without `failure`."""
         with self._restarting:
             is_wanted = self._is_started and self.failure is None and not self.is_stopping
             if is_wanted and not self._thread.is_alive():
@@ -153,9 +153,9 @@ class ServingLoop:
             try:
                 self._turn()
                 num_failures = 0
-            except BaseException as error:  # nothing but `stop` may end this thread
+            except BaseException as error:  # only `stop` may end this thread
                 if self._is_stopping.is_set():
-                    return  # what it used is being taken away
+                    return  # its resources are being closed
                 self.faults.note("a turn", error)
                 num_failures += 1
                 if num_failures == self._max_failures:
@@ -170,7 +170,7 @@ class ServingLoop:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's type and text on one line, however its text behaves."""
+    """Return an error's type and text on one line, even if its `str` fails."""
     try:
         text = " ".join(str(error).split())
     except Exception as nested:

@@ -1,7 +1,7 @@
-"""The configuration of a cluster, and the specs that its layers mean.
+"""The configuration of a cluster, and the layer specs that follow from it.
 
-models.py says what can be set, layer_kinds.py what can be said of a layer, sections.py what both
-are made of, problems.py what is wrong with one; loading.py reads files, layers.py makes specs.
+models.py has the sections, layer_kinds.py the kinds of layers, sections.py the base of both,
+problems.py the error texts. loading.py reads files, layers.py makes specs.
 """
 
 from __future__ import annotations

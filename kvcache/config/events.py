@@ -1,6 +1,6 @@
-"""Cache events for routers outside, in a configuration: whether, where, and in which form.
+"""Cache events for external routers: whether to publish, where, and in which form.
 
-One section of `ClusterConfig`. Refuses places that are no addresses, and two sockets at one place.
+One section of `ClusterConfig`. Refuses invalid addresses, and two sockets at one address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.*-]+):(?P<port>
 
 
 def require_endpoint(value: str) -> str:
-    """Return `value`; raises ConfigurationError unless a socket could be bound there."""
+    """Return `value`; raises ConfigurationError unless it is an address to bind."""
     match = _TCP.fullmatch(value)
     is_port = match is not None and (match["port"] == "*" or int(match["port"]) < 1 << 16)
     if not is_port and not re.fullmatch(r"ipc://.+", value):
@@ -29,9 +29,9 @@ def require_endpoint(value: str) -> str:
 
 
 def shifted(endpoint: str, by: int) -> str:
-    """Return the address of a replica: that many ports, or names, behind `endpoint`.
+    """Return a replica's address: the port, or the name, of `endpoint` plus `offset`.
 
-    Raises ConfigurationError where there is no such port.
+    Raises ConfigurationError if there is no such port.
     """
     if endpoint.endswith((":0", ":*")) or not by:
         return endpoint
@@ -45,19 +45,18 @@ Address = Annotated[str, AfterValidator(require_endpoint)]
 
 
 class EventsConfig(Section):
-    """What routers are told of the cache. Prompt tokens leave the process only when `enabled`.
+    """The events that routers get. Prompt tokens leave the process only when `enabled`.
 
-    `endpoint` and `replay_endpoint`: the live stream, and where it can be asked for again; port 0
-    lets the system choose, and `kvcache status` shows what it chose. `topic` None:
-    "kv@<cluster>@<model>". `encoding` "array" is for consumers from before there were maps,
-    `publish_one_block_per_event` for those that hash every block under the event's parent.
-    `publish_groups` "all" tells of groups that a router cannot use, too. An empty batch is
-    published after `heartbeat_s` of silence. The last `history_batches`, of `history_bytes`
-    together, can be asked for again; who has missed more gets everything. `queue_bytes`: what the
-    publisher has not taken yet; beyond it the publisher sends a full snapshot. `curve` "always": a
-    connection needs the cluster's keys, which `discovery_record` hands out; third-party routers
-    cannot have them. `data_parallel_rank` is set by the launch of several replicas: their ports are
-    those of the configuration plus it.
+    `endpoint` has the live stream, `replay_endpoint` answers requests for missed events. With port
+    0 the system chooses one, which `kvcache status` shows. `topic` None: "kv@<cluster>@<model>".
+    `encoding` "array" is for old consumers that cannot read maps, `publish_one_block_per_event` for
+    consumers that hash every block under the event's parent. `publish_groups` "all" also publishes
+    groups that routers cannot use. An empty batch follows `heartbeat_s` of silence. The last
+    `history_batches`, of at most `history_bytes`, can be requested again; a follower that missed
+    more gets the whole state. `queue_bytes` limits the events that the publisher has not taken yet;
+    beyond it the publisher sends a full snapshot. With `curve` "always", connections need the
+    cluster's keys, which `discovery_record` hands out; third-party routers cannot get them.
+    `data_parallel_rank` is set by the launch of several replicas; it is added to their ports.
     """
 
     enabled: bool = False

@@ -1,8 +1,7 @@
-"""What can be said of a layer, kind by kind, and the spec that one rank has of it.
+"""The kinds of layers in a configuration, and the spec that one rank has of each.
 
-Stands between the configuration's models and the specs: each kind has a section of its own, with
-the keys it needs and no others. Sizes are those of the whole model; every section says what
-tensor-parallel ranks divide among themselves, and refuses what they cannot.
+Each kind has a section of its own, with only the keys it needs. Sizes are those of the whole model;
+every section knows which sizes tensor-parallel ranks divide, and refuses those they cannot.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from kvcache.specs import (
 
 
 class Layer(Section):
-    """`count` layers in a row of one kind.
+    """`count` consecutive layers of one kind.
 
-    `block_size`: tokens per block of these layers, where it is not the cache's.
+    `block_size`: tokens per block of these layers, if it differs from the cache's.
     """
 
     kind: str
@@ -44,23 +43,23 @@ class Layer(Section):
         return False
 
     def misaligned(self, block_size: int) -> str | None:
-        """Return what does not go with blocks of so many tokens, and why; None if all does."""
+        """Return what does not fit blocks of `block_size` tokens, and why; None if all does."""
         return None
 
     @abstractmethod
     def spec(self, block_size: int, dtype: str, tensor_parallel_size: int) -> KVCacheSpec | None:
-        """Return what one of the ranks keeps of such a layer, None if that is nothing.
+        """Return the spec that each rank has of such a layer, None if it keeps nothing.
 
         Raises ConfigurationError for a block size that is `misaligned`.
         """
 
     @abstractmethod
     def indivisible(self, tensor_parallel_size: int) -> str | None:
-        """Return what cannot be spread over so many ranks, and the rule for it; None if all can."""
+        """Return what cannot be divided over `num_ranks`, and the rule for it; None if all can."""
 
 
 class HeadsLayer(Layer):
-    """Layers with KV heads, which tensor-parallel ranks divide among themselves.
+    """Layers with KV heads, which tensor-parallel ranks divide.
 
     With more ranks than heads, several ranks keep the same head.
     """
@@ -69,7 +68,7 @@ class HeadsLayer(Layer):
     head_size: Count
 
     def heads_of_rank(self, tensor_parallel_size: int) -> int:
-        """Return how many KV heads one rank keeps."""
+        """Return the number of KV heads that one rank keeps."""
         return max(1, self.num_kv_heads // tensor_parallel_size)
 
     def indivisible(self, tensor_parallel_size: int) -> str | None:
@@ -125,8 +124,8 @@ class ChunkedLocalLayer(HeadsLayer):
 class CrossLayer(HeadsLayer):
     """The decoder's tokens read those of an encoder, at most `max_encoder_tokens` per request.
 
-    `beside_previous`: these are no layers of their own, but stand in the `count` layers before
-    them, in addition to their attention.
+    `beside_previous`: no separate layers; each of the `count` layers before has cross attention in
+    addition to its own attention.
     """
 
     kind: Literal["cross"] = "cross"
@@ -145,7 +144,7 @@ class CrossLayer(HeadsLayer):
 
 
 class MLALayer(Layer):
-    """Every token reads all before it; one latent vector of `head_size` elements is kept of each.
+    """Every token reads all before it; each has one latent vector of `head_size` elements.
 
     The vector has no heads to divide: every tensor-parallel rank keeps all of it.
     """
@@ -163,10 +162,10 @@ class MLALayer(Layer):
 class MambaLayer(Layer):
     """A state per sequence instead of tokens: tensors of `state_shapes`, of `state_dtypes`.
 
-    The first size of every shape (channels, heads) is divided over tensor-parallel ranks; the
-    others are the same on all. `state_dtypes` None: all of the model's dtype. `cache_mode`
-    "align": states at the ends of blocks stay, so that other requests can start from them;
-    "none": none do. `num_speculative_blocks`: states more, one per draft token.
+    Tensor-parallel ranks divide the first size of every shape (channels, heads); the other sizes
+    are the same on all. `state_dtypes` None: the model's dtype. `cache_mode` "align": states at the
+    ends of blocks are kept, so that other requests can start from them; "none": none are kept.
+    `num_speculative_blocks`: additional states, one per draft token.
     """
 
     kind: Literal["mamba"] = "mamba"
@@ -216,9 +215,9 @@ class MambaLayer(Layer):
 
 
 class StatelessLayer(Layer):
-    """Layers that keep nothing, such as those of feed-forward networks alone.
+    """Layers without a cache, such as those with only a feed-forward network.
 
-    They count when pipeline stages share the layers of a model, and in the names of the others.
+    They count when pipeline stages divide the layers, and in the other layers' names.
     """
 
     kind: Literal["stateless"] = "stateless"
@@ -240,9 +239,9 @@ LayerConfig = Annotated[
     | StatelessLayer,
     Field(discriminator="kind"),
 ]
-"""An entry of `model.layers`: which keys it has depends on its `kind`."""
+"""An entry of `model.layers`: its keys depend on its `kind`."""
 
 LAYER_KINDS: Mapping[str, type[Layer]] = MappingProxyType(
     {str(layer.model_fields["kind"].default): layer for layer in get_args(get_args(LayerConfig)[0])}
 )
-"""The section of each kind, by the name that files have for it."""
+"""The section of each kind, by its name in files."""

@@ -1,7 +1,7 @@
-"""From a configuration's layers to what each rank keeps.
+"""From a configuration's layers to the specs of each rank.
 
-Stands between configuration and planner, for models that are described rather than loaded. What
-one layer keeps on one rank is said where its kind is described; here layers get names and stages.
+For models that are described rather than loaded. `layer_kinds.py` has the spec of a kind; this
+module names layers and assigns them to pipeline stages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from kvcache.specs import KVCacheSpec
 
 
 def layer_specs(config: ClusterConfig) -> list[dict[str, KVCacheSpec]]:
-    """Return layer name to spec for every global rank, `pipeline_rank * tp + tensor_rank`.
+    """Return the specs by layer name for every global rank, `pipeline_rank * tp + tensor_rank`.
 
-    Layers are named `layers.0`, `layers.1`, ... over the whole model, those that keep nothing
-    counted; cross attention in a layer with another attention is `layers.0.cross`. Pipeline stages
-    take runs of layers, earlier stages one more where they do not divide evenly. What
-    tensor-parallel ranks divide, and what all of them keep, is a matter of the kind. Raises
-    ConfigurationError for sizes that contradict each other.
+    Layers are named `layers.0`, `layers.1`, ... over the whole model, including layers without a
+    cache; cross attention in a layer with another attention is `layers.0.cross`. Pipeline stages
+    take consecutive layers; if the division leaves a remainder, earlier stages take one more.
+    Raises ConfigurationError for sizes that contradict each other.
     """
     check_kind("config", config, ClusterConfig, ConfigurationError)
     layers = config.model.layers_in_order()
@@ -50,7 +49,7 @@ def _stage_ranges(num_layers: int, num_stages: int) -> list[tuple[int, int]]:
 def _named_specs(
     config: ClusterConfig, layer_name: str, parts: Sequence[Layer]
 ) -> dict[str, KVCacheSpec]:
-    """Return what one rank keeps of the layer, which `parts` make up; empty if nothing."""
+    """Return the specs of one rank for the layer that `parts` make up; empty if it has none."""
     specs = {}
     for part in parts:
         block_size = part.block_size or config.cache.block_size

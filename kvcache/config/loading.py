@@ -1,7 +1,7 @@
 """From a YAML file to a `ClusterConfig`, or to an error that says what to change.
 
-Every problem of a file is named at once: file, dotted key, value and remedy, with the nearest
-known key for a misspelt one. Refuses repeated keys, which YAML would let win silently.
+An error names all problems of a file: file, dotted key, value and remedy, with the nearest known
+key for a misspelt one. Refuses repeated keys, of which YAML would silently take the last.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvcache.config.problems import refusal
 
 
 def load_config(path: str | Path) -> ClusterConfig:
-    """Return the configuration in the YAML file at `path`. Where there is none a bare name, such as
-    `cpu_tp2`, is that of a configuration that comes with the package.
+    """Return the configuration in the YAML file at `path`. If there is no such file, a bare name,
+    such as `cpu_tp2`, means a configuration that comes with the package.
 
-    Raises ConfigurationError for a file that cannot be read or does not say what is meant.
+    Raises ConfigurationError for a file that cannot be read or is invalid.
     """
     check_kind("path", path, (str, PathLike), ConfigurationError)
     try:
@@ -47,7 +47,7 @@ def load_config(path: str | Path) -> ClusterConfig:
             f"{path}: is nested too deeply: no setting stands that deep"
         ) from error
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-        # What the reader lets through from a value that contradicts its tag, as in `2020-99-99`.
+        # Errors of PyYAML for a value that contradicts its tag, as in `2020-99-99`.
         raise ConfigurationError(
             f"{path}: holds a value that cannot be read ({error}): put it in quotes if it is text"
         ) from error
@@ -55,13 +55,13 @@ def load_config(path: str | Path) -> ClusterConfig:
 
 
 def _found(path: Path) -> Path:
-    """Return where to read: `path`, or what comes with the package under a name without a file."""
+    """Return the file to read: `path`, or the packaged configuration of that name."""
     is_name = path.name == str(path) and not path.exists()
     return (prepared_path(path.name) if is_name else None) or path
 
 
 def _other_names(path: Path) -> str:
-    """Say which name comes with the package, for a path that may have meant it."""
+    """Name the packaged configuration that a missing path may have meant."""
     if prepared_path(path.stem) is not None:
         return f", or name what comes with the package: {path.stem}"
     if path.suffix or path.name != str(path):
@@ -70,9 +70,9 @@ def _other_names(path: Path) -> str:
 
 
 def parse_config(data: object, source: str = "configuration") -> ClusterConfig:
-    """Return the configuration that plain values `data` describe.
+    """Return the configuration that the plain values `data` describe.
 
-    Raises ConfigurationError that starts with `source` and names every key that is wrong.
+    Raises ConfigurationError that starts with `source` and names every invalid key.
     """
     source = as_text("source", source, ConfigurationError)
     if not isinstance(data, dict):
@@ -95,8 +95,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """Reads plain values only, and refuses a key that appears twice in one section."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        # Looked for in the text as it stands: merging (`<<: *anchor`) puts the anchor's keys
-        # together with those that override them, at a time that depends on the nesting.
+        # Checked in the text itself: merging (`<<: *anchor`) mixes the anchor's keys with those
+        # that override them, at a time that depends on the nesting.
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
@@ -105,15 +105,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             first = seen.setdefault((key.tag, key.value), key.start_mark)
             if first is not key.start_mark:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {key.value!r} stands in line {first.line + 1} already: remove "
-                    "one",
+                    problem=f"key {key.value!r} is in line {first.line + 1} already: remove one",
                     problem_mark=key.start_mark,
                 )
         return node
 
 
 def _describe_yaml_error(error: yaml.YAMLError) -> tuple[str, str]:
-    """Return `:line` (or nothing) and what is wrong there."""
+    """Return `:line` (or nothing) and the problem there."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark
         problem = error.problem or error.context or "unreadable"

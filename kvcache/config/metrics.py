@@ -1,4 +1,4 @@
-"""What a cluster reports as metrics: whether, how often, how finely.
+"""Metrics of a cluster: whether to report them, how often, in which buckets.
 
 One section of `ClusterConfig`. Refuses bounds that do not rise.
 """
@@ -36,11 +36,11 @@ Bounds = Annotated[
 class MetricsConfig(Section):
     """Statistics for Prometheus through Ray's metrics, lines in the log, spans.
 
-    Everything is collected every `interval_s`, between steps. `latency_bounds_s` and
-    `age_bounds_s` are the upper bounds of the buckets of latencies and of ages. At most
-    `max_tenants` tenants have a label of their own, the others are "other" together. A line for
-    people is written to the coordinator's log every `log_interval_s` in which something happened
-    (0: never). `spans`: each step is an OpenTelemetry span (extra `otel`).
+    All metrics are collected every `interval_s`, between steps. `latency_bounds_s` and
+    `age_bounds_s` are the upper bounds of the histograms' buckets. At most `max_tenants` tenants
+    have a label of their own; the others are "other" together. A summary line is written to the
+    coordinator's log once per `log_interval_s` in which steps ran (0: never). `spans`: each step is
+    an OpenTelemetry span (extra `otel`).
     """
 
     enabled: bool = True

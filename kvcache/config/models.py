@@ -1,8 +1,8 @@
-"""The configuration of a cluster, as frozen models that refuse what cannot be meant.
+"""The configuration of a cluster, as frozen models that refuse invalid values.
 
-Configuration comes first: each part is handed the section that holds its settings. Every
-number carries its unit in its name, every section has defaults except the model, and a key that
-is not known is an error. No environment variable is read here or anywhere else.
+Each part of the package gets the section with its settings. Every number has its unit in its name,
+every section except the model has defaults, and an unknown key is an error. The package reads no
+environment variable for its settings.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from kvcache.specs import Layout, dtype_size_bytes
 logger = get_logger(__name__)
 
 MAX_NAME_CHARACTERS = 128
-"""Of a cluster: with a replica's number behind it, it names actors and directories."""
+"""Longest cluster name: with a replica's number appended, it names actors and directories."""
 
 
 class ModelConfig(Section):
-    """What the model keeps per token. `layers` in the order of the model.
+    """The cached data per token. `layers` are in the order of the model.
 
     `max_model_len` "auto": as long as memory allows, up to `max_position_embeddings`.
     """
@@ -64,11 +64,11 @@ class ModelConfig(Section):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model, those that keep nothing included."""
+        """Layers of the whole model, including those without a cache."""
         return sum(layer.count for layer in self.layers if not layer.is_beside_previous)
 
     def layers_in_order(self) -> list[tuple[Layer, ...]]:
-        """Return for each layer of the model what it consists of: mostly one entry of `layers`.
+        """Return the parts of each layer of the model: mostly one entry of `layers`.
 
         A decoder layer with both self attention and cross attention has two.
         """
@@ -78,9 +78,9 @@ class ModelConfig(Section):
 class CacheConfig(Section):
     """The pool of blocks and how prefixes are found in it.
 
-    `memory_per_rank` None: what each worker reports as free. `num_blocks` None: as many as fit.
-    `watermark`: share of blocks kept free for running requests. `max_pin_share`: share that
-    pinned prefixes may take. `merge_duplicates`: requests that filled blocks with equal content
+    `memory_per_rank` None: the free memory that each worker reports. `num_blocks` None: as many as
+    fit. `watermark`: share of blocks kept free for running requests. `max_pin_share`: share of
+    blocks that pins may hold. `merge_duplicates`: requests that filled blocks with equal content
     share one of them once their steps are complete. `use_eagle`: a hit leaves its last block out,
     because a draft head needs the hidden states there.
     """
@@ -103,7 +103,7 @@ class CacheConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _has_one_core(cls, data: Any) -> Any:
-        """Leave out `core`, which was a choice until this version."""
+        """Drop the key `core`, which was a choice before this version."""
         if not isinstance(data, dict) or "core" not in data:
             return data
         logger.warning(
@@ -115,7 +115,7 @@ class CacheConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many ranks, and how the model is spread over them.
+    """The number of ranks, and how the model is divided between them.
 
     `data_parallel_size`: replicas of the whole model, each a cluster of its own with a cache of its
     own, of `num_ranks` ranks.
@@ -132,7 +132,7 @@ class ParallelConfig(Section):
 
 
 class WorkersConfig(Section):
-    """What a worker runs on, and what it asks Ray for."""
+    """The device of a worker, and its resources in Ray."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     num_cpus_per_rank: Annotated[float, Field(ge=0, allow_inf_nan=False), Real] = 0.1
@@ -148,12 +148,12 @@ class WorkersConfig(Section):
 
 
 class TransportConfig(Section):
-    """How coordinator, workers and clients talk. `window`: messages sent and not yet confirmed.
+    """Messages between coordinator, workers and clients. `window`: messages without an answer.
 
     Peers on the coordinator's node use local sockets, others TCP at `bind_host`, or at the node's
-    own address where that is loopback only. `curve` "auto": connections beyond loopback need the
-    cluster's keys; "always": all do. `max_clients` may be attached at a time; another one is told
-    so and waits until one detaches, or for `deadlines.step_s`.
+    own address if `bind_host` is loopback. `curve` "auto": connections beyond loopback need the
+    cluster's keys; "always": all do. At most `max_clients` are attached at a time; another one is
+    told so and waits until one detaches, or for `deadlines.step_s`.
     """
 
     kind: Literal["zmq", "ray", "inprocess"] = "zmq"
@@ -167,7 +167,7 @@ class TransportConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """Limits of one scheduling step: tokens computed, and requests running."""
+    """Limits of one scheduling step: tokens to compute, and running requests."""
 
     max_num_batched_tokens: Count = 8192
     max_num_seqs: Count = 128
@@ -183,13 +183,13 @@ class SchedulerConfig(Section):
 
 
 class ContentCheckConfig(Section):
-    """Whether workers write into every block what its tokens demand, and compare on every read."""
+    """Whether workers write into every block what its tokens demand, and compare every read."""
 
     enabled: bool = False
 
 
 class AuditConfig(Section):
-    """Whether the labels of all ranks are compared with the coordinator's books while it runs.
+    """Whether the labels of all ranks are compared with the coordinator's state while it runs.
 
     `sample` compares some blocks every `interval_s`, `on` all blocks with every step: for tests.
     """
@@ -199,13 +199,14 @@ class AuditConfig(Section):
 
 
 class RecorderConfig(Section):
-    """Whether all that happens to the cache is written down, for `kvcache replay-record`.
+    """Whether the coordinator records its steps, for `kvcache replay-record`.
 
-    `directory`: of the coordinator's node, below which each cluster has one of its name, `~/...`
-    in the home directory; None: nothing is recorded. Segments of `segment_bytes` are removed, the
-    oldest first, so that all together stay within `max_bytes`; the present epoch's are kept, and
-    when they fill it, recording stops until the next epoch. A record is on its way to disk after
-    `flush_s`; with `sync` each write waits until it has arrived.
+    `directory`: on the coordinator's node; each cluster has a subdirectory of its name; `~/...` is
+    the home directory; None: nothing is recorded. Recordings consist of segments of
+    `segment_bytes`. The oldest segments are removed to stay within `max_bytes`, but never those of
+    the present epoch: when it alone reaches the limit, recording stops until the next epoch.
+    Records are written to disk every `flush_s`; with `sync`, each write waits until the disk has
+    the data.
     """
 
     directory: Annotated[str, Field(min_length=1)] | None = None
@@ -227,7 +228,7 @@ class RecorderConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Everything about one cluster. `name` finds it again; two of a name cannot run at once."""
+    """Everything about one cluster. `name` identifies it; no two clusters have the same."""
 
     name: Annotated[
         str, Field(max_length=MAX_NAME_CHARACTERS, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -250,7 +251,7 @@ class ClusterConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _empty_sections_have_defaults(cls, data: Any) -> Any:
-        """A section whose keys are all commented out reads as null in YAML: it means defaults."""
+        """Replace null by an empty section: YAML reads a section of comments alone as null."""
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key == "model"}
@@ -283,7 +284,7 @@ class ClusterConfig(Section):
     @property
     def stall_s(self) -> float:
         """How long an engine may see no request advance before it gives up: longer than a request
-        waits for what the tiers have."""
+        waits for loads from tiers."""
         return self.deadlines.step_s + self.offload.wait_s
 
     def _require_divisible_layers(self) -> None:
@@ -313,7 +314,7 @@ def _place_cross_attention(entries: Sequence[Layer]) -> list[tuple[Layer, ...]]:
         start = len(layers) - entry.count
         if start < 0 or any(len(parts) > 1 for parts in layers[start:]):
             raise ConfigurationError(
-                f"layers[{index}] is beside the {entry.count} layers before it, but there are not "
+                f"layers[{index}] extends the {entry.count} layers before it, but there are not "
                 "that many without cross attention: lower its count, or write beside_previous: "
                 "false"
             )

@@ -1,6 +1,6 @@
-"""The tiers below the device in a configuration: host memory, and behind it files.
+"""Tiers below the device: host memory and files.
 
-One section of `ClusterConfig`. Refuses a disk without host memory: what comes from files passes
+One section of `ClusterConfig`. Refuses a disk without host memory, because blocks from files pass
 through it.
 """
 
@@ -26,12 +26,12 @@ from kvcache.config.sections import (
 class DiskConfig(Section):
     """Files of offloaded blocks, which outlive the cluster.
 
-    `directory`: below which every cluster, plan and rank has one of its own, on each rank's node.
-    It must exist, unless it is `~/...`, in the home directory. Choose one that no other program
-    cleans: `/tmp` usually is.
-    `capacity_per_rank`: of blocks; a file's head, some 250 bytes and its tokens, comes on top.
-    `write`: files are written for what leaves host memory (`on_evict`), or for all that is stored
-    there (`on_store`). `sync`: what has reached the disk before a file counts as written.
+    `directory`: on each rank's node; every cluster, plan and rank has a subdirectory. It must
+    exist, unless it is `~/...`, in the home directory. Choose one that no other program cleans, as
+    many systems clean `/tmp`. `capacity_per_rank`: bytes of blocks; the head of each file (some 250
+    bytes and its tokens) is not counted. `write`: files are written for blocks that leave host
+    memory (`on_evict`), or for all blocks that are stored there (`on_store`). `sync`: what must
+    reach the disk before a file counts as written.
     """
 
     directory: Annotated[str, Field(min_length=1)]
@@ -48,24 +48,23 @@ class DiskConfig(Section):
 
 
 class OffloadConfig(Section):
-    """What is kept of blocks when the device pool is full.
+    """Blocks that are kept outside the device pool.
 
-    `host_memory_per_rank` None: nothing. A block is stored once its content was seen `store_after`
-    times, in host blocks of `blocks_per_slot` device blocks. A request waits for what the tiers
-    have where that is at least `min_load_tokens`, and not longer than `wait_s`; what was loaded
-    stays for it for `hold_s`. Jobs that take longer than `job_s` are given up. With
-    `keeps_memory`, a process of each node holds the memory, so that it survives its worker.
-    `verify`: a checksum is taken of each block that is stored, and compared before it is loaded; or
-    of one block in 16; or `never`, and then none is taken. `copy_priority`: who stores and loads
-    goes behind steps and everything else on the node (`low`), gets only what processors have to
-    spare (`idle`: steps are disturbed least, and on a node whose processors are all busy a load
-    may take seconds), or is everybody's equal (`normal`). On CPU, `copy_threads` of a worker copy
-    one store or load of 2 MiB or more together.
+    `host_memory_per_rank` None: none. A block is stored once its content was seen `store_after`
+    times. A host slot holds `blocks_per_slot` device blocks. A request waits for a load of at least
+    `min_load_tokens`, at most `wait_s`; the loaded blocks are kept for it for `hold_s`. Jobs that
+    take longer than `job_s` are given up. With `keeps_memory`, a process of each node holds the
+    memory, so that it survives its worker. `verify`: `always` computes a checksum of each stored
+    block and compares it at each load, `sample` for one block in 16, `never` for none.
+    `copy_priority` is that of the copying threads: `low` yields to steps and other programs; `idle`
+    uses only idle processors, so steps are disturbed least, but on a busy node a load may take
+    seconds; `normal` yields to nothing. On CPU, `copy_threads` of a worker together copy
+    a store or load of 2 MiB or more.
 
-    `swap` says what becomes of the unsealed tokens of a request that is preempted by swap: they go
-    to host memory and come back (`always`), are computed again (`never`), or (`auto`) whatever
-    takes less time: computing them at `prefill_tokens_per_s`, or moving their blocks there and
-    back at `swap_bandwidth_per_rank`, in bytes per second. With EAGLE nothing is swapped.
+    `swap` decides about the unsealed tokens of a request that is preempted by swap: `always` moves
+    them to host memory and back, `never` computes them again, `auto` takes the faster way, by
+    `prefill_tokens_per_s` and `swap_bandwidth_per_rank` (bytes per second). With EAGLE nothing is
+    swapped.
     """
 
     host_memory_per_rank: Bytes | None = None

@@ -1,7 +1,6 @@
-"""Configurations that come with the package, by name: those of `configs/`, wherever it is.
+"""Configurations that come with the package, by name: the files of `configs/`.
 
-`loading.py` opens them if there is no file of that name. Refuses to list what is not
-a configuration.
+`loading.py` uses them if there is no file of that name.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ _DIRECTORY = Path(__file__).resolve().parent.parent / "configs"
 
 
 def prepared_names() -> list[str]:
-    """Return the names of all of them, in order; none where the installation left them out."""
+    """Return the names of all of them, sorted; empty if the installation left them out."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 
 def prepared_path(name: str) -> Path | None:
-    """Return the file of the configuration `name`, such as `cpu_tp2`; None for any other name."""
+    """Return the file of the packaged configuration `name`, such as `cpu_tp2`; None if unknown."""
     return _DIRECTORY / f"{name}.yaml" if name in prepared_names() else None

@@ -1,7 +1,6 @@
-"""What is wrong with a configuration, said by key, value and remedy.
+"""Error texts for an invalid configuration: key, value and remedy.
 
-Between the sections, which pydantic checks, and their source: a file or a caller. Knows the kinds
-of error that our sections can have. Refuses nothing itself.
+Translates the errors of pydantic, and those of our own validators.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _describe(section: type[BaseModel], details: ErrorDetails) -> str:
     loc, tag = _without_tag(details["loc"])
     key, value = _dotted(loc), details["input"]
     if kind == "value_error":
-        told = str(context["error"])  # from a validator of ours: it names the values itself
+        told = str(context["error"])  # from our validators, which name the values
         return f"{key}: {told}" if key else told
     if kind == "extra_forbidden":
         return f"{key}: {shown(value)}: {_suggest_key(section, loc, tag)}"
@@ -45,7 +44,7 @@ def _describe(section: type[BaseModel], details: ErrorDetails) -> str:
 
 
 def _without_tag(loc: tuple[int | str, ...]) -> tuple[tuple[int | str, ...], str | None]:
-    """Return the path without the kind of layer, which is in it but not in the file; and that."""
+    """Return the path without the kind of layer, which is not in the file; and the kind."""
     for place, part in enumerate(loc[:-2]):
         if part == "layers" and isinstance(loc[place + 1], int):
             tag = place + 2
@@ -60,7 +59,7 @@ def _alternatives(context: Mapping[str, Any]) -> str:
 
 
 def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
-    """Return what to write instead, for the kinds of error our models can give."""
+    """Return the remedy for the kinds of error that our models can raise."""
     if kind == "literal_error":
         return f"use {context['expected']}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
@@ -88,12 +87,12 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def _suggest_key(section: type[BaseModel], loc: tuple[int | str, ...], kind: str | None) -> str:
-    """Return the nearest known key in place of the last of `loc`, or all that are known.
+    """Return the nearest known key in place of the last of `loc`, or all known keys.
 
-    `kind`: of the layer that the path leads through, if it does.
+    `kind`: of the layer that the path leads through, if any.
     """
     for part in loc[:-1]:
-        if part in section.model_fields:  # else it is a name that the file chose, as of a tenant
+        if part in section.model_fields:  # else a name from the file, such as a tenant's
             found = list(_sections_in(section.model_fields[str(part)].annotation))
             section = next(
                 (s for s in found if _kind_of(s) == kind), found[0] if found else section
@@ -107,7 +106,7 @@ def _suggest_key(section: type[BaseModel], loc: tuple[int | str, ...], kind: str
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models that a field's value can be, or be made of."""
+    """Yield the models that a field's value can be or contain."""
     if get_origin(annotation) is None and isinstance(annotation, type):
         if issubclass(annotation, BaseModel):
             yield annotation

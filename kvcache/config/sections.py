@@ -1,7 +1,7 @@
-"""What every section of a configuration is made of: the base model, and numbers with limits.
+"""The base model of every section, and numbers with limits.
 
-Stands below the sections themselves. Refuses what JSON and YAML would let pass: text in place of
-numbers, unknown keys, amounts of memory without a unit.
+Refuses values that JSON and YAML would let pass: text instead of numbers, unknown keys, amounts of
+memory without a unit.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from kvcache.policies import require_eviction_policy
 
 MIB = 1 << 20
 MAX_COUNT = 2**31 - 1
-"""Tokens, positions and block ids travel as int32."""
+"""Largest number of tokens: positions and block ids travel as int32."""
 BYTE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def parse_bytes(value: object) -> object:
-    """Return the bytes that text such as "256MiB" or "1.5 GiB" stands for; other values as is."""
+    """Return the bytes of a text such as "256MiB" or "1.5 GiB"; other values unchanged."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)\s*", value)
@@ -67,8 +67,8 @@ def require_policy(value: str) -> str:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a directory of a configuration lies: `below` a `root` that must exist, because it may
-    be the place where a disk is mounted. What is below the root may be made."""
+    """A directory of a configuration: `below` a `root` that must exist, because it may be a mount
+    point. Directories below the root may be created."""
 
     root: Path
     below: str = ""
@@ -80,9 +80,9 @@ class Location:
 
     @staticmethod
     def of(directory: str) -> Location:
-        """Return where `directory` lies on this node, of the user who runs this process.
+        """Return the place of `directory` on this node, for the user of this process.
 
-        `~/` is the home directory in the user database: the environment is not asked. Raises
+        `~/` is the home directory in the user database, not in the environment. Raises
         ConfigurationError for a user without one.
         """
         if not directory.startswith("~/"):
@@ -98,7 +98,7 @@ class Location:
 
 
 def require_directory(value: str, runs_anywhere: str) -> None:
-    """Raise ConfigurationError unless `value` is the same directory wherever it is read."""
+    """Raise ConfigurationError unless `value` is the same directory for every process."""
     if not value.startswith(("/", "~/")):
         raise ConfigurationError(
             f"directory {value!r} is relative, and {runs_anywhere} may run anywhere: write it from "
@@ -107,8 +107,8 @@ def require_directory(value: str, runs_anywhere: str) -> None:
 
 
 def plain(value: object) -> object:
-    """Return the Python value that stands for one of numpy; others as is."""
-    if isinstance(value, np.timedelta64):  # an integer to numpy
+    """Return the Python value of a numpy scalar; other values unchanged."""
+    if isinstance(value, np.timedelta64):  # numpy calls it an integer
         return value
     if isinstance(value, (np.bool_, np.integer, np.floating, np.str_)):
         of_python: object = value.item()
@@ -118,19 +118,19 @@ def plain(value: object) -> object:
 
 
 def listed(value: object) -> object:
-    """Return the plain values of a list as a tuple; what is no list as is."""
+    """Return a list of plain values as a tuple; other values unchanged."""
     return tuple([plain(item) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def require_number(value: object) -> object:
-    """Return `value`, unless it only seems to be a number, as arrays and booleans do."""
+    """Return `value`, but refuse arrays and booleans, which pydantic takes for numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise PydanticKnownError("float_type")
     return value
 
 
 Real = BeforeValidator(require_number)
-"""For fields of numbers: pydantic alone takes an array for one."""
+"""For fields of numbers: pydantic alone would accept an array."""
 List = BeforeValidator(listed)
 """For fields of tuples, which files write as lists."""
 
@@ -146,8 +146,8 @@ EvictionPolicyName = Annotated[str, AfterValidator(require_policy)]
 class Section(BaseModel):
     """A part of the configuration: frozen, strict about types, no unknown keys.
 
-    Integers, numbers, booleans and text of numpy become Python's. Made in code, it raises
-    ConfigurationError that names every wrong key, with its value and the remedy.
+    numpy's integers, numbers, booleans and text become Python's. The constructor raises
+    ConfigurationError that names every invalid key, with its value and the remedy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -158,7 +158,7 @@ class Section(BaseModel):
         except ValidationError as error:
             raise refusal(type(self).__name__, type(self), error) from error
 
-    # Sections inside of others, and those of a file, are not made by calling the class.
+    # Nested sections, and those of a file, are not made by calling the class.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # pydantic's mark
 
     @model_validator(mode="before")

@@ -1,7 +1,7 @@
-"""Who shares a cluster in a configuration: what each tenant is sure of, and what it may take.
+"""Tenants of a cluster: what each is guaranteed, and how much it may take.
 
-One section of `ClusterConfig`. Refuses promises that cannot be kept together; what depends on the
-size of a pool is refused by `kvcache.tenants`, which knows it.
+One section of `ClusterConfig`. Refuses guarantees that contradict each other; `kvcache.tenants`
+checks those that depend on the size of a pool.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def require_amount(value: object) -> int | float:
 
 
 Amount: TypeAlias = Annotated[int | float, BeforeValidator(require_amount)]
-"""A share of what there is, written with a point (`0.25`, `1.0`), or a number of blocks (`400`)."""
+"""A share of a tier, with a decimal point (`0.25`, `1.0`), or a number of blocks (`400`)."""
 
 
 class TierAmounts(Section):
-    """One amount for each tier. None: what the field says by default."""
+    """One amount for each tier. None: the field's default."""
 
     device: Amount | None = None
     host: Amount | None = None
@@ -69,16 +69,15 @@ def _in_tier(amount: int | float | TierAmounts, tier: str, default: int | float)
 
 
 class TenantConfig(Section):
-    """What one tenant gets.
+    """The part of one tenant.
 
-    `guaranteed` is never taken from it: other tenants' running requests cannot take that room, and
-    what it has cached within it is not evicted for others. `limit`: it never has more blocks than
-    these, running and cached together. `max_pinned`: nor more pinned ones on the device. What no
-    tenant is guaranteed is shared by `weight`. A share alone is meant for every tier, blocks alone
-    for the device.
+    `guaranteed`: blocks that other tenants' running requests cannot take, and whose cached contents
+    are not evicted for others. `limit`: the most blocks it may have, running and cached together.
+    `max_pinned`: the most device blocks that it may pin. Tenants share the rest by `weight`. A
+    share alone applies to every tier, a number of blocks alone to the device.
 
-    A limit is above 0, and not below what is guaranteed in the same tier. A guarantee that is a
-    share too small for one block is refused, too, when the size of the pool is known.
+    A limit is above 0, and not below the guarantee of the same tier. A guaranteed share that is
+    less than one block is refused when the size of the pool is known.
     """
 
     guaranteed: Amounts = 0
@@ -103,25 +102,24 @@ class TenantConfig(Section):
         return self
 
     def guaranteed_in(self, tier: str) -> int | float:
-        """Return what is guaranteed in a tier."""
+        """Return the guaranteed amount of a tier."""
         return _in_tier(self.guaranteed, tier, 0)
 
     def limit_in(self, tier: str) -> int | float:
-        """Return the most blocks in a tier."""
+        """Return the most blocks of a tier."""
         return _in_tier(self.limit, tier, 1.0)
 
 
 class TenantsConfig(Section):
-    """Who is a tenant, and what each gets.
+    """How tenants are told apart, and the part of each.
 
-    `by` says what tells requests of different tenants apart: their `tenant`, or their `cache_salt`.
-    `named` are those that are promised something. Every other tenant, and a request without one,
-    gets `default` for himself.
+    `by` tells tenants apart by a request's `tenant` or by its `cache_salt`. `named` are tenants
+    with a part of their own. Every other tenant has a `default` part; so do requests without a
+    tenant.
 
-    `named` has at most 1024 entries, of 1 to 256 characters. Guaranteed shares add up to 1.0 at
-    most in each tier, and all guarantees, shares and blocks together, to no more than the tier has:
-    that is checked when its size is known. `default` guarantees nothing, because it is not known
-    how many tenants there will be.
+    `named` has at most 1024 entries, of 1 to 256 characters each. Guaranteed shares may add up to
+    1.0 in each tier. All guarantees together must not exceed the tier, which is checked when its
+    size is known. `default` guarantees nothing, because the number of tenants is not known.
     """
 
     by: Literal["tenant", "salt"] = "tenant"

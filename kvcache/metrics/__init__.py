@@ -1,10 +1,9 @@
-"""The metrics of a cluster: declared once, measured cheaply, collected at
-times.
+"""The metrics of a cluster: declared once, measured cheaply, collected at intervals.
 
     meters (histograms) ──┐
     frozen statistics() ──┴──▶ samples ──▶ an exporter (actors/metrics_export.py: Ray)
 
-No step knows of any of this: meters stand around the coordinator and around eviction policies.
+Steps are not involved: meters wrap the coordinator and the eviction policies.
 """
 
 from __future__ import annotations

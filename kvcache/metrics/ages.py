@@ -1,8 +1,8 @@
 """How long cached contents had been out of use when they were hit, and when they were evicted.
 
-The signal of a cache that thrashes: where contents are evicted at an age at which others are still
-hit, more room would give more hits. The core counts, in the loops that let blocks come free and go;
-the coordinator's message loop says what time it is. Refuses to change what is evicted.
+The signal of a cache that is too small: if contents are evicted at an age at which others are still
+hit, more blocks would give more hits. The core counts ages in its kernels; the coordinator's
+message loop sets the time. Does not influence eviction.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class AgeMeter:
     def __init__(
         self, bounds_s: tuple[float, ...], now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Count nothing yet. `now`: not a manager's clock, whose readings may be recorded."""
+        """Start at zero. `now`: not a manager's clock, whose readings may be recorded."""
         self._bounds_s = bounds_s
         self._ages = BlockAges(bounds_s)
         self._now = now
 
     def tick(self) -> None:
-        """Read the clock: what changes from now on, changes now."""
+        """Read the clock: later changes have this time."""
         self._ages.set_time(self._now())
 
     def at_hit(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
-        """Return how old contents were when they were hit."""
+        """Return the ages of contents when they were hit."""
         return self._sample(AT_HIT, metric, labels)
 
     def at_eviction(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
-        """Return how old contents were when they were evicted."""
+        """Return the ages of contents when they were evicted."""
         return self._sample(AT_EVICTION, metric, labels)
 
     def idle_s(self, num_blocks: int) -> npt.NDArray[np.float32]:
-        """Return for how many seconds each block, by id, is out of use; -1 for those in use, and
-        for those that hold nothing. Shape `(num_blocks,)`."""
+        """Return the seconds that each block, by id, has been out of use; -1 for blocks in use and
+        for empty ones. Shape `(num_blocks,)`."""
         since = self._ages.idle_since
         if len(since) != num_blocks:
             return np.full(num_blocks, -1.0, np.float32)
@@ -57,7 +57,7 @@ class AgeMeter:
         return idle.astype(np.float32)
 
     def watching(self, make: CoreFactory = FlatCore) -> CoreFactory:
-        """Return what makes the same core, which counts ages here."""
+        """Return a factory of the same core that counts ages here."""
 
         def make_watched(settings: CoreSettings) -> FlatCore:
             self.tick()

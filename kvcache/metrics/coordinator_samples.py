@@ -1,6 +1,6 @@
-"""From a coordinator's frozen statistics, and its meters, to samples.
+"""Samples of a coordinator, from its frozen statistics and its meters.
 
-Called at an interval, in no step. Refuses to count: what it is given was counted elsewhere.
+Called at an interval, not in a step. Only converts counts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def coordinator_samples(
     meters: CoordinatorMeters,
     loop_errors: Mapping[str, int] | None = None,
 ) -> list[AnySample]:
-    """Return all that is to be told of the coordinator of `cluster`.
+    """Return all samples of the coordinator of `cluster`.
 
-    `loop_errors`: what the message loop around it has refused, by kind of error.
+    `loop_errors`: errors that its message loop counted, by kind.
     """
     return list(_Samples(cluster).of(statistics, meters, loop_errors or {}))
 
@@ -106,7 +106,7 @@ class _Samples:
     def _hits(
         self, manager: ManagerStatistics, offload: OffloadStatistics | None
     ) -> Iterator[Sample]:
-        """What was loaded is found by an ordinary look-up then: it is no hit of the device."""
+        """A loaded block is later found by an ordinary look-up, which is no hit of the device."""
         yield self._one(known.QUERIED_TOKENS, manager.num_asked_tokens)
         loaded = 0 if offload is None else offload.num_loaded_tokens
         fetched = 0 if offload is None else offload.num_fetched_tokens
@@ -159,7 +159,7 @@ def _tenants(statistics: CoordinatorStatistics) -> list[TenantStatistics]:
 
 
 def _errors(statistics: CoordinatorStatistics) -> dict[str, int]:
-    """Return what has gone wrong, by kind."""
+    """Return counts of errors, by kind."""
     manager, offload, recorder = statistics.manager, statistics.offload, statistics.recorder
     errors = {
         "refused_step": statistics.num_refused_steps,

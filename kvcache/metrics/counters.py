@@ -1,7 +1,6 @@
-"""From counts since some start to what has come since the last look.
+"""Increments of counters since the last collection.
 
-Counters of Prometheus are added to, while statistics say how much there is. Between the two;
-refuses to go backwards: a count that fell was reset.
+Prometheus' counters are incremented, while statistics have totals. A total that fell was reset.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ from kvcache.metrics.metric import Sample
 
 
 class CounterGrowth:
-    """Remembers the counts of one process. One owner, one thread."""
+    """Remembers the totals of one process. One user, one thread."""
 
     def __init__(self) -> None:
-        """Every count was 0."""
+        """Start with all totals at 0."""
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def since_last(self, sample: Sample) -> float:
         """Return by how much a counter has grown, at least 0.
 
-        Of one that fell, a new one began: all of it is growth.
+        A counter that fell was reset: its whole value is the growth.
         """
         key = (sample.metric.name, sample.labels)
         last = self._last.get(key, 0.0)

@@ -1,8 +1,8 @@
-"""Every metric there is: names, kinds, labels, and what each says, written once.
+"""The declarations of all metrics: names, kinds, labels and help texts.
 
-The table of docs/operations.md is made from this, the dashboard is checked against it, and code
-that collects names them from here. Ray puts `ray_` before each name, and adds labels of its own.
-Units and endings follow Prometheus' conventions.
+The table of docs/operations.md is made from these, the dashboard is checked against them, and
+collecting code refers to them. Ray puts `ray_` before each name, and adds labels of its own. Units
+and suffixes follow Prometheus' conventions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Values counted by bucket: what a latency or an age comes to, at the cost of a few additions.
+"""Histograms of latencies and ages, at the cost of a few additions per value.
 
-Below everything that measures. Single values wait in a list and are counted together: it is made
-for places where a microsecond matters. One owner, one thread; refuses to forget.
+Single values wait in a list and are counted together, because callers count microseconds. One
+user, one thread; never drops a value.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy.typing as npt
 from kvcache.metrics.metric import HistogramSample, Metric
 
 _MANY = 256
-"""So many values wait at most."""
+"""Most values that wait."""
 
 
 class Histogram:
     """Counts of values by upper bound.
 
     Invariant: `_counts[i]` values were above `bounds[i - 1]` and at most `bounds[i]`; the last
-    count is of those above all bounds. `_waiting[i]`, `_weights[i]` times, is not among them yet.
+    count is of values above all bounds. `_waiting[i]`, `_weights[i]` times, is not counted yet.
     """
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        """Count nothing yet. `bounds` rise."""
+        """Start at zero. `bounds` rise."""
         self.bounds = bounds
         self._array = np.array(bounds)
         self._counts = [0] * (len(bounds) + 1)
@@ -39,14 +39,14 @@ class Histogram:
             self._count_waiting()
 
     def observe_many(self, values: npt.NDArray[np.float64], times: int = 1) -> None:
-        """Count each value, shape `(n,)`, so many times; -1 takes back what was counted once."""
+        """Count each value, shape `(n,)`, `weight` times; -1 undoes one count."""
         places = self._array.searchsorted(values)
         added = np.bincount(places, minlength=len(self._counts)).tolist()
         self._counts = [old + times * new for old, new in zip(self._counts, added, strict=True)]
         self._sum += times * float(values.sum())
 
     def sample(self, metric: Metric, labels: tuple[str, ...] = ()) -> HistogramSample:
-        """Return what was counted, frozen."""
+        """Return the counts, frozen."""
         self._count_waiting()
         counts = tuple(accumulate(self._counts))
         return HistogramSample(metric, self.bounds, counts, self._sum, labels)

@@ -1,6 +1,6 @@
-"""A look at a running coordinator's cache, for commands: pins, and who uses which block.
+"""A view of a running coordinator's cache, for commands: pins, and the users of each block.
 
-Made when somebody asks, never in a step. Refuses to change anything.
+Made on request, never in a step. Changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache.metrics.ages import AgeMeter
 
 @dataclass(frozen=True)
 class PinStatus:
-    """A pin that holds, for `remaining_s` from now on."""
+    """A pin, which ends in `remaining_s`."""
 
     pin_id: int
     num_tokens: int
@@ -28,8 +28,8 @@ class PinStatus:
 
 @dataclass(frozen=True, eq=False)
 class CacheInspection:
-    """`holders[b]` requests and pins hold block `b`; it has been out of use for `idle_s[b]`
-    seconds, -1: in use, empty, or not known (metrics are off). Shapes `(num_blocks,)`."""
+    """`holders[b]` requests and pins use block `b`; it has been out of use for `idle_s[b]`
+    seconds; -1: in use, empty, or unknown (metrics are off). Shapes `(num_blocks,)`."""
 
     model_epoch: int
     is_draining: bool
@@ -41,9 +41,9 @@ class CacheInspection:
 def inspect_cache(
     manager: KVCacheManager | None, now_s: float, ages: AgeMeter | None
 ) -> CacheInspection:
-    """Return what the cache of a coordinator is like; `now_s` by the manager's clock.
+    """Return a view of a coordinator's cache; `now_s` by the manager's clock.
 
-    Raises NotRunningError where there is no manager: an epoch is about to begin.
+    Raises NotRunningError if there is no manager because an epoch is beginning.
     """
     if manager is None:
         raise NotRunningError("the coordinator has no cache just now: wait until it is ready")

@@ -1,6 +1,6 @@
-"""One line for people: what a cluster did since the last one.
+"""The summary line: a cluster's activity since the last one.
 
-For people who watch a log. Refuses to speak where nothing happened.
+For people who watch a log. Empty if nothing happened.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from kvcache.manager.statistics import ManagerStatistics
 def log_line(
     name: str, before: CoordinatorStatistics, now: CoordinatorStatistics, seconds: float
 ) -> str:
-    """Return what happened in `seconds` between two moments, empty if no step ran.
+    """Return the summary of `seconds` between two moments, empty if no step ran.
 
-    The hit rate is of the tokens asked for meanwhile; where an epoch has begun, since then.
+    The hit rate covers this interval, or the time since a new epoch began in it.
     """
     num_steps = now.num_steps - before.num_steps
     manager = now.manager

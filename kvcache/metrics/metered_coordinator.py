@@ -1,7 +1,6 @@
-"""A coordinator with a meter around it: everything passes through, and is looked at.
+"""A coordinator with a meter around it.
 
-Between a message loop and the plain Coordinator, with the methods that a loop calls. Refuses to
-change what passes.
+Has the methods that a message loop calls, passes every call on, and changes nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from kvcache.protocol.step import StepRequest
 
 
 class MeteredCoordinator:
-    """What a message loop needs of a `Coordinator`, measured. One owner, one thread.
+    """The interface of a `Coordinator` for a message loop, measured. One user, one thread.
 
-    Invariant: while no step is followed, `settle` is the coordinator's own, as `on_plain_applied`
-    is always: they are called for every step, as if nothing stood between.
+    Invariant: while no step is followed, `settle` is the coordinator's own method, as
+    `on_plain_applied` always is: they are called for every step, at no extra cost.
     """
 
     def __init__(
@@ -30,13 +29,13 @@ class MeteredCoordinator:
         ages: AgeMeter,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Pass everything on to `coordinator`."""
+        """Measure `coordinator`."""
         self._coordinator = coordinator
         self._meter = meter
         self._tick = ages.tick
         self._now = now
         self._ask = coordinator.on_client_message
-        self._num_left = meter.stride  # messages until a step is followed
+        self._num_left = meter.stride  # messages until the next followed step
         self._is_open = False
         self.on_plain_applied = coordinator.on_plain_applied
         self.on_client_lost = coordinator.on_client_lost
@@ -48,7 +47,7 @@ class MeteredCoordinator:
         return self._coordinator.epoch
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
-        """See `Coordinator`; the time it takes is the decision's."""
+        """Call the `Coordinator`; the time is that of the decision."""
         self._tick()
         self._num_left -= 1
         if self._num_left > 0 and not self._is_open:
@@ -95,7 +94,7 @@ class MeteredCoordinator:
         return self._looked_at(self._coordinator.settle(), begun_s)
 
     def _looked_at(self, outgoing: list[Outgoing], begun_s: float) -> list[Outgoing]:
-        """Look at what is to be sent, while a step is followed; return it."""
+        """Inspect the messages to send while a step is followed; return them."""
         meter = self._meter
         if outgoing and meter.num_open:
             meter.left(outgoing, begun_s, self._now())

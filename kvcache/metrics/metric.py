@@ -1,7 +1,7 @@
-"""What a metric is: its name, kind, help and labels, declared once; and one value of it.
+"""Declarations of metrics (name, kind, help, labels) and their values.
 
-Stands before everything else here. Data only; refuses names that Prometheus' conventions do not
-allow, so that a declaration that is wrong cannot be imported.
+Data only. Refuses names that break Prometheus' conventions, so that an invalid declaration cannot
+be imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kind(Enum):
 class Metric:
     """One declaration. Counters end with `_total`, histograms with their unit.
 
-    Raises ConfigurationError for a name, or labels, against the conventions.
+    Raises ConfigurationError for a name, or labels, that break the conventions.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Sample:
-    """One value of a counter or gauge; `labels` are the values of the metric's, in its order."""
+    """One value of a counter or gauge; `labels` are the values of the metric's labels, in order."""
 
     metric: Metric
     value: float
@@ -61,8 +61,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class HistogramSample:
-    """One histogram: `counts[i]` values were at most `bounds[i]`, those behind the last bound
-    included in `counts[-1]`. Cumulative, as Prometheus has it; `sum` is of all values."""
+    """One histogram: `counts[i]` values were at most `bounds[i]`; `counts[-1]` has all values.
+    Cumulative, as in Prometheus; `sum` is of all values."""
 
     metric: Metric
     bounds: tuple[float, ...]
@@ -72,7 +72,7 @@ class HistogramSample:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return self.counts[-1]
 
 

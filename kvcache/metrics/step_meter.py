@@ -1,10 +1,10 @@
-"""How long steps take: in the queue, in the decision, and until every rank has applied them.
+"""The latency of steps: in the queue, in the decision, and until every rank has applied them.
 
     arrived ──queue──▶ decided ──(answer, commands leave)──▶ applied by every rank
        └───────────────────── applied_seconds ─────────────────┘
 
-Looks at what goes into a coordinator and what comes out of it, so that the coordinator itself knows
-of nothing. Refuses to keep more than a bounded number of steps: those beyond are not followed.
+Watches the messages that enter and leave a coordinator, so that the coordinator itself knows
+nothing of it. Follows a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvcache.protocol.messages import CallResult, Outgoing, Progress, Unattached
 from kvcache.protocol.step import StepResult
 
 STRIDE = 31
-"""One step in so many is followed, unless all are asked for: an empty step takes a
-coordinator some 30 us, and following it 5 to 10. A prime, so that what engines do every fourth or
-eighth step is neither always seen nor never."""
+"""One step in this many is followed, unless all are requested: an empty step takes a coordinator
+some 30 us, and following it 5 to 10. A prime, so that periodic behaviour of engines (every fourth
+or eighth step) is sampled evenly."""
 
 LONGEST_S = 120.0
-"""Whose steps are under way longer than that has gone without a word."""
+"""A client is forgotten when its steps have been in flight for longer."""
 
 MAX_CLIENTS = 256
 MAX_STEPS = 1024
-"""Of one client: arrived and not decided, or decided and not applied."""
+"""Most steps per client: arrived and not decided, or decided and not applied."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _Decided:
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps of one client: when those arrived that wait, and those that ranks have not applied.
-    Everything up to `newest` has been decided."""
+    """Steps of one client: arrival times of those that wait, and those that ranks have not applied.
+    Every step up to `newest` has been decided."""
 
     newest: int = 0
     arrived_s: dict[int, float] = field(default_factory=dict)
@@ -76,13 +76,14 @@ OnApplied = Callable[[StepTimes], None]
 
 
 class StepMeter:
-    """Follows steps of one coordinator. One owner, one thread.
+    """Follows steps of one coordinator. One user, one thread.
 
-    Invariant: `num_open` are followed and not over. While it is 0 nothing that leaves matters.
+    Invariant: `num_open` steps are being followed. While it is 0, outgoing messages do not matter.
     """
 
     def __init__(self, bounds_s: tuple[float, ...], on_applied: OnApplied | None = None) -> None:
-        """Follow none yet. `on_applied` is told of each step in the end: then all are followed."""
+        """Follow none yet. `on_applied` gets each finished step; with it, all steps are
+        followed."""
         self.stride = STRIDE if on_applied is None else 1
         self.num_open = 0
         self.queue = Histogram(bounds_s)
@@ -103,7 +104,7 @@ class StepMeter:
             self.num_open += 1
 
     def left(self, outgoing: Sequence[Outgoing], begun_s: float, now_s: float) -> None:
-        """Look at what a coordinator wants sent, after a decision from `begun_s` to `now_s`."""
+        """Inspect a coordinator's messages after a decision from `begun_s` to `now_s`."""
         for item in outgoing:
             message = item.message
             if isinstance(message, StepResult | CallResult):
@@ -114,12 +115,12 @@ class StepMeter:
                 self.forget(message.client_id)
 
     def forget(self, client_id: str) -> None:
-        """Follow nothing of a client any more."""
+        """Stop following a client."""
         steps = self._clients.pop(client_id, None)
         self.num_open -= 0 if steps is None else len(steps)
 
     def forget_silent(self, now_s: float) -> None:
-        """Forget clients that have a step under way for so long that nothing will come of it."""
+        """Forget clients whose steps have been in flight for so long that they are lost."""
         old = [c for c, steps in self._clients.items() if now_s - steps.oldest_s() > LONGEST_S]
         for client_id in old:
             self.forget(client_id)
@@ -128,7 +129,7 @@ class StepMeter:
         steps = self._clients.get(answer.client_id)
         arrived_s = None if steps is None else steps.arrived_s.pop(answer.step, None)
         if steps is None or arrived_s is None:
-            return  # a stored answer, repeated, or one that is not followed
+            return  # a repeated answer, or of a step that is not followed
         steps.newest = answer.step
         self.queue.observe(begun_s - arrived_s)
         self.decision.observe(now_s - begun_s)

@@ -1,7 +1,4 @@
-"""The declared metrics as a table for the documentation, so that it says what there is.
-
-Refuses to describe: every word of it is a declaration's.
-"""
+"""The table of all metrics for the documentation, made from the declarations."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from kvcache.metrics.metric import Kind, Metric
 
 
 def markdown_table(metrics: Sequence[Metric]) -> str:
-    """Return a row for each metric, with the name that Prometheus sees."""
+    """Return a row for each metric, with its name in Prometheus."""
     rows = ["| metric | kind | labels | |", "|---|---|---|---|"]
     for metric in metrics:
         labels = ", ".join(f"`{label}`" for label in metric.labels)
@@ -22,12 +19,12 @@ def markdown_table(metrics: Sequence[Metric]) -> str:
 
 
 def exposed_name(metric: Metric) -> str:
-    """Return the name under which Prometheus finds a metric that Ray exports."""
+    """Return a metric's name in Prometheus, as Ray exports it."""
     return f"ray_{metric.name}"
 
 
 def exposed_series(metric: Metric) -> tuple[str, ...]:
-    """Return the names of a metric's series: of a histogram, those of its parts."""
+    """Return the names of a metric's series; a histogram has several."""
     name = exposed_name(metric)
     if metric.kind is not Kind.HISTOGRAM:
         return (name,)

@@ -1,7 +1,7 @@
 """Statistics of tenants as samples, with a bounded number of labels.
 
-Who comes first keeps a label of its own, so that counters do not move from one label to another;
-all others are "other" together. Refuses to make a label of every name that a request brings.
+The first tenants keep labels of their own, so that counters do not move between labels; all others
+are "other" together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OTHER = "other"
 
 
 class TenantLabels:
-    """Which tenants have labels of their own. One owner, one thread."""
+    """The tenants with labels of their own. One user, one thread."""
 
     def __init__(self, max_labels: int) -> None:
         """Give labels to the first `max_labels` tenants."""
@@ -37,7 +37,7 @@ class TenantLabels:
 def tenant_samples(
     cluster: str, tenants: Sequence[TenantStatistics], labels: TenantLabels
 ) -> Iterator[Sample]:
-    """Yield the samples of all tenants, those that share a label added up."""
+    """Yield the samples of all tenants, added up for tenants that share a label."""
     sums: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
     for tenant in tenants:
         own, tier = labels.label(tenant.name), tenant.tier

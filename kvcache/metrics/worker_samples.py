@@ -1,6 +1,6 @@
-"""From a rank's frozen statistics to samples. Called at an interval; refuses to count.
+"""Samples of a rank, from its frozen statistics. Called at an interval.
 
-Knows the shape of a worker's statistics only, so that no process loads torch for it.
+Uses only the shape of a worker's statistics, so that no process loads torch for it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Messages of a rank's process, those that were none or had no receiver, and errors that
-    messages or connections caused."""
+    """Messages of a rank's process, undecodable and undeliverable ones, and errors that messages or
+    connections caused."""
 
     num_sent: int
     num_received: int
@@ -31,7 +31,7 @@ class RankTraffic:
 def worker_samples(
     cluster: str, statistics: WorkerStatistics, traffic: RankTraffic
 ) -> list[Sample]:
-    """Return all that is to be told of one rank of `cluster`."""
+    """Return all samples of one rank of `cluster`."""
     return [
         Sample(metric, float(value), (cluster, str(statistics.rank), *labels))
         for metric, value, labels in (*_rank(statistics), *_copies(statistics), *_messages(traffic))

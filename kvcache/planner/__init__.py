@@ -1,9 +1,9 @@
-"""Planning: what every layer keeps and what every rank has becomes one plan for all.
+"""Planning: from the specs of every layer and the memory of every rank to one plan for all.
 
-Pure functions. grouping.py and pages.py say which layers share a block table, memory.py how many
-blocks that gives, layout.py where their bytes lie, unify.py makes ranks agree, fingerprint.py
-names the result, plan.py runs all of it, cluster.py from a configuration file, report.py in
-a report for people. hf_config/ makes a configuration from the config.json of a published model.
+Pure functions. grouping.py and pages.py choose the layers that share a block table, memory.py
+computes how many blocks fit, layout.py places their bytes, unify.py makes ranks agree,
+fingerprint.py identifies the result. plan.py runs all of them, cluster.py from a configuration,
+and report.py has the numbers of a plan. hf_config/ reads the config.json of a published model.
 """
 
 from __future__ import annotations

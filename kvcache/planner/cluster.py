@@ -1,7 +1,6 @@
-"""The plan that a cluster's configuration means.
+"""The plan of a cluster's configuration.
 
-Stands between configuration and planner: what `kvcache plan` shows before anything runs, and what
-a launch makes from the memory that workers report.
+`kvcache plan` shows it before anything runs; a launch makes it from the memory that workers report.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvcache.planner.plan import Plan, plan_kv_cache
 
 
 def plan_options(config: ClusterConfig) -> PlanOptions:
-    """Return what the planner needs to know of `config`, besides specs and memory."""
+    """Return the planner's options for `config`, without specs and memory."""
     _check_config(config)
     return PlanOptions(
         max_model_len=config.model.max_model_len,
@@ -30,7 +29,7 @@ def plan_options(config: ClusterConfig) -> PlanOptions:
 
 
 def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
-    """Return where global rank `rank` stands; raises ConfigurationError for one there is not."""
+    """Return the coordinates of global rank `rank`; raises ConfigurationError if there is none."""
     _check_config(config)
     parallel = config.parallel
     rank = as_int("rank", rank, at_most=parallel.num_ranks - 1, error=ConfigurationError)
@@ -40,8 +39,9 @@ def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
 
 
 def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str:
-    """Return what the bytes of `rank` mean: two ranks, or two lives of one, with equal fingerprints
-    understand each other's labels and files. Raises ConfigurationError for no such rank."""
+    """Return a fingerprint of the meaning of a rank's bytes. Ranks, or processes of a rank, with
+    equal fingerprints can read each other's labels and files. Raises ConfigurationError for an
+    unknown rank."""
     coordinates = rank_coordinates(config, rank)
     check_kind("plan", plan, Plan, ConfigurationError)
     rank = as_int("rank", rank, at_most=len(plan.configs) - 1, error=ConfigurationError)
@@ -55,7 +55,7 @@ def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str
 
 
 def rank_memory(config: ClusterConfig, device_bytes: int) -> RankMemory:
-    """Return what one rank may use in each tier, `device_bytes` on its device."""
+    """Return the memory that one rank may use in each tier, `device_bytes` on its device."""
     _check_config(config)
     offload = config.offload
     disk_bytes = 0 if offload.disk is None else offload.disk.capacity_per_rank
@@ -65,10 +65,10 @@ def rank_memory(config: ClusterConfig, device_bytes: int) -> RankMemory:
 def plan_cluster(
     config: ClusterConfig, memory_per_rank: Sequence[int | RankMemory] | None = None
 ) -> Plan:
-    """Return the plan for `config`; `memory_per_rank`: what each rank reported, else configured.
+    """Return the plan for `config`. `memory_per_rank` is the memory that each rank reported.
 
-    Raises ConfigurationError when neither says how much memory there is, and what `plan_kv_cache`
-    raises.
+    Raises ConfigurationError if neither the ranks nor the configuration state any memory, and the
+    errors of `plan_kv_cache`.
     """
     _check_config(config)
     memories = memory_per_rank

@@ -1,8 +1,8 @@
-"""Short names for plans, so that parties with different ones refuse each other.
+"""Fingerprints of plans, so that processes with different plans refuse each other.
 
-Stands after planning. `plan_fingerprint` covers everything that must agree while a cluster runs
-and is in every message; `layout_fingerprint` covers what stored bytes mean, and no counts, so that
-files and labels outlive a change of capacity.
+`plan_fingerprint` covers everything that must agree while a cluster runs, and is in every message.
+`layout_fingerprint` covers the meaning of stored bytes, but no counts, so that files and labels
+survive a change of capacity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINGERPRINT_VERSION = 1
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Where a rank stands: `tensor_rank` of `tensor_parallel_size` in its pipeline stage."""
+    """A rank's place: `tensor_rank` of `tensor_parallel_size` in its pipeline stage."""
 
     tensor_rank: int = 0
     tensor_parallel_size: int = 1
@@ -66,10 +66,10 @@ def layout_fingerprint(
     algorithm: str,
     coordinates: RankCoordinates,
 ) -> str:
-    """Return 32 hex digits over what one rank's stored bytes mean.
+    """Return 32 hex digits over the meaning of one rank's stored bytes.
 
-    Covers model, hash seed and algorithm, the rank's coordinates, the specs of its groups (dtype,
-    heads, page size) and the order of its pools; no capacity of any tier.
+    Covers the model, hash seed and algorithm, the rank's coordinates, the specs of its groups
+    (dtype, heads, page size) and the order of its pools, but no capacity.
     """
     check_kind("config", config, KVCacheConfig, ConfigurationError)
     check_kind("coordinates", coordinates, RankCoordinates, ConfigurationError)

@@ -1,9 +1,9 @@
 """Which layers share a block table.
 
-First half of planning: the specs of all ranks are merged, grouped once for the whole model, then
-projected to each rank, so that a group id means the same everywhere. Groups end up with equal
-pages, because pools are shared by one layer of each group. Refuses ranks that state different
-specs for a layer, and layers whose pages cannot be made equal. Knows nothing of memory sizes.
+First half of planning. The specs of all ranks are merged, grouped once for the whole model, and
+then projected to each rank, so that a group id means the same on all. All groups get pages of equal
+size, because one layer of each group shares a pool. Refuses ranks that state different specs for a
+layer, and layers whose pages cannot be made equal. Knows nothing of memory sizes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvcache.specs import Difference, KVCacheGroupSpec, KVCacheSpec, ceil_div, f
 from kvcache.specs.spec import as_specs
 
 LayerOrder: TypeAlias = "tuple[tuple[int, int, str, str], ...]"
-"""What layers are sorted by."""
+"""The sort key of a layer's name."""
 
 
 def layer_order(layer_name: str) -> LayerOrder:
-    """Return a sort key that puts `layers.2` before `layers.10`; no two names have the same.
+    """Return a sort key that puts `layers.2` before `layers.10`; different names differ.
 
-    Groups are dealt in this order, not in the order in which layers or ranks were stated.
+    Groups are filled in this order, not in the order in which layers or ranks were stated.
     """
     layer_name = as_text("layer_name", layer_name, ConfigurationError)
     parts = [part for part in re.split("([0-9]+)", layer_name) if part]
@@ -42,7 +42,7 @@ def layer_order(layer_name: str) -> LayerOrder:
 
 
 def _part_order(part: str) -> tuple[int, int, str, str]:
-    """Numbers first and by value: of those without leading zeros, a longer one is larger."""
+    """Numbers first, by value: without leading zeros, a longer number is larger."""
     if part[0] not in "0123456789":
         return (1, 0, part, "")
     digits = part.lstrip("0")
@@ -55,19 +55,19 @@ def _part_order(part: str) -> tuple[int, int, str, str]:
 
 
 def is_kv_cache_type_attention_free(specs: LayerSpecs) -> bool:
-    """Whether no layer keeps anything."""
+    """Return whether no layer keeps anything."""
     check_layer_specs(specs)
     return not specs
 
 
 def is_kv_cache_page_size_uniform(specs: LayerSpecs) -> bool:
-    """Whether a block takes the same bytes in every layer."""
+    """Return whether a block takes the same bytes in every layer."""
     check_layer_specs(specs)
     return len({spec.page_size_bytes for spec in specs.values()}) <= 1
 
 
 def is_kv_cache_type_uniform(specs: LayerSpecs) -> bool:
-    """Whether all layers can share one block table.
+    """Return whether all layers can share one block table.
 
     Full attention counts as one type with and without a remembered window.
     """
@@ -76,10 +76,8 @@ def is_kv_cache_type_uniform(specs: LayerSpecs) -> bool:
 
 
 def get_uniform_page_size(specs: Iterable[KVCacheSpec]) -> int:
-    """Return the bytes of a page in every one of `specs`; raises ConfigurationError if they differ.
-
-    Raises as well when there are no specs.
-    """
+    """Return the page bytes of all `specs`; raises ConfigurationError if they differ or are
+    none."""
     sizes = sorted({spec.page_size_bytes for spec in as_specs(specs)})
     if len(sizes) != 1:
         listed = ", ".join(map(str, sizes)) or "none"
@@ -98,8 +96,8 @@ def get_uniform_page_size(specs: Iterable[KVCacheSpec]) -> int:
 def merge_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> dict[str, KVCacheSpec]:
     """Return the specs of the whole model, in `layer_order`.
 
-    Ranks of a pipeline hold different layers; ranks that hold the same one must agree on it.
-    Raises PlanMismatchError, naming rank, layer and field, where they do not.
+    Ranks of a pipeline hold different layers; ranks that hold the same layer must agree on it.
+    Raises PlanMismatchError, naming rank, layer and field, if they do not.
     """
     first_rank: dict[str, int] = {}
     merged: dict[str, KVCacheSpec] = {}
@@ -122,7 +120,7 @@ def create_kv_cache_group_specs(
 ) -> tuple[KVCacheGroupSpec, ...]:
     """Return one group per list of names, each with the merged spec of its layers.
 
-    Raises ConfigurationError where layers of a group cannot be merged.
+    Raises ConfigurationError if layers of a group cannot be merged.
     """
     check_layer_specs(specs)
     what, groups = "grouped_layer_names", []
@@ -145,11 +143,12 @@ def get_kv_cache_groups(
     disable_hybrid_kv_cache_manager: bool = False,
     warn: Warn = log_warning,
 ) -> tuple[KVCacheGroupSpec, ...]:
-    """Return the groups of a model with these layers; none for a model that keeps nothing.
+    """Return the groups of a model with these layers; none for a model without a cache.
 
-    One type: one group. Several: groups of equal layer count, see `_group_size`, after pages have
-    been made equal and states stand where blocks of the other layers end. Warns of memory that
-    padding may waste. Raises ConfigurationError where layers cannot be served together.
+    Layers of one type make one group. Several types make groups of equal layer count (see
+    `_group_size`), after pages have been made equal and states aligned with the other layers'
+    blocks. Warns of memory that padding may waste. Raises ConfigurationError for layers that cannot
+    be combined.
     """
     is_alike = as_bool(
         "disable_hybrid_kv_cache_manager", disable_hybrid_kv_cache_manager, ConfigurationError
@@ -164,7 +163,7 @@ def get_kv_cache_groups(
         return create_kv_cache_group_specs(ordered, [list(ordered)])
     ordered = align_state_blocks(unify_page_sizes(ordered, warn))
     types = _layers_by_type(ordered)
-    for names in types:  # all groups of a type get one spec, whichever layers remember a window
+    for names in types:  # one spec per type, with any remembered window
         members = [ordered[name] for name in names]
         ordered |= dict.fromkeys(names, type(members[0]).merge(members))
     return create_kv_cache_group_specs(ordered, _deal_into_groups(types, warn))
@@ -186,10 +185,11 @@ def project_groups(
 def unify_hybrid_kv_cache_specs(
     specs: LayerSpecs, warn: Warn = log_warning
 ) -> dict[str, KVCacheSpec]:
-    """Return `specs` with full attention standing in for every other kind, so that they are one.
+    """Return `specs` with every other kind replaced by full attention, so that they are one type.
 
-    Warns of what is lost. Specs of one type come back as they are. Raises ConfigurationError when
-    no layer has full attention, or one layer cannot be stood in for, or they still differ.
+    Warns of the memory that this costs. Specs of one type are returned unchanged. Raises
+    ConfigurationError if no layer has full attention, a layer cannot be replaced, or the results
+    still differ.
     """
     check_warn(warn)
     if is_kv_cache_type_uniform(specs):
@@ -226,7 +226,7 @@ def unify_hybrid_kv_cache_specs(
 
 
 def _kept_instead(spec: KVCacheSpec) -> str:
-    """Return what a layer keeps that no full attention could keep in its place."""
+    """Return what a layer keeps that full attention cannot keep."""
     if spec.num_state_blocks is not None:
         return "a state instead of tokens"
     if spec.keeps_encoder_tokens:
@@ -252,8 +252,8 @@ def _contradiction(specs: LayerSpecs) -> tuple[str, str, Difference | None]:
 def _layers_by_type(specs: LayerSpecs) -> list[list[str]]:
     """Return the names of layers that can share a table, types in order of their first layer.
 
-    A layer joins its type when all of the type can be merged with it; where remembered windows
-    contradict each other, only equal specs stay together.
+    A layer joins a type if all its layers can be merged. If remembered windows contradict each
+    other, only equal specs stay together.
     """
     loose: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
@@ -280,20 +280,20 @@ def _can_merge(specs: Sequence[KVCacheSpec]) -> bool:
 
 
 def _group_size(layer_counts: Sequence[int]) -> int:
-    """Return how many layers a group has: the smallest count of any type, to pad the least.
+    """Return the layers per group: the smallest count of any type, which pads the least.
 
-    When the largest is below 1.5 times the smallest, padding the smaller types up to it wastes
-    less than splitting the larger ones would.
+    If the largest count is below 1.5 times the smallest, padding the smaller types to it wastes
+    less than splitting the larger ones.
     """
     smallest, largest = min(layer_counts), max(layer_counts)
     return largest if 2 * largest < 3 * smallest else smallest
 
 
 def _deal_into_groups(types: Sequence[Sequence[str]], warn: Warn) -> list[list[str]]:
-    """Split each type into groups of `_group_size`, and warn of groups that stay short of it.
+    """Split each type into groups of `_group_size`, and warn of groups that remain smaller.
 
-    Layers are dealt out like cards: each pipeline stage, which holds a run of layers, then has
-    about as many of one group as of another, and its pools are well used.
+    Layers are dealt round-robin. Each pipeline stage holds consecutive layers, so it has about as
+    many of one group as of another, and its pools are well used.
     """
     size = _group_size([len(names) for names in types])
     grouped: list[list[str]] = []

@@ -1,11 +1,11 @@
-"""Where each pool's pages lie in a rank's one allocation.
+"""The place of each pool's pages in a rank's one allocation.
 
-Stands between groups and tensors. A pool holds a page per block for one layer of each group.
+A pool holds a page per block for one layer of each group.
 
     block_first   | block 0: pool 0, pool 1, ... | block 1: pool 0, pool 1, ... |
     layer_first   | pool 0: block 0, block 1, ... | pool 1: block 0, block 1, ... |
 
-Block first keeps a block in one piece over all layers of the rank, so that moving it is one copy.
+Block first keeps all layers of a block together on a rank, so that one copy moves a block.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def pools_of(groups: Sequence[KVCacheGroupSpec]) -> list[Pool]:
 
 
 def lay_out(pools: Sequence[Pool], num_blocks: int, layout: Layout) -> tuple[KVCacheTensor, ...]:
-    """Return a tensor per pool, side by side in one allocation of `num_blocks` blocks.
+    """Return a tensor per pool, all in one allocation of `num_blocks` blocks.
 
-    Offsets and strides are multiples of the pages' sizes, which are multiples of their dtypes'.
+    Offsets and strides are multiples of the page sizes, which are multiples of the element sizes.
     """
     block_bytes = sum(pool.page_size_bytes for pool in pools)
     tensors = []

@@ -1,8 +1,7 @@
-"""How many blocks fit, and what a request of full length needs.
+"""How many blocks fit, and how many a request of full length needs.
 
-Second half of planning: groups are given, bytes become blocks. The null block is counted as
-needed and pools as full pages, padding included. Refuses plans in which a request of
-`max_model_len` tokens could never run, and says which length could.
+Second half of planning. Counts the null block, and whole pages including padding. Refuses plans in
+which a request of `max_model_len` tokens could never run, and says which length could.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ceil_div
 from kvcache.specs.spec import as_specs
 
 NUM_NULL_BLOCKS = 1
-"""Blocks that no request can have: block 0 stands for positions that were skipped."""
+"""Blocks that no request can have: the null block."""
 
 
 @dataclass(frozen=True)
 class RankCapacity:
-    """What one rank can hold. A rank without layers takes no bytes and any number of blocks."""
+    """Blocks that fit on one rank. A rank without layers takes no bytes and any number of
+    blocks."""
 
     rank: int
     block_bytes: int
@@ -42,7 +42,7 @@ def get_num_blocks(
 ) -> int:
     """Return the blocks that fit into `available_memory` bytes over `num_layers` pools.
 
-    Never below 0. `num_gpu_blocks_override`, where set, wins. Raises ConfigurationError unless
+    Never below 0. `num_gpu_blocks_override` takes precedence. Raises ConfigurationError unless
     there is at least one layer and one byte a page.
     """
     check_options(options)
@@ -61,7 +61,7 @@ def max_memory_usage_bytes(options: PlanOptions, specs: Iterable[KVCacheSpec]) -
 
 
 def num_pools(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Return how many pools a rank with these groups has: the layers of its largest group."""
+    """Return the number of pools of a rank with these groups: the layers of its largest group."""
     return max((len(group.layer_names) for group in groups), default=0)
 
 
@@ -72,7 +72,7 @@ def block_bytes_of(groups: Sequence[KVCacheGroupSpec]) -> int:
 
 
 def blocks_per_request(options: PlanOptions, groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Return the most blocks that one request holds at once, summed over groups."""
+    """Return the most blocks that one request holds at a time, summed over groups."""
     return sum(
         ceil_div(_max_bytes(options, group.kv_cache_spec), group.kv_cache_spec.page_size_bytes)
         for group in groups
@@ -80,23 +80,23 @@ def blocks_per_request(options: PlanOptions, groups: Sequence[KVCacheGroupSpec])
 
 
 def get_max_concurrency_for_kv_cache_config(options: PlanOptions, config: KVCacheConfig) -> float:
-    """Return how many requests of full length fit at once; infinite when nothing is kept."""
+    """Return how many requests of full length fit at the same time; infinite without a cache."""
     check_options(options)
     check_kind("config", config, KVCacheConfig, ConfigurationError)
     if not config.kv_cache_groups:
         return math.inf
     page = get_uniform_page_size(group.kv_cache_spec for group in config.kv_cache_groups)
     needed = max_memory_usage_bytes(options, (g.kv_cache_spec for g in config.kv_cache_groups))
-    # Layers per group multiply both what a request needs and what a block gives, and cancel out.
+    # Layers per group multiply both a request's need and a block's size, and cancel out.
     return config.num_blocks / ceil_div(needed, page)
 
 
 def rank_capacity(
     options: PlanOptions, rank: int, groups: Sequence[KVCacheGroupSpec], available_bytes: int
 ) -> RankCapacity:
-    """Return what `rank` can hold of its projected `groups`.
+    """Return how many blocks of its projected `groups` fit on `rank`.
 
-    Raises NotEnoughMemoryError when `num_gpu_blocks_override` asks for more than fits.
+    Raises NotEnoughMemoryError if `num_gpu_blocks_override` is more than fits.
     """
     block_bytes = block_bytes_of(groups)
     if not block_bytes:
@@ -113,7 +113,7 @@ def rank_capacity(
 
 
 def tightest(capacities: Sequence[RankCapacity]) -> RankCapacity | None:
-    """Return the rank with the fewest blocks (the lowest such), None if nothing bounds them."""
+    """Return the rank with the fewest blocks (the lowest such), None if no rank is bounded."""
     limits = [capacity for capacity in capacities if capacity.is_limit]
     return min(limits, key=lambda c: (c.num_blocks, c.rank), default=None)
 
@@ -123,7 +123,7 @@ def longest_model_len(
 ) -> int:
     """Return the most tokens, up to `options.longest_model_len`, that run in `num_blocks`.
 
-    0 when not even one token does. A longer request never needs fewer blocks, so it bisects.
+    0 if not even one token does. Bisects, because a longer request never needs fewer blocks.
     """
 
     def fits(num_tokens: int) -> bool:
@@ -169,7 +169,7 @@ def check_enough_kv_cache_memory(
 ) -> None:
     """Raise NotEnoughMemoryError unless a request of full length fits into one rank's memory.
 
-    The error names what is needed, what there is, and the length that would fit.
+    The error says how much is needed, how much there is, and the length that would fit.
     """
     available = _as_memory(available_memory)
     groups = _groups_of(options, specs)
@@ -179,7 +179,7 @@ def check_enough_kv_cache_memory(
 def estimate_max_model_len(options: PlanOptions, specs: LayerSpecs, available_memory: int) -> int:
     """Return the most tokens of a request that fits into one rank's memory; 0 if none does.
 
-    Never more than `options.max_model_len`, or `max_position_embeddings` where that is "auto".
+    At most `options.max_model_len`, or `max_position_embeddings` if that is "auto".
     """
     available = _as_memory(available_memory)
     groups = _groups_of(options, specs)
@@ -205,7 +205,7 @@ def _max_bytes(options: PlanOptions, spec: KVCacheSpec) -> int:
 
 
 def _largest(is_possible: Callable[[int], bool], limit: int) -> int:
-    """Return the largest of 0..limit that is possible; 0 is taken to be."""
+    """Return the largest possible value of 0..limit; assumes that 0 is possible."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,7 +1,6 @@
-"""What the planner is told: specs by layer, lengths, overrides, memory.
+"""Inputs of the planner: specs by layer, lengths, overrides, memory.
 
-Stands at the top of the planner: every other module of it takes these. Refuses numbers that
-cannot be meant, and specs that are none.
+Refuses invalid numbers and specs.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from kvcache.base.errors import ConfigurationError, shown
 from kvcache.specs import LAYOUTS, KVCacheSpec, Layout
 
 LayerSpecs = Mapping[str, KVCacheSpec]
-"""Layer name to what that layer keeps, for the layers of one rank or of the whole model."""
+"""Specs by layer name, for one rank or for the whole model."""
 
 Warn = Callable[[str], None]
-"""Takes one warning. Functions that warn log by default; a plan collects them instead."""
+"""Takes one warning. The default logs it; a plan collects them instead."""
 
 
 def log_warning(message: str) -> None:
@@ -39,10 +38,9 @@ def log_warning(message: str) -> None:
 class PlanOptions:
     """Settings of the model and the scheduler that decide how much memory a request takes.
 
-    `max_model_len`: most tokens of one request, or "auto" for the most that fits, which never
-    exceeds `max_position_embeddings`, what the model was trained for. `max_num_batched_tokens`:
-    most tokens of one scheduling step. `num_gpu_blocks_override`: blocks to make instead of as
-    many as fit.
+    `max_model_len`: most tokens of one request, or "auto" for the most that fits, up to
+    `max_position_embeddings`, the model's limit. `max_num_batched_tokens`: most tokens of one
+    scheduling step. `num_gpu_blocks_override`: number of blocks, instead of as many as fit.
     """
 
     max_model_len: int | Literal["auto"]
@@ -67,7 +65,7 @@ class PlanOptions:
 
     @property
     def longest_model_len(self) -> int:
-        """The length to plan for, or the longest to try when it is "auto"."""
+        """The length to plan for, or the longest to try if it is "auto"."""
         if isinstance(self.max_model_len, int):
             return self.max_model_len
         return self.max_position_embeddings
@@ -105,7 +103,7 @@ def as_rank_memories(memories: Sequence[int | RankMemory], num_ranks: int) -> li
 
 
 def check_options(options: PlanOptions) -> None:
-    """Raise ConfigurationError unless these are options of a plan."""
+    """Raise ConfigurationError unless these are valid options."""
     check_kind("options", options, PlanOptions, ConfigurationError)
 
 
@@ -118,7 +116,7 @@ def check_layer_specs(specs: LayerSpecs, what: str = "specs") -> None:
 
 
 def as_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> tuple[LayerSpecs, ...]:
-    """Return the specs of each rank; raises ConfigurationError where they are none."""
+    """Return the specs of each rank; raises ConfigurationError if they are invalid."""
     listed: tuple[LayerSpecs, ...] = as_tuple("specs_by_rank", specs_by_rank, ConfigurationError)
     for rank, specs in enumerate(listed):
         check_layer_specs(specs, f"specs_by_rank[{rank}]")
@@ -126,5 +124,5 @@ def as_rank_specs(specs_by_rank: Sequence[LayerSpecs]) -> tuple[LayerSpecs, ...]
 
 
 def check_warn(warn: Warn) -> None:
-    """Raise ConfigurationError unless warnings can be told to `warn`."""
+    """Raise ConfigurationError unless `warn` can be called."""
     check_methods("warn", warn, ("__call__",), ConfigurationError)

@@ -1,16 +1,15 @@
-"""Making the pages of different layers equally large.
+"""Makes the pages of different layers equally large.
 
-Stands in the middle of grouping: layers that share a pool need pages of one size. Blocks of more
-tokens come first, as they waste nothing; padding is the second choice. Refuses layers that allow
-neither.
+Layers that share a pool need pages of one size. Larger blocks are preferred, as they waste nothing;
+padding is the second choice. Refuses layers that allow neither.
 
-A state is often far larger than a page of a few tokens, and cannot grow. Then the others do:
+A state is often far larger than a page of a few tokens, and cannot grow. So the other pages grow:
 
     before   attention |16 tokens|                       state |-------- a state --------|
     after    attention |16 |16 |16 |16 |16 |16 |16 |     state |-------- a state ------|pad|
 
-A request holds a page of tokens for every so many tokens, but only a few states: so it is the state
-that is padded up to whole blocks of tokens, not every block of tokens up to the state.
+A request holds many pages of tokens, but only a few states. So the state is padded up to whole
+blocks of tokens, not every block of tokens up to the state.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from kvcache.planner.options import LayerSpecs, Warn, check_layer_specs, check_w
 from kvcache.specs import KVCacheSpec, ceil_div
 
 MAX_GROWTH = 4096
-"""Most blocks that one larger block is made of: at 16 tokens a block, 65536 tokens."""
+"""Most blocks that are merged into a larger one: at 16 tokens a block, 65536 tokens."""
 
 
 def unify_page_sizes(specs: LayerSpecs, warn: Warn = log_warning) -> dict[str, KVCacheSpec]:
     """Return `specs` with pages of equal bytes, aligned for all of them.
 
-    Where the largest page is of a layer whose blocks can grow, it is the size of all. Where it is
-    not, as for a state, the size is a whole number of blocks of some other layer, and at most twice
-    the largest page: of these sizes the one that pads the least, in shares of a page summed over
-    layers. Smaller pages get blocks of an integer multiple of tokens, as many as fit; what is left
-    is padded, and a warning says how much. Specs that agree come back as they are. Raises
-    ConfigurationError that names the layers which can be neither.
+    If the layer with the largest page can have larger blocks, its size is the size of all.
+    Otherwise, as for a state, the size is a whole number of blocks of another layer, at most twice
+    the largest page: the size that pads the least, in shares of a page summed over layers. Smaller
+    pages get as many tokens as fit, in integer multiples of their block; the rest is padding, and a
+    warning says how much. Specs that agree are returned unchanged. Raises ConfigurationError that
+    names layers which allow neither.
     """
     check_layer_specs(specs)
     check_warn(warn)
@@ -60,9 +59,9 @@ def unify_page_sizes(specs: LayerSpecs, warn: Warn = log_warning) -> dict[str, K
 def align_state_blocks(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Return `specs` with states kept only where blocks of all the layers with tokens end.
 
-    A prefix is a hit where every group can start from it. A state at another place would take
-    memory and never be read, so the block size of states that are cached is raised to a multiple
-    of the others'. The page of a state does not depend on it.
+    A prefix is a hit only if every group can start from it. A state at another place would take
+    memory and never be read. So the block size of cached states is raised to a multiple of the
+    others'. The page of a state does not depend on it.
     """
     tokens = lcm(
         *(
@@ -87,7 +86,7 @@ def _with_blocks_of_multiple(spec: KVCacheSpec, num_tokens: int) -> KVCacheSpec:
 
 
 class _PageSizes:
-    """The sizes that pages of some layers can have; `num_layers`: how many have each spec."""
+    """Possible page sizes of some layers; `num_layers`: how many layers have each spec."""
 
     def __init__(self, specs: Mapping[str, KVCacheSpec]) -> None:
         self.num_layers = num_layers = Counter(specs.values())
@@ -111,13 +110,13 @@ class _PageSizes:
         return min(aligned, key=lambda page: (self._waste(page), page), default=self._at_least)
 
     def fit(self, spec: KVCacheSpec, target: int) -> KVCacheSpec | None:
-        """Return `spec` with pages of `target` bytes, None if it can have none."""
+        """Return `spec` with pages of `target` bytes, None if it cannot have them."""
         sizes = self._growths[spec]
         grown = sizes[bisect_right(sizes, target, key=_page_size_bytes) - 1]
         return grown if grown.page_size_bytes == target else grown.with_page_size_padded(target)
 
     def _waste(self, page_size_bytes: int) -> float:
-        """Return the pages' worth of padding, over all layers, when pages take so many bytes."""
+        """Return the padding of all layers, in pages, if pages have this size."""
         waste = 0.0
         for spec, num_layers in self.num_layers.items():
             fitted = self.fit(spec, page_size_bytes)
@@ -132,10 +131,10 @@ def _page_size_bytes(spec: KVCacheSpec) -> int:
 
 
 def _growths(layer_name: str, spec: KVCacheSpec, at_most: int) -> list[KVCacheSpec]:
-    """Return `spec` and its copies of more tokens in a block, by size, up to pages of `at_most`.
+    """Return `spec` and its copies with larger blocks, by size, up to pages of `at_most`.
 
-    A state has no others: its page does not depend on how many tokens it stands for. Raises
-    ConfigurationError, naming the layer, where blocks would have to grow beyond `MAX_GROWTH`.
+    A state has no copies: its page does not depend on its number of tokens. Raises
+    ConfigurationError, naming the layer, if blocks would have to grow beyond `MAX_GROWTH`.
     """
     sizes = [spec]
     largest_ratio = at_most // spec.page_size_bytes

@@ -1,11 +1,11 @@
 """From the specs and memory of all ranks to one plan.
 
-The planner's entrance. Merge, group once, project to each rank, plan its memory, unify:
+Merges the specs, groups layers once, projects the groups to each rank, plans its memory, unifies:
 
     specs of all ranks -> groups of the model -> groups per rank -> blocks per rank -> the minimum
 
-Pure: nothing is allocated here. Refuses what its parts refuse; a plan that comes out fits every
-rank and runs a request of `max_model_len` tokens.
+Allocates nothing. The resulting plan fits every rank and can run a request of `max_model_len`
+tokens.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """What every party of a cluster obeys: a configuration per rank, and what they share.
+    """The plan that all processes of a cluster obey: a configuration per rank, and shared values.
 
-    `options` are those planned with, "auto" resolved. `memories` are what each rank stated.
+    `options` are those of the planner, with "auto" resolved. `memories` are those of each rank.
     """
 
     configs: tuple[KVCacheConfig, ...]
@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of every rank, the null block included."""
+        """Blocks of every rank, including the null block."""
         return self.configs[0].num_blocks
 
     @property
     def can_prefix_cache(self) -> bool:
-        """Whether every group can start a request from blocks of another."""
+        """Whether requests can start from cached blocks in every group."""
         return all(group.kv_cache_spec.can_prefix_cache for group in self.model_groups)
 
     @property
@@ -97,8 +97,8 @@ def plan_kv_cache(
     """Return the plan for ranks with these layers and this memory (plain numbers: device bytes).
 
     Raises PlanMismatchError for ranks that disagree on a layer, ConfigurationError for layers that
-    cannot be served together, NotEnoughMemoryError naming what is needed, what there is, and the
-    length that would fit. What it warns of is in the plan.
+    cannot be combined, and NotEnoughMemoryError with the memory that is needed, the memory there
+    is, and the length that would fit. The plan contains its warnings.
     """
     check_options(options)
     specs_by_rank = as_rank_specs(specs_by_rank)
@@ -135,7 +135,7 @@ def get_kv_cache_configs(
     memories: Sequence[int | RankMemory],
     warn: Warn = log_warning,
 ) -> list[KVCacheConfig]:
-    """Return the configuration of every rank; as `plan_kv_cache`, warnings go to `warn`."""
+    """Return the configuration of every rank, like `plan_kv_cache`; warnings go to `warn`."""
     check_warn(warn)
     plan = plan_kv_cache(options, specs_by_rank, memories)
     for warning in plan.warnings:
@@ -149,7 +149,7 @@ def get_kv_cache_config(
     memory: int | RankMemory,
     warn: Warn = log_warning,
 ) -> KVCacheConfig:
-    """Return the configuration of a model that one rank holds; as `get_kv_cache_configs`."""
+    """Return the configuration of a model on one rank, like `get_kv_cache_configs`."""
     return get_kv_cache_configs(options, [specs], [memory], warn)[0]
 
 
@@ -162,7 +162,7 @@ def _resolve_max_model_len(
     least = tightest(capacities)
     if least is None:
         return options.with_max_model_len(options.longest_model_len)
-    # At least one token, so that a rank with no room at all gets the error that says so.
+    # At least one token, so that a rank with no room at all raises the usual error.
     return options.with_max_model_len(max(1, longest_model_len(options, groups, least.num_blocks)))
 
 
@@ -172,7 +172,7 @@ def _configs(
     capacities: Sequence[RankCapacity],
     memories: Sequence[RankMemory],
 ) -> list[KVCacheConfig]:
-    """Return each rank's own plan; a rank without layers goes along with the others."""
+    """Return each rank's own plan; a rank without layers does not bound the others."""
     limits = [capacity for capacity in capacities if capacity.is_limit]
     fewest = [
         min(memories[c.rank].host_bytes // c.block_bytes for c in limits) if limits else 0,

@@ -1,6 +1,6 @@
-"""What a plan means in numbers that people compare: blocks, bytes, tokens, concurrency.
+"""The numbers of a plan: blocks, bytes, tokens, concurrency.
 
-Stands between the planner and the commands that show it. Pure data: rendering is not done here.
+Pure data; the commands render it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcache.planner.plan import Plan
 from kvcache.specs import KVCacheConfig
 
 MAX_MODEL_LEN = 2**31 - 1
-"""Longest request that can be named: positions travel as int32."""
+"""Longest request that can be reported: positions travel as int32."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class GroupReport:
     block_size_tokens: int
     page_size_bytes: int
     real_page_size_bytes: int
-    """Bytes of a page that hold content; the others are padding."""
+    """Bytes of content in a page; the rest is padding."""
     blocks_per_request: int
     """Most blocks that one request of `max_model_len` tokens holds in this group."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's share. `bytes_per_token`: what a token of a request of full length takes here."""
+    """One rank's share. `bytes_per_token`: bytes per token of a request of full length here."""
 
     rank: int
     num_layers: int
@@ -48,8 +48,8 @@ class RankReport:
     unused_bytes: int
     bytes_per_token: float
     padding_waste: float
-    """Share, 0 to 1, of blocks given evenly to all groups that no layer of this rank fills: pages
-    that are padded, and pools that a group has no layer for."""
+    """Share, 0 to 1, of evenly used blocks that no layer of this rank fills: padding of pages, and
+    pools that a group has no layer for."""
     host_blocks: int
     disk_blocks: int
 
@@ -59,13 +59,13 @@ class PlanReport:
     """The numbers of a plan. Tokens are of the whole model; bytes are summed over ranks or per
     rank.
 
-    `capacity_tokens`: tokens that requests of full length hold when the pool is full of them;
-    `bytes_per_token`: what each of those takes, all ranks together. `request_bytes`: what one such
-    request takes, of which no layer fills `request_padding_bytes` (pages that are padded, and
-    pools that a group has no layer for). `largest_model_len`: most tokens of one request that the
-    memory holds, whatever length was asked for or the model was trained for. `max_concurrency`,
-    `capacity_tokens` and `largest_model_len` are None where nothing bounds them (a model that keeps
-    nothing, or only windows and states).
+    `capacity_tokens`: tokens in a pool full of requests of full length; `bytes_per_token`: bytes of
+    each of them on all ranks. `request_bytes`: bytes of one such request; no layer fills
+    `request_padding_bytes` of them (padding of pages, and pools that a group has no layer for).
+    `largest_model_len`: most tokens of one request that fit into the memory, regardless of the
+    configured length and the model's limit. `max_concurrency`, `capacity_tokens` and
+    `largest_model_len` are None if they are unbounded (a model without a cache, or with only
+    windows and states).
     """
 
     name: str
@@ -89,7 +89,7 @@ class PlanReport:
     warnings: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Return the report as JSON, keys as the fields are named."""
+        """Return the report as JSON, with the fields' names as keys."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -143,7 +143,7 @@ def _report_groups(plan: Plan) -> tuple[GroupReport, ...]:
 
 
 def _filled_bytes(plan: Plan, groups: Sequence[GroupReport]) -> int:
-    """Return the bytes of a request of full length that hold content, over all ranks."""
+    """Return the content bytes of a request of full length, over all ranks."""
     return sum(
         report.blocks_per_request * report.real_page_size_bytes * len(group.layer_names)
         for config in plan.configs
@@ -152,7 +152,7 @@ def _filled_bytes(plan: Plan, groups: Sequence[GroupReport]) -> int:
 
 
 def _largest_model_len(plan: Plan) -> int | None:
-    """Return the most tokens of a request that the plan's blocks hold, None if any number."""
+    """Return the most tokens of a request that fit into the plan's blocks, None if any number."""
     if not plan.model_groups:
         return None
     anything = plan.options.with_max_model_len(MAX_MODEL_LEN)

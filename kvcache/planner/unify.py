@@ -1,9 +1,9 @@
-"""One agreed plan out of the plans of all ranks.
+"""Unifies the plans of all ranks.
 
 Last step of planning. Block ids are global: block 7 of the coordinator is block 7 on every rank
-and in every tier. So all ranks get the smallest number of blocks that any of them has room for,
-and the same groups in the same order. Refuses plans that cannot be made to agree, naming rank,
-group and field.
+and in every tier. So all ranks get the smallest number of blocks that fits on any of them, and the
+same groups in the same order. Refuses plans that cannot be made to agree, naming rank, group and
+field.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, first_di
 
 
 def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
-    """Return the plans, in the order given, made to agree; `configs` are left as they are.
+    """Return the plans, in the given order, made to agree; `configs` stay unchanged.
 
-    Groups of equal specs are matched across ranks in order of their layer names, and come out in
-    order of the first layer that any rank has of them, whatever order they came in. Device, host
-    and disk blocks become the smallest of all ranks, and tensors are laid out again for them.
-    Raises PlanMismatchError when ranks differ in layout, in the specs of their groups, or in how
-    layers that they share are grouped.
+    Groups of equal specs are matched across ranks by their layer names, and ordered by the first
+    layer that any rank has of them. Device, host and disk blocks become the smallest of all ranks,
+    and tensors are laid out again. Raises PlanMismatchError if ranks differ in layout, in the specs
+    of their groups, or in the grouping of layers that they share.
     """
     configs = as_tuple("configs", configs, PlanMismatchError, KVCacheConfig)
     if not configs:
@@ -66,7 +65,7 @@ def _require_same_layout(configs: Sequence[KVCacheConfig]) -> None:
 
 
 def _require_same_specs(configs: Sequence[KVCacheConfig]) -> None:
-    """Raise unless every rank has the same specs, counted, in whatever order."""
+    """Raise unless every rank has the same specs, equally often, in any order."""
     reference = configs[0].kv_cache_groups
     expected = Counter(group.kv_cache_spec for group in reference)
     for rank, config in enumerate(configs):
@@ -88,11 +87,11 @@ def _raise_spec_mismatch(
     reference: Sequence[KVCacheGroupSpec],
     missing: Counter[KVCacheSpec],
 ) -> None:
-    """Name the first group of `rank` that rank 0 lacks, and where it differs from what it has."""
+    """Name the first group of `rank` that rank 0 lacks, and the difference to its nearest group."""
     index, group = next((i, g) for i, g in enumerate(groups) if g.kv_cache_spec in surplus)
     candidates = [g for g in reference if g.kv_cache_spec in missing]
     names = set(group.layer_names)
-    kin = max(  # the group meant is most likely the one with the same layers, else of that kind
+    kin = max(  # most likely the group with the same layers, else of that kind
         candidates,
         key=lambda g: (
             len(names & set(g.layer_names)),
@@ -108,7 +107,7 @@ def _raise_spec_mismatch(
 
 
 def _require_same_names(aligned: Sequence[Sequence[KVCacheGroupSpec]]) -> None:
-    """Raise unless ranks that share a layer have it in the same group, of the same layers."""
+    """Raise unless ranks that share a layer have it in the same group, with the same layers."""
     seen: dict[str, tuple[int, int, frozenset[str]]] = {}
     for rank, groups in enumerate(aligned):
         for index, group in enumerate(groups):
@@ -134,8 +133,8 @@ def _align_groups(
 ) -> list[tuple[KVCacheGroupSpec, ...]]:
     """Return the groups of every rank so that the same index means the same group on all.
 
-    Groups of equal specs are interchangeable: what counts is that ranks which share layers pair
-    them alike, which sorting by layer name does. Empty groups come last among their equals.
+    Groups of equal specs are interchangeable, but ranks that share layers must pair them alike.
+    Sorting by layer name ensures that. Empty groups come last among their equals.
     """
     sorted_by_rank = [sorted(groups, key=_group_order) for groups in groups_by_rank]
     columns = list(zip(*sorted_by_rank, strict=True))
@@ -144,7 +143,7 @@ def _align_groups(
 
 
 def _group_order(group: KVCacheGroupSpec) -> tuple[str, str, object]:
-    """Equal specs together, in any fixed order of specs, then by first layer."""
+    """Equal specs together, in a fixed order, then by first layer."""
     return (group.kv_cache_spec.kind, repr(group.kv_cache_spec), _first_layer(group))
 
 
@@ -177,7 +176,7 @@ def _pools(rank: int, config: KVCacheConfig, groups: Sequence[KVCacheGroupSpec])
 def _require_sharers(
     where: str, sharers: Sequence[str], group_of: Mapping[str, int], placed: Set[str]
 ) -> None:
-    """Raise unless a tensor has layers, each of another group, none of which is `placed`."""
+    """Raise unless a tensor has layers, each of another group, none of them `placed`."""
     if not sharers:
         raise PlanMismatchError(f"{where}: shared_by is empty: plan the rank again")
     first_of: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Which unused content goes first: one protocol, policies by name, for pool and tiers alike."""
+"""Eviction policies for the pool and the tiers: one protocol, and implementations by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptive replacement: recency and frequency share the room as what comes back teaches.
+"""Adaptive replacement: contents that come back shift room between recency and frequency.
 
 After Megiddo, Modha, "ARC: a self-tuning, low overhead replacement cache" (2003).
 
@@ -16,7 +16,7 @@ _T1, _T2 = 0, 1
 
 
 class ARCPolicy(RankedPolicy):
-    """An `EvictionPolicy` of two LRU orders; `_target_blocks` is what the first may keep."""
+    """An `EvictionPolicy` of two LRU orders; `_target_blocks` is the target size of the first."""
 
     num_lines = 2
 

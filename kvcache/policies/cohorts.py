@@ -1,7 +1,7 @@
-"""What was used together and is of one class: cohorts, and the one whose members go next.
+"""Cohorts: entries of one class that were used together; and the cohort to evict from next.
 
-Stands under the hazard policy's order of entries. A cohort has an age and an index, so that many
-members cost as much as one. Refuses nothing: its owner knows what is in it.
+Part of the hazard policy. A cohort has one age and one index, so that many entries cost as much
+as one. Checks nothing: its caller validates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _SPARE_STALE = 64
 
 
 class Cohort:
-    """Entries of class `line`, last used at `stamp`; the first goes first.
+    """Entries of class `line`, last used at `stamp`, in order of eviction.
 
-    `rank` is what they were worth when that was asked last; of equals a lower `number` goes first.
+    `rank` is their value when they were last ranked; among equals the lower `number` goes first.
     """
 
     __slots__ = ("line", "members", "number", "rank", "stamp")
@@ -35,9 +35,9 @@ class Cohort:
 
 
 class CohortValue:
-    """What cohorts are worth now, by the index of reuse.
+    """The present value of cohorts, by the index of reuse.
 
-    `clock_blocks` counts the blocks used so far; the policy turns it.
+    `clock_blocks` counts the blocks used so far; the policy advances it.
     """
 
     def __init__(self, table: ReuseTable) -> None:
@@ -46,9 +46,9 @@ class CohortValue:
         self.clock_blocks = 0
 
     def rank(self, cohort: Cohort) -> Rank:
-        """Return a rank that is lower the less keeping a member brings.
+        """Return a rank: the lower, the fewer hits a member brings.
 
-        Of equals the oldest goes first, but where value grows with age, the youngest.
+        Among equals the oldest goes first, but where the value grows with age, the youngest.
         """
         line, stamp, table = cohort.line, cohort.stamp, self.table
         age = bisect_right(AGE_LIMITS_BLOCKS, self.clock_blocks - stamp)
@@ -58,12 +58,12 @@ class CohortValue:
 class CohortHeap:
     """Cohorts by rank, the lowest first. O(log n) for each.
 
-    Ranks stay as they were when a cohort was added. Cohorts without members drop out when they come
-    up, or all together when they are many.
+    Ranks stay as they were when a cohort was added. Empty cohorts are dropped when they reach the
+    top, or all together when they are many.
     """
 
     def __init__(self, ranked: Iterable[tuple[Rank, Cohort]] = ()) -> None:
-        """Hold these cohorts."""
+        """Create a heap of these cohorts."""
         self._heap = [(rank, cohort.number, cohort) for rank, cohort in ranked]
         heapify(self._heap)
 
@@ -75,17 +75,17 @@ class CohortHeap:
         heappush(self._heap, (rank, cohort.number, cohort))
 
     def is_empty(self) -> bool:
-        """Say whether no cohort has members."""
+        """Return whether no cohort has members."""
         while self._heap and not self._heap[0][2].members:
             heappop(self._heap)
         return not self._heap
 
     def first(self) -> int:
-        """Return the member that goes next; not `is_empty`."""
+        """Return the member to evict next. The heap must not be empty."""
         return next(iter(self._heap[0][2].members))
 
     def pop_below(self, rank: Rank) -> Iterator[Cohort]:
-        """Take out, and yield, the cohorts of lower ranks than this."""
+        """Remove and yield the cohorts of lower ranks than `rank`."""
         while not self.is_empty() and self._heap[0][0] < rank:
             yield heappop(self._heap)[2]
 
@@ -95,22 +95,22 @@ class CohortHeap:
         heapify(self._heap)
 
     def twin(self, copies: dict[int, Cohort]) -> CohortHeap:
-        """Return an equal heap of the copies, which are given by the number of their original."""
+        """Return an equal heap of the copies, given by the number of their original."""
         return CohortHeap((rank, copies[num]) for rank, num, c in self._heap if c.members)
 
 
 class CohortLine:
     """A line of `HistoryPolicy`: entries in cohorts, those of the lowest index first.
 
-    Ranks say class and stamp: `(line, stamp)`. Cohorts used before `old_stamp` are *old*, and have
-    an order of their own besides.
+    A rank is class and stamp: `(line, stamp)`. Cohorts used before `old_stamp` are *old*, and have
+    an additional order of their own.
 
     Invariant: a cohort with members is in `_cohorts` and `_heap`, and either in `_old` or in
     `_young`, which is by stamp.
     """
 
     def __init__(self, value: CohortValue) -> None:
-        """Make an empty line, in which nothing is old."""
+        """Create an empty line without old cohorts."""
         self._value = value
         self._old_stamp = self._num_cohorts = 0
         self._cohorts: dict[Rank, Cohort] = {}
@@ -138,7 +138,7 @@ class CohortLine:
         return twin
 
     def add(self, entry: int, rank: Rank) -> None:
-        """Enter an entry that is not here, behind the others of its class and stamp."""
+        """Add a new entry, behind the others of its class and stamp."""
         cohort = self._cohorts.get(rank)
         if cohort is None:
             self._num_cohorts += 1
@@ -155,35 +155,35 @@ class CohortLine:
         self._cohort_of[entry] = cohort
 
     def remove(self, entry: int) -> None:
-        """Take out an entry that is here."""
+        """Remove an entry of this line."""
         cohort = self._cohort_of.pop(entry)
         del cohort.members[entry]
         if not cohort.members:
             del self._cohorts[float(cohort.line), cohort.stamp]
 
     def first(self) -> int:
-        """Return the entry that goes next. There is one."""
+        """Return the entry to evict next. The line must not be empty."""
         self._heap.is_empty()
         return self._heap.first()
 
     def first_old(self) -> int | None:
-        """Return, of those in old cohorts, the entry that goes next, if there is one."""
+        """Return the entry of the old cohorts to evict next, if there is one."""
         return None if self._old.is_empty() else self._old.first()
 
     def pop(self) -> int:
-        """Take out the entry that goes next. There is one."""
+        """Remove the entry to evict next. The line must not be empty."""
         entry = self.first()
         self.remove(entry)
         return entry
 
     def grow_old(self, old_stamp: int) -> None:
-        """Cohorts used before this are old from now on; it was no more so far."""
+        """Make the cohorts used before `old_stamp` old; it only rises."""
         self._old_stamp = old_stamp
         for cohort in self._young.pop_below((0.0, old_stamp)):
             self._old.add(cohort, cohort.rank)
 
     def reorder(self) -> None:
-        """Rank all entries by what they are worth now."""
+        """Rank all entries by their present value."""
         for cohort in self._cohorts.values():
             cohort.rank = self._value.rank(cohort)
         self._heap = CohortHeap((c.rank, c) for c in self._cohorts.values())
@@ -192,7 +192,7 @@ class CohortLine:
         )
 
     def _drop_many_empty(self) -> None:
-        """Between two times that all are ranked, what is empty must not become many."""
+        """Drop empty cohorts when they become many between two rankings."""
         limit = 2 * len(self._cohorts) + _SPARE_STALE
         for heap in (self._heap, self._old, self._young):
             if len(heap) > limit:

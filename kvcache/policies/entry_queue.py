@@ -1,12 +1,11 @@
-"""A queue of small ints from which any member leaves in O(1).
+"""A queue of small ints with removal of any member in O(1).
 
-Stands under the LRU order. A linked list in
-two arrays, closed by an end that is no entry:
+Part of the LRU order. A linked list in two arrays; an end that is no entry closes the circle:
 
     4 ▶ 9 ▶ 2      after    end: 4   4: 9   9: 2   2: end
                    before   end: 2   2: 9   9: 4   4: end
 
-Refuses ints beyond its capacity, and to hold one twice: callers have seen to that.
+Callers must not add ints beyond the capacity, or an int twice.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from kvcache.base.compiled import array_type, compiled
 from kvcache.base.errors import InvariantError
 
 Entries: TypeAlias = "Sequence[int] | IndexArray"
-"""Entries in order. Arrays are taken as they are, without a look at each int."""
+"""Entries in order. Arrays are used without a check of each int."""
 
 OUT = -1
-"""Stands behind an entry that is not here."""
+"""Marks an entry that is not in the queue."""
 
 _links = array_type("int32")
 _entries = array_type("intp", is_read=True)
@@ -35,7 +34,7 @@ class EntryQueue:
     """A double-ended queue of distinct ints in `[0, capacity)`.
 
     Invariant: following `_after` from the end leads through `_length` entries back to the end, and
-    following `_before` leads through them in reverse; behind all others is `OUT`.
+    following `_before` leads through them in reverse; all other entries have `OUT`.
     """
 
     def __init__(self, capacity: int, members: Iterable[int] = ()) -> None:
@@ -54,28 +53,28 @@ class EntryQueue:
         return isinstance(entry, int) and self._after.item(entry) != OUT
 
     def append_many(self, entries: Entries) -> None:
-        """Put `entries` at the back, in order. They are distinct and none is here already."""
+        """Add `entries` at the back, in order. They are distinct and not in the queue."""
         insert_behind(self._after, self._before, self._before.item(self._end), _as_array(entries))
         self._length += len(entries)
 
     def prepend_many(self, entries: Entries) -> None:
-        """Put `entries` at the front, the first of them foremost. Otherwise as `append_many`."""
+        """Add `entries` at the front, the first of them foremost. Otherwise as `append_many`."""
         insert_behind(self._after, self._before, self._end, _as_array(entries))
         self._length += len(entries)
 
     def pop_first(self) -> int | None:
-        """Take the int at the front; None if there is none."""
+        """Remove and return the int at the front; None if the queue is empty."""
         return self.pop_many(1).item() if self._length else None
 
     def pop_many(self, count: int) -> IndexArray:
-        """Take up to `count` ints from the front."""
+        """Remove and return up to `count` ints from the front."""
         taken: IndexArray = np.empty(min(count, self._length), dtype=np.intp)
         take_first(self._after, self._before, taken)
         self._length -= len(taken)
         return taken
 
     def remove_many(self, entries: Entries) -> None:
-        """Take out ints that are all here."""
+        """Remove ints that are all in the queue."""
         take_out(self._after, self._before, _as_array(entries))
         self._length -= len(entries)
 
@@ -90,7 +89,7 @@ class EntryQueue:
         return members
 
     def check(self) -> None:
-        """Raise InvariantError unless both ways lead through as many ints as are counted. O(n)"""
+        """Raise InvariantError unless both directions visit as many ints as are counted. O(n)"""
         members = self.to_list()
         num_here = int(np.count_nonzero(self._after != OUT)) - 1
         if not len(members) == num_here == self._length:
@@ -110,7 +109,7 @@ def _as_array(entries: Entries) -> IndexArray:
 
 @compiled(types.void(_links, _links, types.intp, _entries))
 def insert_behind(after: Int32Array, before: Int32Array, place: int, entries: IndexArray) -> None:
-    """Put entries, in order, behind the one at `place`, which may be the end."""
+    """Insert entries, in order, after the one at `place`, which may be the end."""
     follower = after[place]
     for entry in entries:
         after[place], before[entry] = entry, place
@@ -120,7 +119,7 @@ def insert_behind(after: Int32Array, before: Int32Array, place: int, entries: In
 
 @compiled(types.void(_links, _links, _entries))
 def take_out(after: Int32Array, before: Int32Array, entries: IndexArray) -> None:
-    """Join the neighbours of each of these entries, all of which are here."""
+    """Join the neighbours of each of these entries, which are all in the queue."""
     for entry in entries:
         one, other = before[entry], after[entry]
         after[one], before[other] = other, one
@@ -129,7 +128,7 @@ def take_out(after: Int32Array, before: Int32Array, entries: IndexArray) -> None
 
 @compiled(types.void(_links, _links, array_type("intp")))
 def take_first(after: Int32Array, before: Int32Array, taken: IndexArray) -> None:
-    """Take the first entries, as many as `taken` has room for; there are so many."""
+    """Remove the first entries, as many as `taken` has room for; there are enough."""
     end = len(after) - 1
     entry = after[end]
     for index in range(len(taken)):

@@ -1,4 +1,4 @@
-"""First in, first out: what was cached first goes first, however often it was used since."""
+"""First in, first out: the oldest content goes first, however often it was used since."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from kvcache.policies.history_policy import Member, RankedPolicy
 
 
 class FIFOPolicy(RankedPolicy):
-    """An `EvictionPolicy` that keeps entries in the order in which their contents came."""
+    """An `EvictionPolicy` that orders entries by the arrival of their contents."""
 
     def _place_new(self, member: Member, name: bytes | None) -> None:
         member.rank = 0.0, self._stamp()
 
     def _place_used(self, member: Member) -> None:
-        """It goes back to where it stood."""
+        """The entry keeps its place."""
 
     def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """What was evicted is forgotten."""
+        """Evicted contents are forgotten."""

@@ -1,7 +1,7 @@
-"""Names of contents that were evicted, and what was known of each: the memory of a policy.
+"""Names of evicted contents, with a policy's data about each.
 
-Stands under the policies that tell contents which come back from new ones. Holds names and no
-blocks. Refuses to grow: its policy says how many names are worth keeping, the oldest go first.
+Policies use it to recognise contents that come back. Holds names and no blocks. The policy decides
+how many names to keep; the oldest go first.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class GhostList:
         return name in self._values
 
     def add(self, name: bytes | None, value: int) -> None:
-        """Remember a content that has just been evicted; one without a name cannot be."""
+        """Remember the content that was just evicted, if it has a name."""
         if name is not None:
             self._values[name] = value
             self._values.move_to_end(name)
 
     def take(self, name: bytes | None) -> int | None:
-        """Forget this name; return what was known of it, None if it is not here."""
+        """Forget this name; return its data, None if it is unknown."""
         return None if name is None else self._values.pop(name, None)
 
     def trim(self, num_names: int) -> None:
-        """Forget the oldest names until no more than so many are left."""
+        """Forget the oldest names until at most `num_names` are left."""
         while len(self._values) > max(0, num_names):
             self._values.popitem(last=False)
 

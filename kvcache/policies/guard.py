@@ -1,8 +1,8 @@
-"""What LRU would have had here, and how far the hazard policy may depart from it.
+"""A simulated LRU cache, and how far the hazard policy may depart from it.
 
-Watches the hazard policy's entries. A cache of names is played by LRU, so that what was lost
-against it is known, and what may still be lost is bounded: a hit is lost only where LRU has a
-content and the cache has not. Refuses departures that a small budget and the hits won do not cover.
+The guard plays LRU with names alone. So it knows the hits lost against LRU, and limits future
+losses: a hit can be lost only if LRU has a content that the cache has not. It allows only
+departures that a small budget and the hits won cover.
 
     LRU's        a b c d e f g h i      missing: LRU's, not ours            1 (d)
     ours       ? a b c   e f g h i      allowance: budget + hits won - hits lost
@@ -15,26 +15,25 @@ from copy import copy
 from math import sqrt
 
 _MOST_NAMES = 1 << 16
-"""In a larger cache a sample of LRU's contents is known, so that memory is bounded. Otherwise all
-are, so that no lost hit is missed."""
+"""In larger caches, LRU simulates a sample of contents, to limit memory. In smaller ones it
+simulates all, so that no lost hit is missed."""
 
 _BUDGET_PER_BLOCK = 0.0008
-"""Of all blocks used, how many hits may be lost: less than the .001 that is promised, because LRU's
-cache is known to a block or two."""
+"""Share of all blocks used that may be lost as hits: less than the promised .001, because LRU's
+cache is known only to a block or two."""
 
 _DEVIATIONS = 2.0
-"""How unlikely it has to be that more is lost: as two standard deviations, where many hits make
-the sum normal."""
+"""Standard deviations of the bound on losses, where many hits make the sum normal."""
 
 
 class Guard:
-    """LRU's contents by name, the last used last, and which of them are missing.
+    """LRU's contents by name, the last used last, and those that are missing in the cache.
 
-    O(1) for each name. `missing` may contain names until `settle` that LRU has let go.
+    O(1) for each name. Until `settle`, `missing` may have names that LRU has evicted.
     """
 
     def __init__(self, capacity: int) -> None:
-        """Begin with nothing used."""
+        """Start without contents."""
         self._scale = 1 << max(0, ((capacity - 1) // _MOST_NAMES).bit_length())
         self._stamps: OrderedDict[bytes, int] = OrderedDict()
         self._missing: set[bytes] = set()
@@ -47,12 +46,12 @@ class Guard:
         self._squared_hits = 0
 
     def __contains__(self, name: object) -> bool:
-        """Say whether LRU would have a content."""
+        """Return whether LRU would have a content."""
         return name in self._stamps
 
     @property
     def won_blocks(self) -> int:
-        """Hits so far, less those that LRU would have had."""
+        """Hits so far, minus those that LRU would have had."""
         return self._won * self._scale
 
     @property
@@ -62,35 +61,35 @@ class Guard:
 
     @property
     def old_stamp(self) -> int:
-        """What was used before this LRU would have let go; 0 before anything was used."""
+        """LRU would have evicted all contents used before this; 0 before the first use."""
         return next(iter(self._stamps.values()), 0)
 
     def twin(self) -> Guard:
-        """Return one that evictions change alone."""
+        """Return a copy that follows evictions independently."""
         twin = copy(self)
         twin._missing = self._missing.copy()
         return twin
 
     def allows(self, name: bytes) -> bool:
-        """Say whether a content may be evicted, whatever LRU would do."""
+        """Return whether a content may be evicted, regardless of LRU."""
         if not self._is_sampled(name) or name not in self._stamps:
             return True
         return (len(self._missing) + 1) * self._scale <= self._most_missing
 
     def evict(self, name: bytes) -> None:
-        """A content is no longer cached."""
+        """Record that a content is no longer cached."""
         if self._is_sampled(name) and name in self._stamps:
             self._missing.add(name)
 
     def restore(self, name: bytes) -> None:
-        """A content that was to be evicted stays."""
+        """Record that a content chosen for eviction stays."""
         self._missing.discard(name)
 
     def use(self, name: bytes, stamp: int, *, is_hit: bool, is_lru_hit: bool) -> None:
-        """A content was used and is cached.
+        """Record a use of a cached content.
 
-        `is_hit`: it was cached before. `is_lru_hit`: LRU had it when it came into use; otherwise it
-        had it if it has it now.
+        `is_hit`: it was cached before. `is_lru_hit`: LRU had it when it came into use; otherwise
+        LRU had it if it has it now.
         """
         if not self._is_sampled(name):
             return
@@ -107,7 +106,7 @@ class Guard:
         self._hits_at_once += is_known * self._scale
 
     def settle(self, num_blocks: int, cached_blocks: int) -> None:
-        """So many blocks were used together, and so many are cached: LRU's have to be no more."""
+        """Record that `num_blocks` were used together; limit LRU to `cached_blocks`."""
         room = max(1, cached_blocks // self._scale)
         while len(self._stamps) > room:
             name, _ = self._stamps.popitem(last=False)
@@ -122,11 +121,11 @@ class Guard:
     def _limit(self) -> float:
         """Return how many blocks may be missing.
 
-        As many as the allowance: then it is never exceeded, since what is lost is missing no more.
-        Or more, if it is safe to say that most of them will not be wanted: of `n` missing blocks a
-        share `p` comes back, `b` at once, so the hits lost are hardly more than
-        `n p + z sqrt(n p b) + z^2 b / 6` (Bernstein's inequality). Share and number are those of
-        LRU's hits, as if one request more had been hit as a whole.
+        At least the allowance: it is then never exceeded, because a lost block is no longer
+        missing. More if most missing blocks will probably not be used again. Of `n` missing blocks
+        a share `p` comes back, `b` at once, so by Bernstein's inequality the hits lost are hardly
+        more than `n p + z sqrt(n p b) + z^2 b / 6`. `p` and `b` are those of LRU's hits, as if one
+        more request had been hit as a whole.
         """
         allowance = _BUDGET_PER_BLOCK * self._used_blocks + self.won_blocks
         if allowance <= 0:

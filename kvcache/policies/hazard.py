@@ -1,9 +1,9 @@
-"""Hazard: what is least likely to come back soon goes first, as learned from what came back.
+"""Hazard: evicts what is least likely to be reused soon, as learned from past reuse.
 
-Contents are told apart by how often they were used and, of new ones, by how many came with them.
-How likely each class comes back at each age is counted; the victim is the one that brings the
-fewest hits for the room it takes. A guard allows no more departures from LRU than have been paid
-for. docs/policies.md has more.
+Contents are classified by their number of uses and, if new, by how many came with them. The policy
+counts how likely each class is to be reused at each age, and evicts the block that brings the
+fewest hits for the room it takes. A guard allows no more departures from LRU than earlier wins
+cover. docs/policies.md has more.
 
     uses ──▶ classes ──▶ table of reuse ──▶ index ──▶ order of entries ──▶ victims
       ├──▶ sampled names ─────┘                            ▲
@@ -34,22 +34,22 @@ _USE_LIMITS = (2, 3, 4, 8, 16, 64)
 NUM_LINES = _NUM_NEW_LINES + len(_USE_LIMITS) + 1
 
 _SHARED_START_BLOCKS = 1
-"""A request that continues no more than so many blocks begins a conversation: the first block is
-often everybody's system prompt."""
+"""A request that continues at most this many blocks begins a conversation: the first block is
+often a common system prompt."""
 
 _BLOCKS_TO_LEARN = 512
 _ROOM_SHARE_TO_REORDER = 0.05
-"""The index is rebuilt, and entries are ranked again, after so many blocks and such a share of the
-room: ages have not changed by more than a step or two meanwhile."""
+"""The index is rebuilt, and entries are ranked again, after this many blocks and this share of the
+capacity: meanwhile, ages change by at most a step or two."""
 
 _ROOMS_IN_USE = 2
-"""What is in use while so many times the room is used counts as gone: no signal says which contents
-were forgotten while they were in use, and what is pinned is no part of the room."""
+"""A content in use counts as gone after this many capacities of use: no signal says which contents
+were forgotten while in use. Pinned blocks do not count as capacity."""
 
 
 @dataclass(slots=True)
 class _Arrival:
-    """An entry that came out of use, and what is known of it from before."""
+    """An entry that came out of use, and the data kept about its content."""
 
     entry: int
     info: EntryInfo
@@ -61,7 +61,7 @@ class _Arrival:
 class HazardPolicy(HistoryPolicy):
     """An `EvictionPolicy` by learned chances of reuse, guarded against LRU.
 
-    Invariant: what is inserted and not parked is in `_recency`, as it would be under LRU.
+    Invariant: every entry that is inserted and not parked is in `_recency`, as under LRU.
     """
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
@@ -78,7 +78,7 @@ class HazardPolicy(HistoryPolicy):
 
     @property
     def won_blocks(self) -> int:
-        """Hits so far, less those that LRU would have had."""
+        """Hits so far, minus those that LRU would have had."""
         return self._guard.won_blocks
 
     # --- the protocol --------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class HazardPolicy(HistoryPolicy):
         return _Arrival(entry, info, None, before + 1)
 
     def _learn(self, arrivals: Sequence[_Arrival], was_blocks: int) -> None:
-        """Teach the table; rebuild the index and the ranks where they are old."""
+        """Update the table; rebuild the index and the ranks if they are old."""
         together: list[bytes] = []
         for place, arrival in enumerate(arrivals):
             name = arrival.info.content
@@ -169,7 +169,7 @@ class HazardPolicy(HistoryPolicy):
     # --- victims -------------------------------------------------------------------------------
 
     def _next(self) -> tuple[int, EntryInfo] | None:
-        """Take out the first by index that the guard allows, or else the first by recency."""
+        """Remove the first entry by index that the guard allows, or else the first by recency."""
         if not self._recency:
             return None
         entry = self._first_allowed()
@@ -184,7 +184,7 @@ class HazardPolicy(HistoryPolicy):
         return entry, self._book.describe(entry)
 
     def _first_allowed(self) -> int | None:
-        """Return what is due, or lowest by index, or, of what LRU would have let go, lowest."""
+        """Return a due entry, the lowest by index, or the lowest that LRU would have evicted."""
         entry = next(iter(self._due), None)
         if entry is not None:
             if self._is_allowed(entry):
@@ -194,7 +194,7 @@ class HazardPolicy(HistoryPolicy):
         return entry if self._is_allowed(entry) else self._line.first_old()
 
     def _is_allowed(self, entry: int) -> bool:
-        """Whether the guard allows to evict an entry; of contents without names, never."""
+        """Return whether the guard allows the eviction; never for contents without names."""
         name = self._book.describe(entry).content
         return name is not None and self._guard.allows(name)
 
@@ -219,22 +219,22 @@ class HazardPolicy(HistoryPolicy):
         twin._recency, twin._guard = copy(self._recency), self._guard.twin()
         return twin
 
-    # --- of no use here ------------------------------------------------------------------------
+    # --- unused ----------------------------------------------------------------------------------
 
     def _place_new(self, member: Member, name: bytes | None) -> None:
-        """`insert` places all that come at once."""
+        """Does nothing: `insert` places entries."""
 
     def _place_used(self, member: Member) -> None:
-        """`insert` places all that come at once."""
+        """Does nothing: `insert` places entries."""
 
     def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """The guard has taken note when it was chosen."""
+        """Does nothing: the guard was told when the entry was chosen."""
 
 
 def classify(arrivals: Sequence[_Arrival]) -> None:
     """Set the class of entries that came out of use together, tails first.
 
-    New contents next to each other came with one request; what they continue lies behind them.
+    New contents next to each other came with one request; the blocks they continue come after them.
     """
     place = 0
     while place < len(arrivals):

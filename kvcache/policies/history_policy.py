@@ -1,13 +1,12 @@
-"""What policies with a memory have in common: everything but the order itself.
+"""The common part of policies with a memory: all but the order itself.
 
-Stands between `EvictionPolicy` and the policies that say, of an entry that comes out of use, in
-which line it stands and where, and of which line the next victim is. Refuses to hand out an entry
-that cached contents continue, as long as there is another.
+A subclass assigns each entry that comes out of use to a line with a rank, and chooses the line of
+the next victim. An entry that cached contents continue is chosen only if there is no other.
 
-    insert ──▶ lines ──▶ choose        a victim that is continued is parked until its last child
-      ▲          │                     goes, then it is due; so is what was put back. What is due
-      │        remove                  goes first, or, when anything is inserted before, back to
-      └── in use ┘                     its line. What is in use is known by its content's name.
+    insert ──▶ lines ──▶ choose        a victim with children is parked until its last child
+      ▲          │                     goes, then it is due, like entries that were put back.
+      │        remove                  Due entries go first, or return to their line at the
+      └── in use ┘                     next insert. Contents in use are known by name.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from kvcache.policies.policy import EntryBook, EntryInfo
 from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
 
 Name: TypeAlias = "bytes | int"
-"""What an entry is known by while it is in use: its content, or its number if that has no name."""
+"""The key of an entry in use: its content's name, or the entry's number without a name."""
 
 P = TypeVar("P", bound="HistoryPolicy")
 
 
 @dataclass(slots=True)
 class Member:
-    """What a policy knows of an entry that is inserted, or in use.
+    """The data of a policy about an entry that is inserted, or in use.
 
-    `line` and `rank` say where it stands, or stood when it was used. `num_uses`, `turn` and
-    `is_lru_hit` are the policy's.
+    `line` and `rank` are its place, or its place when it was used. `num_uses`, `turn` and
+    `is_lru_hit` belong to the policy.
     """
 
     entry: int
@@ -49,21 +48,21 @@ class Member:
 
 
 class Victim(NamedTuple):
-    """An entry that was chosen, and what it was then."""
+    """An entry that was chosen, and its data at that time."""
 
     member: Member
     info: EntryInfo
 
 
 class HistoryPolicy(ABC):
-    """An `EvictionPolicy` that knows what became of contents before.
+    """An `EvictionPolicy` that remembers contents.
 
-    O(log n) amortised per entry. Bounded: as many members in use as there are entries, and what a
-    subclass remembers.
+    O(log n) amortised per entry. Memory is bounded: as many members in use as there are entries,
+    and the subclass's memory.
 
-    Invariants: every member is due, parked or in its line; `_line_blocks` counts all members by
-    line, and `_room_blocks` is the most that was ever inserted at once: the part of a pool that the
-    policy rules.
+    Invariants: every member is due, parked or in its line. `_line_blocks` counts all members by
+    line. `_room_blocks` is the most entries that were inserted at a time: the part of a pool that
+    the policy rules.
     """
 
     num_lines: ClassVar[int] = 1
@@ -81,28 +80,28 @@ class HistoryPolicy(ABC):
         self._line_blocks = [0] * self.num_lines
         self._room_blocks = 0
         self._last_stamp = 0
-        self._look_ahead: LookAhead | None = None  # until somebody asks
+        self._look_ahead: LookAhead | None = None  # until the first call
 
-    # --- what a policy is made of --------------------------------------------------------------
+    # --- for subclasses ------------------------------------------------------------------------
 
     @abstractmethod
     def _place_new(self, member: Member, name: bytes | None) -> None:
-        """Set line and rank of a member whose content, of this name, is new here."""
+        """Set line and rank of a member whose content, of this name, is new."""
 
     @abstractmethod
     def _place_used(self, member: Member) -> None:
-        """Set line and rank of a member that was used since it was here last."""
+        """Set line and rank of a member that was used since it was last inserted."""
 
     def _pop_next(self) -> int:
-        """Take the next victim out of its line; there is one in some line."""
+        """Remove the next victim from its line; there is one in some line."""
         return self._lines[0].pop()
 
     @abstractmethod
     def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """Take note of a content that is evicted for good."""
+        """Record that a content was evicted."""
 
     def _move(self, entry: int, line: int, rank: Rank) -> None:
-        """Let an entry that was popped stand in a line."""
+        """Insert a chosen entry into a line."""
         member = self._members[entry]
         if self._look_ahead is not None:
             self._look_ahead.remove(entry, member.line, member.rank)
@@ -113,7 +112,7 @@ class HistoryPolicy(ABC):
         self._lines[line].add(entry, rank)
 
     def _stamp(self) -> int:
-        """Return a number above all before it."""
+        """Return a number above all earlier ones."""
         self._last_stamp += 1
         return self._last_stamp
 
@@ -121,7 +120,7 @@ class HistoryPolicy(ABC):
 
     @property
     def reads_contents(self) -> bool:
-        """Contents that come back from use are known by their names."""
+        """Contents that come out of use are known by their names."""
         return True
 
     def __len__(self) -> int:
@@ -174,7 +173,7 @@ class HistoryPolicy(ABC):
     # --- inside --------------------------------------------------------------------------------
 
     def _twin(self: P) -> P:
-        """Return an equal policy from which can be taken."""
+        """Return an equal policy from which victims can be taken."""
         twin = copy(self)
         twin._look_ahead = None
         twin._members = self._members.copy()
@@ -184,10 +183,10 @@ class HistoryPolicy(ABC):
         return twin
 
     def _note_chosen(self, victim: Victim) -> None:  # noqa: B027 - most wait
-        """Take note of what will be evicted unless it is put back."""
+        """Record what will be evicted unless it is put back."""
 
     def _take(self, num_entries: int) -> list[Victim]:
-        """Take out the next victims."""
+        """Remove the next victims."""
         taken: list[Victim] = []
         going: dict[int, int] = {}
         while len(taken) < num_entries and self._members:
@@ -201,10 +200,7 @@ class HistoryPolicy(ABC):
         return taken
 
     def _take_next(self, going: dict[int, int]) -> tuple[int, EntryInfo]:
-        """Return the next entry that no child needs but those that are `going`, by their parent.
-
-        It stands nowhere any more.
-        """
+        """Remove and return the next entry whose children are all in `going`, by their parent."""
         while (place := self._next()) is not None:
             entry, info = place
             if info.num_children <= going.get(entry, 0):
@@ -214,14 +210,14 @@ class HistoryPolicy(ABC):
         return entry, self._book.describe(entry)
 
     def _next(self) -> tuple[int, EntryInfo] | None:
-        """Take out what is due, or stands first in a line; None if there is nothing."""
+        """Remove a due entry, or the first of a line; None if there is none."""
         if not self._due and not any(self._lines):
             return None
         entry = self._due.popitem(last=False)[0] if self._due else self._pop_next()
         return entry, self._book.describe(entry)
 
     def _unpark(self, entry: int | None) -> None:
-        """A child of this entry has gone; if it waited for that it is next."""
+        """Record that a child of this entry has gone; a parked parent without children is due."""
         if entry is not None and entry in self._parked:
             del self._parked[entry]
             self._make_next(entry)
@@ -231,7 +227,7 @@ class HistoryPolicy(ABC):
         self._due.move_to_end(entry, last=False)
 
     def _settle(self) -> None:
-        """What was chosen and not put back is evicted for good, and nothing is due any more."""
+        """Complete evictions: chosen entries that were not put back are gone, and none is due."""
         self._settle_due()
         for victim in self._chosen.values():
             self._note_evicted(victim.member, victim.info.content)
@@ -244,7 +240,7 @@ class HistoryPolicy(ABC):
         self._due.clear()
 
     def _enter(self, member: Member, entry: int, info: EntryInfo) -> None:
-        """Know an entry, of which this is said now, by a member that is not known as any."""
+        """Make a member for an entry with this content, without a known past."""
         member.entry, member.name = entry, _name(entry, info)
         member.parent = info.parent
         self._members[entry] = member
@@ -253,7 +249,7 @@ class HistoryPolicy(ABC):
             self._look_ahead.add(entry, member.line, member.rank)
 
     def _leave(self, entry: int) -> Member:
-        """Take a member out from wherever it stands."""
+        """Remove a member from its place."""
         if entry in self._due:
             del self._due[entry]
         elif entry in self._parked:
@@ -263,7 +259,7 @@ class HistoryPolicy(ABC):
         return self._drop(entry)
 
     def _drop(self, entry: int) -> Member:
-        """Let go of a member that stands nowhere."""
+        """Forget a member that has no place."""
         member = self._members.pop(entry)
         self._line_blocks[member.line] -= 1
         if self._look_ahead is not None:
@@ -272,8 +268,8 @@ class HistoryPolicy(ABC):
 
 
 class RankedPolicy(HistoryPolicy):
-    """A `HistoryPolicy` whose victims are those of the lowest ranks of a line: who comes next is
-    known without choosing anybody, see `LooksAhead`."""
+    """A `HistoryPolicy` whose victims are the lowest ranks of a line, so that the next ones are
+    known without choosing, see `LooksAhead`."""
 
     def look_ahead(self, num_entries: int) -> list[int]:
         if self._look_ahead is None:

@@ -1,9 +1,9 @@
-"""Least frequently used: what was used least often goes first, of equals the least recent.
+"""Least frequently used: the least often used goes first, among equals the least recent.
 
 `LFUPolicy` remembers the uses of evicted contents, of twice as many as there are blocks.
-`AgeingLFUPolicy` remembers none, but counts what is used now from the worth of the last victim on,
-so that what was popular once goes in the end (LFU with dynamic ageing: Arlitt, Cherkasova, Dilley,
-Friedrich, Jin, "Evaluating content management techniques for web proxy caches", 2000).
+`AgeingLFUPolicy` remembers none, but counts new uses from the value of the last victim on,
+so that formerly popular contents go in the end (LFU with dynamic ageing: Arlitt, Cherkasova,
+Dilley, Friedrich, Jin, "Evaluating content management techniques for web proxy caches", 2000).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _NAMES_PER_BLOCK = 2
-"""A content is known again until the room was filled so many times since its eviction."""
+"""An evicted content is remembered until this many capacities were evicted after it."""
 
 
 class LFUPolicy(RankedPolicy):
-    """An `EvictionPolicy` by the number of uses, those before an eviction included."""
+    """An `EvictionPolicy` by the number of uses, including those before an eviction."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         """Make an empty order of entries below `capacity`, described by `book`."""
@@ -38,7 +38,7 @@ class LFUPolicy(RankedPolicy):
 
 
 class AgeingLFUPolicy(RankedPolicy):
-    """An `EvictionPolicy` by the number of uses, and by when they were."""
+    """An `EvictionPolicy` by the number of uses and their time."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         """Make an empty order of entries below `capacity`, described by `book`."""

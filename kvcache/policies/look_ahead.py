@@ -1,11 +1,11 @@
-"""Which entries stand first in their lines: known without choosing anybody.
+"""The first entries of each line, without choosing victims.
 
-Used with `HistoryPolicy`, by an owner that asks again and again, as a tier does that writes down
-what will be evicted soon. To choose so many and put them back costs a walk through the policy each
-time; here an entry costs O(log n) when it comes near the end of its line, and a step through a list
-when somebody asks. Refuses to know in which order lines take turns.
+For a caller that asks often, such as a tier that writes files for blocks that will be evicted soon.
+To choose victims and put them back would cost a walk through the policy each time. Here an entry
+costs O(log n) when it comes near the end of its line, and a step through a list per call. The
+order in which lines take turns is not known here.
 
-    line 1   | 8  5  2 | 3  9  4  7        ahead, sorted, as far as anybody asked | behind, a heap
+    line 1   | 8  5  2 | 3  9  4  7        ahead, sorted, as far as ever asked | behind, a heap
     line 2   | 1  6  0 | .  .
 """
 
@@ -23,8 +23,8 @@ _SPARE = 64
 
 
 class _Line:
-    """One line. Invariant: an entry ranks below all entries behind it; places in the heap whose
-    entry has gone, or got another rank, are stale, and never many more than entries."""
+    """One line. Invariant: an entry ranks below all entries behind it. Places in the heap whose
+    entry has gone or has another rank are stale, and never many more than entries."""
 
     def __init__(self) -> None:
         self.ahead: list[_Place] = []
@@ -63,18 +63,18 @@ class _Line:
 
 
 class LookAhead:
-    """The entries of some lines, by rank, the first ones of each apart."""
+    """The entries of some lines, by rank; the first ones of each line are kept sorted."""
 
     def __init__(self, num_lines: int) -> None:
-        """Know no entry yet."""
+        """Start without entries."""
         self._lines = [_Line() for _ in range(num_lines)]
 
     def add(self, entry: int, line: int, rank: Rank) -> None:
-        """Enter an entry that is not here."""
+        """Add a new entry."""
         self._lines[line].add((rank, entry))
 
     def remove(self, entry: int, line: int, rank: Rank) -> None:
-        """Take out an entry, which was entered with this line and rank."""
+        """Remove an entry that was added with this line and rank."""
         self._lines[line].remove(entry, rank)
 
     def first(self, count: int) -> list[int]:

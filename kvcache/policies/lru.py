@@ -1,6 +1,6 @@
-"""Least recently used: what came out of use first goes first.
+"""Least recently used: the entry that came out of use first goes first.
 
-The default policy. A request gives its blocks back tail first, so its tail goes before its head.
+The default policy. A request frees its blocks tail first, so its tail goes before its head.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from kvcache.policies.policy import EntryBook
 
 
 class LRUPolicy:
-    """An `EvictionPolicy` that keeps entries in the order in which they came out of use."""
+    """An `EvictionPolicy` that orders entries by when they came out of use."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`. It asks `book` nothing."""
+        """Make an empty order of entries below `capacity`. It does not use `book`."""
         self._queue = EntryQueue(capacity)
 
     @property
     def reads_contents(self) -> bool:
-        """What stands where depends on the order of uses alone."""
+        """Does nothing: only the order of uses matters."""
         return False
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""LRU-2: what was used twice the longest time ago goes first, and before it what was used once.
+"""LRU-2: evicts by the last use but one; entries used only once go first.
 
 After O'Neil, O'Neil, Weikum, "The LRU-K page replacement algorithm for database disk buffering"
-(1993), with K = 2 and no correlated references: a request uses a block once, however long it runs.
+(1993), with K = 2 and no correlated references: a request counts as one use, however long it runs.
 The last use of evicted contents is remembered, of twice as many as there are blocks.
 """
 
@@ -13,11 +13,11 @@ from kvcache.policies.policy import EntryBook
 
 _NEVER = 0
 _NAMES_PER_BLOCK = 2
-"""A content is known again until the room was filled so many times since its eviction."""
+"""An evicted content is remembered until this many capacities were evicted after it."""
 
 
 class LRU2Policy(RankedPolicy):
-    """An `EvictionPolicy` by the last use but one; of those used once, by that."""
+    """An `EvictionPolicy` by the last use but one; entries used once by their only use."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         """Make an empty order of entries below `capacity`, described by `book`."""

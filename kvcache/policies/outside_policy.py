@@ -1,8 +1,8 @@
-"""An eviction policy from outside, which cannot harm the pool that asks it.
+"""Wraps an external eviction policy, so that it cannot harm its pool.
 
-Stands between a pool and a policy that does not come with the package. The least recently used
-order is kept as well: when the policy raises, or chooses what it cannot have, that is logged as
-an error, and this order decides from then on. Refuses to guess what the policy meant.
+Used for policies that do not come with the package. The wrapper also keeps an LRU order. When the
+policy raises, or chooses an invalid victim, that is logged as an error, and LRU decides from then
+on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ logger = get_logger(__name__)
 
 
 class OutsidePolicy:
-    """An `EvictionPolicy` that asks another one as long as that keeps to the protocol."""
+    """An `EvictionPolicy` that delegates to another one until that breaks the protocol."""
 
     def __init__(self, name: str, policy: EvictionPolicy, capacity: int, book: EntryBook) -> None:
-        """Ask an empty `policy`, made for the same `capacity` and `book`."""
+        """Wrap an empty `policy`, made for the same `capacity` and `book`."""
         self._name = name
         self._policy: EvictionPolicy | None = policy
         self._capacity = capacity
         self._order = LRUPolicy(capacity, book)
         self.reads_contents = bool(policy.reads_contents)
-        """What the policy says of itself when it is new."""
+        """The policy's own answer when it is new."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -81,12 +81,12 @@ class OutsidePolicy:
     def _tell(self, method: str, entries: Entries) -> None:
         if self._policy is not None:
             try:
-                getattr(self._policy, method)(index_array(entries).copy())  # it may keep them
+                getattr(self._policy, method)(index_array(entries).copy())  # it may keep it
             except Exception:
                 self._give_up(method)
 
     def _checked(self, chosen: Entries, num_entries: int) -> IndexArray:
-        """Return entries that are here, once each, and as many as was asked for; raises else."""
+        """Return `entries` if they are valid, different, and enough; raises otherwise."""
         entries = self._integers(chosen)
         is_here = [entry in self._order for entry in entries.tolist()]
         if not all(is_here) or len(np.unique(entries)) < len(entries):
@@ -99,7 +99,7 @@ class OutsidePolicy:
         return index_array(as_integers("entries", entries, 0, self._capacity - 1))
 
     def _give_up(self, method: str) -> None:
-        """The policy has failed, and may be in any state: ask it no more."""
+        """Stop using the policy, which has failed and may be in any state."""
         self._policy = None
         logger.exception(
             "the eviction policy %s failed in %s: what was used least recently goes first from now "

@@ -1,8 +1,8 @@
-"""What an eviction policy is: it orders the entries that are not in use, and says which goes first.
+"""The protocol of eviction policies: an order over the entries that are not in use.
 
-Serves a pool, or a tier below it, which knows contents and references. A policy sees opaque
-entries only. One entry is a block, or a slot of a tier. Refuses to evict: it
-proposes, the owner of the bytes decides, and gives back what must stay.
+A policy serves the pool or a tier, which knows contents and references. It sees only opaque
+entries. An entry is a block, or a slot of a tier. The policy proposes victims; the pool or tier
+decides, and gives back those that must stay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvcache.policies.entry_queue import Entries
 class EntryInfo:
     """What a policy may know of an entry.
 
-    `parent` is the entry it continues (None for a first one, and while that is in use).
-    `num_children` counts the cached contents that cannot outlive it: while there are any it is no
-    victim. `content` names what it holds beyond its own life, for policies that remember what was
-    used and what they evicted; None: the owner names nothing. Equal contents of several namespaces
-    may share a name.
+    `parent` is the entry before it in its prefix (None for a first one, and while the parent is in
+    use). `num_children` counts the cached contents that continue it; while there are any, it is no
+    victim. `content` identifies the content even after its eviction, for policies with a memory;
+    None if the caller does not name contents. Equal contents of several namespaces may have the
+    same name.
     """
 
     parent: int | None = None
@@ -30,55 +30,55 @@ class EntryInfo:
 
 
 class EntryBook(Protocol):
-    """Where a policy asks about entries. The owner answers; asking changes nothing."""
+    """Answers a policy's questions about entries. Asking changes nothing."""
 
     def describe(self, entry: int) -> EntryInfo:
-        """Say what is known of an entry that was inserted."""
+        """Return the data of an inserted entry."""
 
 
 class EvictionPolicy(Protocol):
-    """An order over unused entries. One owner, one thread.
+    """An order over unused entries. For one pool or tier, in one thread.
 
-    Entries are ints from 0 to below the capacity the policy was made with. An entry is *inserted*
-    while it is not in use; using it again, or losing its content, removes it. What was used and
-    comes out of use again is known by its content, or, where the owner names none, by its entry;
-    the entry of a content in use may be given to another meanwhile. Arguments are trusted where
-    they come in bulk: the owner has validated them.
+    Entries are ints from 0 to below the policy's capacity. An entry is *inserted* while it is not
+    in use; it is removed when it is used again or loses its content. An entry that comes out of use
+    again is recognised by its content's name or, without names, by its number; meanwhile the number
+    may have been given to another content. Arrays of entries are not checked: the caller has
+    validated them.
 
-    No entry is given out before its children, of which `EntryInfo.num_children` tells, unless
-    nothing else is left: then the owner puts it back, or forgets the children too. A policy that
-    evicts in the order of insertion need not ask: owners insert children before parents.
+    No entry is chosen before its children (`EntryInfo.num_children`), unless only such entries are
+    left: the caller then puts it back, or drops the children too. A policy that evicts in the order
+    of insertion need not ask, because callers insert children before parents.
     """
 
     @property
     def reads_contents(self) -> bool:
-        """Whether it tells contents apart: the owner then names them."""
+        """Whether it recognises contents: callers then name them."""
 
     def __len__(self) -> int:
-        """Return how many entries are inserted."""
+        """Return the number of inserted entries."""
 
     def __contains__(self, entry: object) -> bool:
-        """Say whether an entry is inserted."""
+        """Return whether an entry is inserted."""
 
     def insert(self, entries: Entries) -> None:
-        """Take entries that have just come out of use; of equal ones the first goes first.
+        """Insert entries that have just come out of use; among equals the first is evicted first.
 
         None of them is inserted already.
         """
 
     def remove(self, entries: Entries) -> None:
-        """Take entries out, because they are used again. All of them are inserted."""
+        """Remove entries that are used again. All of them are inserted."""
 
     def discard(self, entries: Entries) -> None:
-        """Take entries out, because their content is forgotten. All of them are inserted."""
+        """Remove entries whose content is dropped. All of them are inserted."""
 
     def choose(self, num_entries: int) -> Entries:
-        """Take out and return what to evict, the first one first; less if there is less."""
+        """Remove and return up to `count` victims, the first one first."""
 
     def put_back(self, entries: Entries) -> None:
-        """Return entries from `choose` that must stay for now to where they were, in order.
+        """Return chosen entries that must stay to their places, in order.
 
-        Before any entry is inserted or removed.
+        Call it before any entry is inserted or removed.
         """
 
     def order(self) -> list[int]:
@@ -87,11 +87,11 @@ class EvictionPolicy(Protocol):
 
 @runtime_checkable
 class LooksAhead(Protocol):
-    """A policy that knows who may go next without choosing, which is dear where there is a past."""
+    """A policy that can name the next victims without choosing, which is slow with a memory."""
 
     def look_ahead(self, num_entries: int) -> list[int]:
-        """Return the first `num_entries` of each line that the policy has, the next first: unless
-        lines are more than queues, the next victims are among them. Nothing is chosen, the order is
-        the same afterwards. An entry costs O(log n) amortised when it comes so near the end of its
-        line, and next to nothing when it is returned again.
+        """Return the first `num_entries` of each line of the policy, the next victim first. Unless
+        lines are more than queues, the next victims are among them. Changes nothing. An entry costs
+        O(log n) amortised when it comes near the end of its line, and almost nothing when it is
+        returned again.
         """

@@ -1,7 +1,7 @@
-"""Entries by rank, the lowest first: what a policy with a history keeps each of its lines in.
+"""Entries by rank, the lowest first: a line of `HistoryPolicy`.
 
-Stands under `HistoryPolicy`. A heap; places that entries have left are dropped when they
-come up, or all together when they are many. Refuses nothing: its policy knows what is in it.
+A heap. Stale places are dropped when they reach the top, or all together when they are many.
+Checks nothing: its policy validates.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol, TypeAlias
 
 Rank: TypeAlias = "tuple[float, int]"
-"""What an entry is worth, and of equal ones, when it came."""
+"""An entry's value and, among equals, its time of arrival."""
 
 _SPARE_STALE = 64
 
 
 class Line(Protocol):
-    """Where `HistoryPolicy` keeps entries: a `RankedQueue`, or what orders them otherwise."""
+    """The interface of a line of `HistoryPolicy`: a `RankedQueue`, or another order."""
 
     def __len__(self) -> int:
-        """Return how many entries are here."""
+        """Return the number of entries."""
 
     def __contains__(self, entry: object) -> bool:
-        """Say whether an entry is here."""
+        """Return whether the line has an entry."""
 
     def __copy__(self) -> Line:
-        """Return an equal line that changes alone."""
+        """Return an independent copy."""
 
     def add(self, entry: int, rank: Rank) -> None:
-        """Enter an entry that is not here."""
+        """Add a new entry."""
 
     def remove(self, entry: int) -> None:
-        """Take out an entry that is here."""
+        """Remove an entry of this line."""
 
     def pop(self) -> int:
-        """Take out the next victim. There is one."""
+        """Remove and return the next victim. There must be one."""
 
 
 class RankedQueue:
     """A set of entries, each with a rank. O(log n) amortised for every change.
 
-    Invariant: every entry stands in the heap with its present rank at least once; places that say
-    otherwise are stale, and never many more than entries.
+    Invariant: every entry is in the heap with its present rank at least once; other places are
+    stale, and never many more than entries.
     """
 
     __slots__ = ("_heap", "_ranks")
@@ -64,19 +64,19 @@ class RankedQueue:
         return twin
 
     def add(self, entry: int, rank: Rank) -> None:
-        """Enter an entry that is not here."""
+        """Add a new entry."""
         self._ranks[entry] = rank
         heappush(self._heap, (rank, entry))
 
     def remove(self, entry: int) -> None:
-        """Take out an entry that is here."""
+        """Remove an entry of this queue."""
         del self._ranks[entry]
         if len(self._heap) > 2 * len(self._ranks) + _SPARE_STALE:
             self._heap = [(rank, entry) for entry, rank in self._ranks.items()]
             heapify(self._heap)
 
     def pop(self) -> int:
-        """Take out the entry of the lowest rank. There is one."""
+        """Remove and return the entry of the lowest rank. There must be one."""
         while True:
             rank, entry = heappop(self._heap)
             if self._ranks.get(entry) == rank:

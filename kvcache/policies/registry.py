@@ -1,7 +1,7 @@
 """Eviction policies by name.
 
-Stands between configuration, which names a policy, and pools and tiers, which use one. Policies
-from outside are offered by passing an extended copy of the mapping. Refuses names it does not know.
+A configuration names a policy; pools and tiers make one. To offer policies of your own, pass an
+extended copy of the mapping.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.policies.slru import SLRUPolicy
 from kvcache.policies.twoq import TwoQPolicy
 
 PolicyFactory: TypeAlias = Callable[[int, EntryBook], EvictionPolicy]
-"""Makes a policy for entries below a capacity that are described by a book."""
+"""Makes a policy for entries below a capacity; a book describes the entries."""
 
 EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {
@@ -46,8 +46,8 @@ EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
 def require_eviction_policy(
     name: str, policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES
 ) -> str:
-    """Return `name`; raises ConfigurationError, with those there are, if there is no such
-    policy."""
+    """Return `name`; raises ConfigurationError, which lists the known policies, if it is
+    unknown."""
     if not isinstance(name, str) or name not in policies:
         raise ConfigurationError(
             f"unknown eviction policy {shown(name)}: choose one of {', '.join(sorted(policies))}"
@@ -63,7 +63,7 @@ def make_eviction_policy(
 ) -> EvictionPolicy:
     """Return a new, empty policy; raises ConfigurationError for an unknown name.
 
-    One that does not come with the package is asked with care.
+    A policy that does not come with the package is wrapped in an `OutsidePolicy`.
     """
     make = policies[require_eviction_policy(name, policies)]
     policy = make(capacity, book)

@@ -1,12 +1,12 @@
-"""How likely contents of each class come back at each age, and what that makes them worth.
+"""How likely contents of each class are reused at each age, and their value.
 
-Stands under the hazard policy, which reports uses and ages. Knows classes and counts, no contents.
-Ages are counted in blocks used since, never in seconds: the same requests teach the same.
+Part of the hazard policy, which reports uses and ages. Knows classes and counts, no contents. Ages
+are counted in blocks used since, not in seconds, so that the same requests teach the same.
 
     reuse           index of an age: the best that keeping on from there can bring,
       │    ▄▄                   P(reuse before age h) / blocks × ages it stays until then,
       │  ▂████▃     the highest over all h. Before the hump it grows with age, behind it
-      └──────────▶ age          it falls: of the young ones the last is let go first.
+      └──────────▶ age          it falls: of the young contents the last is evicted first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy.typing as npt
 FloatArray: TypeAlias = "npt.NDArray[np.float64]"
 
 _FIRST_AGE_BLOCKS = 64
-"""Ages below are one: about two requests, among which there is nothing to tell apart."""
+"""Younger ages are one class: about two requests, which cannot be told apart."""
 
 _STEPS_PER_OCTAVE = 3
-"""How finely ages are told apart: humps an octave wide are seen, counts stay large."""
+"""Steps of age per octave: fine enough for humps an octave wide, coarse enough for large counts."""
 
 _NUM_OCTAVES = 18
 
@@ -31,37 +31,37 @@ AGE_LIMITS_BLOCKS: Sequence[int] = tuple(
     round(_FIRST_AGE_BLOCKS * 2 ** (step / _STEPS_PER_OCTAVE))
     for step in range(_NUM_OCTAVES * _STEPS_PER_OCTAVE)
 )
-"""Where one age ends and the next begins; the last one has no end."""
+"""The limits between ages; the last age has no end."""
 
 NUM_AGES = len(AGE_LIMITS_BLOCKS) + 1
 
 _WIDTHS_BLOCKS = np.diff(np.array([0, *AGE_LIMITS_BLOCKS, 2 * AGE_LIMITS_BLOCKS[-1]], np.float64))
 
 _EXPECTED_REUSE = 0.02
-"""Chance of a reuse at each age before anything is known. The same at every age means a rate that
-falls as one over the age: the oldest is worth least, which is LRU."""
+"""Prior chance of a reuse at each age. The same at every age means a rate that falls as one over
+the age: the oldest is worth least, as under LRU."""
 
 _ALL_PRIOR_BLOCKS = 2_000.0
-"""How many blocks must have reached an age to count as much as that. Blocks come back with their
-request, some 20 at once, so these are about a hundred independent observations."""
+"""Weight of that prior in blocks that reached an age. Blocks are reused with their request, some 20
+at once, so this is about a hundred independent observations."""
 
 _CLASS_PRIOR_BLOCKS = 100.0
-"""How many of one class must have reached an age to count as much as all classes together. A few
-requests: what classes differ in is large, or else it does not matter."""
+"""Weight of all classes in the estimate of one class, in blocks: a few requests. Either classes
+differ much, or the difference does not matter."""
 
 _LEAST_LEFT = 1e-200
-"""Where nothing of a class is left at an age, so much is taken to be: no ratio is zero by zero."""
+"""Least number of contents assumed at an age, so that no ratio is zero by zero."""
 
 
 class ReuseTable:
     """Counts by class and age, and an index made from them.
 
     `index[line][age]` is the value of keeping a block, in hits for each block admitted meanwhile;
-    `grows[line][age]` says whether it is more at the next age. Both stay until `learn` is called.
+    `grows[line][age]` says whether it is higher at the next age. Only `learn` changes them.
     """
 
     def __init__(self, num_lines: int) -> None:
-        """Know nothing of `num_lines` classes: at first all are worth the same at the same age."""
+        """Start without counts for `num_lines` classes: at the same age all have the same value."""
         self._num_reused: FloatArray = np.zeros((num_lines, NUM_AGES))
         self._num_reached: FloatArray = np.zeros((num_lines, NUM_AGES))
         self.index: list[list[float]] = []
@@ -69,16 +69,16 @@ class ReuseTable:
         self.learn()
 
     def note_reuse(self, line: int, age: int, num_blocks: int) -> None:
-        """Blocks of a class were used again at an age."""
+        """Count blocks of a class that were reused at an age."""
         self._num_reused[line, age] += num_blocks
         self._num_reached[line, age] += num_blocks
 
     def note_passed(self, line: int, age: int, num_blocks: int) -> None:
-        """Blocks of a class passed an age without being used."""
+        """Count blocks of a class that passed an age unused."""
         self._num_reached[line, age] += num_blocks
 
     def learn(self) -> None:
-        """Make the index from what was counted."""
+        """Compute the index from the counts."""
         reused, reached = self._num_reused, self._num_reached
         of_all = (reused.sum(0) + _ALL_PRIOR_BLOCKS * _EXPECTED_REUSE) / (
             reached.sum(0) + _ALL_PRIOR_BLOCKS
@@ -91,14 +91,14 @@ class ReuseTable:
 
 
 def reuse_index(chances: FloatArray) -> FloatArray:
-    """Return the index for chances of reuse, given that an age is reached, by class and age.
+    """Return the index from the chances of reuse, given that an age is reached, by class and age.
 
-    The Gittins index of a block that is kept until it is used or given up: the highest ratio, over
-    all ages to give it up at, of the chance of a hit to the time it stays until then (Gittins,
+    The Gittins index of a block that is kept until it is used or given up: over all ages to give it
+    up at, the highest ratio of the chance of a hit to the time it stays until then (Gittins,
     "Bandit processes and dynamic allocation indices", 1979).
     """
-    # Left at an age, `left`; hits between two ages are what `left` falls by. Times are summed from
-    # the last age, where they are small, so that differences keep their digits.
+    # `left`: share that reaches an age; its decrease between two ages is hits. Times are summed
+    # from the last age, where they are small, so that differences keep their digits.
     num_ages = chances.shape[1]
     left = np.maximum(np.cumprod(1 - chances, axis=1), _LEAST_LEFT)
     left = np.concatenate((np.ones((len(left), 1)), left), axis=1)

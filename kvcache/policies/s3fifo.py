@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue lets most new contents go again before they reach the main one.
+"""S3-FIFO: most new contents leave by a small queue before they reach the main one.
 
 After Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction" (2023).
 
@@ -17,14 +17,14 @@ from kvcache.policies.policy import EntryBook
 
 _SMALL, _MAIN = 0, 1
 _SMALL_SHARE = 0.1
-"""Of the room, what new contents may take: the paper's choice."""
+"""Share of the capacity for new contents: the paper's choice."""
 
 _MOST_USES = 3
 _USES_TO_MOVE = 2
 
 
 class S3FIFOPolicy(RankedPolicy):
-    """An `EvictionPolicy` of two FIFO queues; `num_uses` counts those since it was enqueued."""
+    """An `EvictionPolicy` of two FIFO queues; `num_uses` counts uses since it was enqueued."""
 
     num_lines = 2
 

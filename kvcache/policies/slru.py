@@ -1,4 +1,4 @@
-"""Segmented LRU: what was used again is protected from what was used once.
+"""Segmented LRU: contents used again are protected from contents used once.
 
 After Karedla, Love, Wherry, "Caching strategies to improve disk system performance" (1994).
 
@@ -14,7 +14,7 @@ from kvcache.policies.history_policy import Member, RankedPolicy
 
 _PROBATION, _PROTECTED = 0, 1
 _PROTECTED_SHARE = 0.8
-"""Of the room, what may be protected: the rest is for contents to prove themselves in."""
+"""Share of the capacity that may be protected."""
 
 
 class SLRUPolicy(RankedPolicy):
@@ -36,7 +36,7 @@ class SLRUPolicy(RankedPolicy):
             self._move(protected.pop(), _PROBATION, (0.0, self._stamp()))
 
     def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """What was evicted is forgotten."""
+        """Evicted contents are forgotten."""
 
     def _pop_next(self) -> int:
         return (self._lines[_PROBATION] or self._lines[_PROTECTED]).pop()

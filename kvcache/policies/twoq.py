@@ -1,8 +1,8 @@
-"""2Q: new contents queue apart, and only what comes back after it was evicted is kept by recency.
+"""2Q: new contents wait in a queue; only those that return after an eviction are kept by recency.
 
 After Johnson, Shasha, "2Q: a low overhead high performance buffer management replacement
-algorithm" (1994), the full version: uses while a content waits in the first queue are taken for
-one, since they are often close to each other.
+algorithm" (1994), the full version: uses while a content waits in the first queue count as one,
+since they are often close to each other.
 
     new ──▶ A1in (FIFO) ──▶ victims, their names remembered in A1out ──comes back──▶ Am (LRU)
 """
@@ -16,7 +16,7 @@ from kvcache.policies.policy import EntryBook
 _A1IN, _AM = 0, 1
 _A1IN_SHARE = 0.25
 _A1OUT_SHARE = 0.5
-"""Of the room, the share of new contents and of remembered names: the paper's choice."""
+"""Shares of the capacity for new contents and for remembered names: the paper's choice."""
 
 
 class TwoQPolicy(RankedPolicy):

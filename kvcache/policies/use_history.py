@@ -1,8 +1,7 @@
-"""A sample of names: when each was used last, how often, and as what.
+"""A sample of names: the time, number and class of each one's last use.
 
-Watches the hazard policy's entries, and teaches the table of reuse what becomes of contents,
-those that were evicted included. Holds names and no blocks. Refuses to grow: a share of names is
-sampled, and those longest unused are forgotten.
+Teaches the hazard policy's table the fate of contents, including evicted ones. Holds names and no
+blocks. Only a share of names is sampled, and the longest unused are forgotten.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from kvcache.policies.cohorts import CohortValue
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, NUM_AGES
 
 _MOST_SAMPLED = 1 << 14
-"""Entries of a policy from which on it samples: so that it costs the same in a larger pool."""
+"""Larger policies sample, so that the cost stays the same."""
 
 _MOST_NAMES = 1 << 16
 _ROOMS_REMEMBERED = 64
-"""How many names are remembered at most, and how many times the room. Contents come back after many
-rooms where room is short, and that is where it pays to know which."""
+"""Most names that are remembered, and their number in capacities. In a small cache contents come
+back after many capacities, and there it pays to know which."""
 
 _SPARE_STALE = 64
 
 
 class _UsedTogether:
-    """Names last used at `stamp`, the `num_uses`th time, as contents of class `line`."""
+    """Names last used at `stamp`, for the `num_uses`th time, as contents of class `line`."""
 
     __slots__ = ("line", "names", "num_uses", "stamp")
 
@@ -38,14 +37,14 @@ class _UsedTogether:
 
 
 class UseHistory:
-    """What is known of sampled names. O(log n) amortised for each name.
+    """The data of sampled names. O(log n) amortised for each name.
 
-    Invariant: each name is in `names` of one cohort, the one in `_cohort_of`. `scale` blocks stand
-    behind each name.
+    Invariant: each name is in `names` of one cohort, the one in `_cohort_of`. A sampled name stands
+    for `scale` blocks.
     """
 
     def __init__(self, capacity: int, value: CohortValue) -> None:
-        """Know nothing; `value` has the table that is taught, and the clock."""
+        """Start without names; `value` has the table to teach, and the clock."""
         self.scale = 1 << max(0, (capacity // _MOST_SAMPLED).bit_length())
         self._value = value
         self._cohort_of: dict[bytes, _UsedTogether] = {}
@@ -56,16 +55,16 @@ class UseHistory:
         return len(self._cohort_of)
 
     def is_sampled(self, name: bytes | None) -> bool:
-        """Say whether a name is of the sample."""
+        """Return whether a name is in the sample."""
         return name is not None and not int.from_bytes(name[:4], "big") & (self.scale - 1)
 
     def num_uses(self, name: bytes) -> int:
-        """Return how often a content was used, 0 if its name is new."""
+        """Return how often a content was used, 0 if its name is unknown."""
         cohort = self._cohort_of.get(name)
         return 0 if cohort is None else cohort.num_uses
 
     def use(self, names: Sequence[bytes], line: int, num_uses: int, was_blocks: int) -> None:
-        """Contents were used once more and are of a class now; the clock was at `was_blocks`."""
+        """Record another use of contents, now of a class; the clock was at `was_blocks`."""
         if not names:
             return
         cohort = _UsedTogether(line, self._value.clock_blocks, num_uses)
@@ -82,7 +81,7 @@ class UseHistory:
         self._num_cohorts += 1
 
     def trim(self, room_blocks: int) -> None:
-        """Forget the names that were not used for longest, where they are too many for a room."""
+        """Forget the names that were unused longest, if there are too many for the capacity."""
         num_names = min(_MOST_NAMES, _ROOMS_REMEMBERED * max(1, room_blocks // self.scale))
         age = NUM_AGES - 1
         while len(self._cohort_of) > num_names:
@@ -93,7 +92,7 @@ class UseHistory:
                 del self._cohort_of[name]
 
     def grow_older(self) -> None:
-        """Report which names have passed ages unused since this was called before."""
+        """Report the names that have passed ages unused since the last call."""
         now, table = self._value.clock_blocks, self._value.table
         for age, limit in enumerate(AGE_LIMITS_BLOCKS):
             waiting, latest = self._by_age[age], now - limit

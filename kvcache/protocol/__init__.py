@@ -1,1 +1,1 @@
-"""What engine, coordinator and workers say to each other, and how it is written and delivered."""
+"""Messages between engine, coordinator and workers: their content, encoding and delivery."""

@@ -1,7 +1,7 @@
-"""Arrays of one command that do not fit together: refused where messages are decoded.
+"""Checks that the arrays of one command fit together, when messages are decoded.
 
-No receiver could read such a command, so no later check is needed. Refuses to judge
-contents: whether a block exists is decided where a command is applied.
+No receiver could read such a command, so no later check is needed. Contents are not checked here:
+whether a block exists is decided where a command is applied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _same_length(command: object, **arrays: Int32Array) -> int:
 
 @compiled(types.int64(array_type("int32", is_read=True)))
 def _sum_of(counts: Int32Array) -> int:
-    """Return the sum of counts, -1 if one is negative."""
+    """Return the sum of counts, -1 if one of them is negative."""
     total = 0
     for count in counts:
         if count < 0:
@@ -130,4 +130,4 @@ SHAPE_VALIDATORS: dict[type[Any], Callable[[Any], None]] = {
     WriteExpected: _validate_forward,
     Audit: _validate_audit,
 }
-"""By the class of a command: raises MalformedMessageError unless its arrays fit together."""
+"""By class of command: raises MalformedMessageError unless its arrays fit together."""

@@ -1,8 +1,8 @@
-"""What workers must do: the commands of one message from the coordinator to every rank.
+"""Commands: what workers must do. One message from the coordinator has commands for every rank.
 
-A step's way: the manager decides, the coordinator puts the commands into one numbered message for
-each worker, the worker applies them. Two kinds of effect are told apart, because bytes are written
-by forwards and not by commands:
+The manager decides, the coordinator puts the commands of a step into one numbered message for each
+worker, and the worker applies them. Commands take effect at two times, because bytes are written by
+forwards and not by commands:
 
     at apply time, in order of `seq`        inside `begin_forward` of their step, in order
     --------------------------------        ------------------------------------------------
@@ -11,8 +11,8 @@ by forwards and not by commands:
     Spill, Fetch (likewise)
     Discard, SealSlots, Audit
 
-So *applied* never includes bytes. Refuses nothing itself: sizes are checked where messages are
-decoded, block ids where commands are applied.
+So *applied* never includes bytes. Sizes are checked when messages are decoded, block ids when
+commands are applied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockTablePatch:
 
     Run `i` writes `counts[i]` ids, taken in order from `block_ids`, into the table of group
     `groups[i]`, row `slots[i]`, from column `first_indices[i]` on. Shapes: the first four are
-    `(n,)`, `block_ids` is `(sum(counts),)`. Columns behind a row's last block are stale.
+    `(n,)`, `block_ids` is `(sum(counts),)`. Columns after a row's last block are undefined.
     """
 
     slots: Int32Array
@@ -61,13 +61,13 @@ class BlockTablePatch:
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """Seal blocks: write down what each block holds, at apply time.
+    """Seal blocks: record the content of each block, at apply time.
 
     Sent only after the step that scheduled the block's last token is complete on every rank.
     Shapes: `block_ids`, `groups`, `slots` are `(n,)`; `digests` and `parent_digests` are
     `n * digest_bytes` (a first block's parent is the none hash); `token_counts` is `(n,)` and
     `token_ids` `(sum(token_counts),)`; `namespaces[i]` is an index into `namespace_names`;
-    `extra_keys` maps an index `i` to that block's canonical extra-key bytes, where there are any.
+    `extra_keys` maps an index `i` to that block's canonical extra-key bytes, if it has any.
     """
 
     block_ids: Int32Array
@@ -84,7 +84,7 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class Unlabel:
-    """Withdraw the labels of blocks, at apply time, before anything writes into them."""
+    """Drop the labels of blocks, at apply time, before anything writes into the blocks."""
 
     block_ids: Int32Array
 
@@ -116,8 +116,8 @@ class Load:
 class Spill:
     """Start writing slots `sources` of the host medium to `medium`; reported.
 
-    Block `i` is found again by key `i` of `keys`, which has all keys one behind the other, of the
-    same length each. What else a file says of its block is the slot's label.
+    Block `i` has key `i` of `keys`, which are joined and of equal length. The file's label is
+    the slot's label.
     """
 
     job_id: int
@@ -131,7 +131,7 @@ class Fetch:
     """Start reading the blocks of `keys` from `medium` into slots `destinations` of the host
     medium; reported.
 
-    Their labels come with them. `keys` as in `Spill`.
+    Labels come with the blocks. `keys` as in `Spill`.
     """
 
     job_id: int
@@ -142,10 +142,10 @@ class Fetch:
 
 @dataclass(frozen=True, eq=False)
 class Discard:
-    """Forget what slots `slots`, or the blocks of `keys`, hold in `medium`, at apply time.
+    """Forget the content of slots `slots`, or the blocks of `keys`, in `medium`, at apply time.
 
-    Slots' labels are withdrawn at once. Blocks are removed behind the jobs that were started for
-    the same keys before. Not reported: what stays behind by mistake costs room, nothing else.
+    Labels of slots are dropped at once. Blocks are removed after the jobs that were started for
+    the same keys before. Not reported: a block left behind by mistake only takes room.
     """
 
     medium: str
@@ -155,9 +155,9 @@ class Discard:
 
 @dataclass(frozen=True, eq=False)
 class SealSlots:
-    """Seal slots of `medium`: every rank has reported that their bytes are there.
+    """Seal slots of `medium`: every rank has reported that their bytes are complete.
 
-    Who attaches to the memory later believes sealed slots only.
+    A process that attaches to the memory later uses sealed slots only.
     """
 
     medium: str
@@ -166,8 +166,8 @@ class SealSlots:
 
 @dataclass(frozen=True)
 class Reset:
-    """Forget every label of a device block. `model_epoch` is the one that holds from now on: what
-    host slots hold of an earlier one is forgotten too."""
+    """Drop every label of a device block. `model_epoch` is the new one: labels of host slots of an
+    earlier one are dropped, too."""
 
     model_epoch: int
 
@@ -181,27 +181,27 @@ class Fence:
 
 @dataclass(frozen=True, eq=False)
 class WriteExpected:
-    """A content-checked forward: what an engine would compute, computed from the tokens alone.
+    """A content-checked forward: writes what an engine would compute, from the tokens alone.
 
-    Every rank, in `begin_forward` of its step, in this order: verifies all live blocks of
-    `verify_slots` by the tables as they were (requests that finished or were preempted, before
-    their blocks are used again); applies patches, zeroes and copies; verifies the states that the
-    rows continue; writes the positions `[starts[i], starts[i] + counts[i])` of every row `i`; then
-    verifies the positions `[0, starts[i])` of every row that `is_new[i]` (its cache hit), which
-    may lie in blocks that another row of the step has just written, and the blocks that nobody
-    reads any more behind the rows. Reported as a job.
+    Every rank does this in `begin_forward` of its step, in this order. It verifies all live blocks
+    of `verify_slots` by the old tables (requests that finished or were preempted, before their
+    blocks are used again); applies patches, zeroes and copies; verifies the states that the rows
+    continue; writes the positions `[starts[i], starts[i] + counts[i])` of every row `i`. Then it
+    verifies the positions `[0, starts[i])` of every row that `is_new[i]` (its cache hit), which may
+    be in blocks that another row of the step has just written, and the blocks that nothing reads
+    after the rows. Reported as a job.
 
-    The tokens of row `i` are `token_counts[i]` ids of `token_ids`, in order of rows: for a new row
-    those of the positions `[0, starts[i] + counts[i])`, otherwise only the ones this rank has
-    not seen. `token_starts[i]` is the position of a row's first token here, so that tokens taken
-    back (rejected drafts) are overwritten. `content_keys[i]` tells contents apart that have the
-    same tokens (LoRA, salt, images); it matters for new rows only.
+    The tokens of row `i` are `token_counts[i]` ids of `token_ids`, in the order of rows: for a new
+    row those of the positions `[0, starts[i] + counts[i])`, otherwise only the tokens that this
+    rank has not seen. `token_starts[i]` is the position of a row's first token here, so that
+    rejected drafts are overwritten. `content_keys[i]` distinguishes contents with equal tokens
+    (LoRA, salt, images); it matters for new rows only.
 
-    The first `external_counts[i]` positions of a new row come from elsewhere and have no other
-    writer than this. Of them and of the hit, only what later positions read is looked at. The
-    last `draft_counts[i]` positions are drafts: where states are kept, one is written after the
-    row's own tokens and one after each draft. A new row's `encoder_counts[i]` encoder tokens are
-    written with it, as `encoder_keys[i]` demands. These four may be empty: no row has any.
+    The first `external_counts[i]` positions of a new row come from elsewhere and are written only
+    here. Of them and of the hit, only positions that are read later are verified. The last
+    `draft_counts[i]` positions are drafts: a layer with states writes one after the row's own
+    tokens and one after each draft. A new row's `encoder_counts[i]` encoder tokens are written with
+    it, as `encoder_keys[i]` demands. These four arrays may be empty if no row has any.
 
     Shapes: all `(n,)` but `verify_slots`, `verify_lengths` `(m,)` and `token_ids`
     `(sum(token_counts),)`.
@@ -226,7 +226,7 @@ class WriteExpected:
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """Compare the labels of the blocks `[first_block, end_block)` with what is said here.
+    """Compare the labels of the blocks `[first_block, end_block)` with the given contents.
 
     At apply time, after every other command of the message; reported as a job. Shapes as in
     `SealedContents`: `block_ids` are all blocks there that have a label, in rising order.
@@ -257,7 +257,7 @@ Command: TypeAlias = (
     | WriteExpected
     | Audit
 )
-"""Whatever one message may hold. A kind that a worker does not know is refused, not skipped."""
+"""The commands that a message may contain. A worker refuses an unknown kind; it skips none."""
 
 EMPTY_PATCH = BlockTablePatch(EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
 """No change of any block table."""

@@ -1,13 +1,13 @@
-"""Numbers, windows and acknowledgements: how lost, repeated and reordered messages do no harm.
+"""Numbers, windows and acknowledgements, against lost, repeated and reordered messages.
 
     coordinator  CommandWindow ──StepCommands seq──▶ CommandReceiver  worker, one per process
                                ◀─Ack/Nack─────────
 
-The sender numbers, keeps what is not acknowledged (bounded) and repeats it by the clock; the
-receiver hands on every number exactly once and in order, answers a repeat with what it answered
-before, and asks for what it misses. All of it is bookkeeping: time is passed in, nothing is sent,
-decoded or applied here, and no message counts for another rank, process, epoch or coordinator than
-its own. Clients' steps travel by the same rules: step_delivery.py.
+The sender numbers messages, keeps those without acknowledgement (a bounded number), and repeats
+them by the clock. The receiver passes on every number exactly once and in order, answers a repeat
+with its earlier answer, and requests missing numbers. These classes only keep the state: time is
+passed in, and nothing is sent, decoded or applied here. A message counts only for its own rank,
+process, epoch and coordinator. Clients' steps follow the same rules: step_delivery.py.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NO_EPOCH = 0
 """A worker's epoch before its first grant; real epochs start at 1."""
 
 MAX_EPOCH = 2**53
-"""No epoch is above this: a number from outside cannot push ours to where it ends."""
+"""Highest epoch: a number from outside cannot use up our own."""
 
 MAX_RESENT = 16
-"""Messages repeated at once to one receiver: it acknowledges before it needs more."""
+"""Messages repeated at a time to one receiver, which acknowledges before it needs more."""
 
 
 class PlainStep(NamedTuple):
-    """A message without commands: its number, and whose step it is."""
+    """A message without commands: its number, and the step that it belongs to."""
 
     seq: int
     client_id: str
@@ -58,7 +58,7 @@ class PlainStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ReceivedCommands:
-    """What to apply now, in this order, and what to answer."""
+    """Messages to apply now, in this order, and the answers to send."""
 
     ready: tuple[StepCommands, ...] = ()
     replies: tuple[Ack | Nack, ...] = ()
@@ -66,7 +66,7 @@ class ReceivedCommands:
 
 @dataclass(frozen=True)
 class _Headers:
-    """How the messages of the present epoch begin: those that are obeyed, and their answers."""
+    """The first bytes of the present epoch's messages, and of their answers."""
 
     commands: MessageHeader
     applied: MessageHeader
@@ -74,7 +74,7 @@ class _Headers:
 
 @dataclass(frozen=True)
 class ReceiverStatistics:
-    """Messages by what became of them, since the process started."""
+    """Counts of messages since the process started."""
 
     num_delivered: int = 0
     num_duplicates: int = 0
@@ -89,7 +89,7 @@ class ReceiverStatistics:
 class CommandReceiver:
     """A worker process's end of the command stream.
 
-    Obeys one coordinator (`nonce`) in one epoch, which it granted itself, and nothing before that.
+    Obeys one coordinator (`nonce`) in one epoch, which it has granted, and nothing before that.
     `applied_seq <= delivered seq < every buffered seq`; the buffer is empty between grants.
     """
 
@@ -107,7 +107,7 @@ class CommandReceiver:
         self._delivered_seq = 0
         self._buffered: dict[int, StepCommands] = {}
         self._pending_grant: Grant | None = None
-        self._headers: _Headers | None = None  # None while nothing is obeyed
+        self._headers: _Headers | None = None  # None without a granted epoch
         self._counts: Counter[str] = Counter()
 
     @property
@@ -117,23 +117,23 @@ class CommandReceiver:
 
     @property
     def nonce(self) -> str:
-        """The coordinator obeyed now, empty before the first grant."""
+        """The coordinator that it obeys, empty before the first grant."""
         return self._nonce
 
     @property
     def applied_seq(self) -> int:
-        """Everything up to this number of the present epoch is applied."""
+        """Every number of the present epoch up to this one is applied."""
         return self._applied_seq
 
     @property
     def pending_grant(self) -> Grant | None:
-        """A grant put off while a forward of the old epoch runs. Commands and forwards of the old
+        """A deferred grant, while a forward of the old epoch runs. Commands and forwards of the old
         epoch must not begin any more; pass it to `on_grant` again when the forward has ended."""
         return self._pending_grant
 
     @property
     def highest_epoch(self) -> int:
-        """The highest epoch granted or put off."""
+        """The highest epoch granted or deferred."""
         return self._epoch if self._pending_grant is None else self._pending_grant.epoch
 
     def hello(self) -> Hello:
@@ -141,16 +141,16 @@ class CommandReceiver:
         return Hello(self.incarnation, self.rank, self.highest_epoch, self._fingerprint)
 
     def heartbeat(self) -> Heartbeat:
-        """Return a sign of life with the last applied number."""
+        """Return a heartbeat with the last applied number."""
         return Heartbeat(self._nonce, self.incarnation, self.rank, self._epoch, self._applied_seq)
 
     def on_grant(self, grant: Grant, is_busy: bool) -> Granted | Refused | None:
-        """Take over for `grant`, or say why not; None when there is nothing to say (yet).
+        """Obey the coordinator of `grant`, or refuse; None if there is no answer (yet).
 
-        `is_busy`: a forward or copy of the old epoch still runs. Then the grant is put off (see
+        `is_busy`: a forward or copy of the old epoch still runs. Then the grant is deferred (see
         `pending_grant`) and the old epoch is fenced at once. The same grant again gets the same
-        answer. A grant to another process, or an older one of the same coordinator, is ignored;
-        an epoch that is not higher than every one before, or another plan, is refused.
+        answer. A grant to another process, or an older one of the same coordinator, is ignored.
+        An epoch that is not higher than all earlier ones, or another plan, is refused.
         """
         if grant.incarnation != self.incarnation:
             self._count(num_foreign=1)
@@ -162,7 +162,7 @@ class CommandReceiver:
         if grant.epoch > MAX_EPOCH:
             return self._refuse(grant, f"epoch {grant.epoch} is above {MAX_EPOCH}, the last one")
         if grant.epoch > NO_EPOCH and (grant.nonce, grant.epoch) == (self._nonce, self._epoch):
-            # A repeat of what holds already; if something newer waits, this one is history.
+            # A repeat of the present grant; if a newer one waits, this one is outdated.
             return self._granted() if self._pending_grant is None else None
         pending = self._pending_grant
         if grant != pending and grant.epoch <= self.highest_epoch:
@@ -186,8 +186,8 @@ class CommandReceiver:
         return self._granted()
 
     def refusal_of(self, nonce: str, epoch: int) -> Refused | None:
-        """Return what tells another coordinator that it was superseded; None if `nonce` is obeyed
-        or its `epoch` is above the present one."""
+        """Return the message that tells another coordinator that it was superseded; None if
+        `nonce` is obeyed or its `epoch` is above the present one."""
         if nonce == self._nonce or self._pending_grant is not None:
             return None
         if self._epoch == NO_EPOCH or epoch > self._epoch:
@@ -196,11 +196,11 @@ class CommandReceiver:
         return Refused(nonce, self.incarnation, self.rank, self._epoch, reason)
 
     def on_commands(self, message: StepCommands) -> ReceivedCommands:
-        """Take one message; return what can be applied now and what to answer.
+        """Take one message; return messages that can be applied now, and answers.
 
         Call `confirm_applied` for each ready message, in order, once it is applied. A repeat is
-        answered with how far everything is applied; one of another coordinator, epoch or plan,
-        or while a grant is pending, is counted and dropped.
+        answered with the last applied number. A message of another coordinator, epoch or plan, or
+        while a grant is pending, is counted and dropped.
         """
         if message.nonce != self._nonce or message.fingerprint != self._fingerprint:
             self._count(num_foreign=1)
@@ -221,10 +221,10 @@ class CommandReceiver:
         return self._keep_early(message)
 
     def take_plain(self, payload: bytes) -> PlainStep | None:
-        """Take a message that brings no commands, without decoding it whole; None: not taken.
+        """Take a message without commands, without decoding all of it; None if not possible.
 
-        Taken is only what `on_commands` would hand out at once and alone; there is nothing to
-        apply, so it counts as applied. The answer to all that were taken is `applied_payload`.
+        Takes only messages that `on_commands` would return at once and alone. There is nothing to
+        apply, so they count as applied. The answer to all of them is `applied_payload`.
         """
         headers = self._headers
         if headers is None or self._buffered or not payload.endswith(NO_ITEMS):
@@ -244,13 +244,13 @@ class CommandReceiver:
         return PlainStep(seq, client_id, client_step)
 
     def applied_payload(self) -> bytes:
-        """Return the encoded answer that everything up to `applied_seq` is applied."""
+        """Return the encoded `Ack` of `applied_seq`."""
         if self._headers is None:
             return encode(self._ack())
         return self._headers.applied.with_number(self._applied_seq)
 
     def confirm_applied(self, seq: int) -> Ack:
-        """Note that `seq`, the next in order, is applied; return the answer, also kept."""
+        """Record that `seq`, the next in order, is applied; return the answer, which is kept."""
         if not seq == self._applied_seq + 1 <= self._delivered_seq:
             raise MalformedMessageError(
                 f"rank {self.rank}: {seq} confirmed as applied after {self._applied_seq} "
@@ -276,7 +276,7 @@ class CommandReceiver:
         return ReceivedCommands(tuple(ready), (self._nack(),) if self._buffered else ())
 
     def _keep_early(self, message: StepCommands) -> ReceivedCommands:
-        """Buffer what came too early. Ask once per gap, and again when repeats show it open."""
+        """Keep a message that came too early. Request the gap once, and again after repeats."""
         is_known_gap = bool(self._buffered) and message.seq not in self._buffered
         if message.seq <= self._delivered_seq + 1 + self._max_buffered:
             self._buffered[message.seq] = message
@@ -305,7 +305,7 @@ class CommandReceiver:
 
 @dataclass
 class _RankProgress:
-    """How far one rank has got, and when it was last sent something it has not acknowledged."""
+    """A rank's last applied number, and when it was last sent a message that it has not applied."""
 
     incarnation: str
     applied_seq: int = 0
@@ -318,8 +318,8 @@ class _RankProgress:
 class CommandWindow:
     """The coordinator's end of the command stream, for one epoch and all its ranks.
 
-    Keeps every message until each rank has said that it is applied. Ranks are kept apart by name:
-    an answer counts for the rank and process that gave it, however often it comes.
+    Keeps every message until each rank has applied it. An answer counts only for the rank and
+    process that gave it, however often it comes.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class CommandWindow:
 
     @property
     def next_seq(self) -> int:
-        """The number the next message must have."""
+        """The number that the next message must have."""
         return self._last_seq + 1
 
     @property
@@ -358,14 +358,14 @@ class CommandWindow:
         return sum(progress.num_resent for progress in self._ranks.values())
 
     def applied_by(self, rank: int) -> int:
-        """Return how far `rank` has applied everything."""
+        """Return the last number that `rank` has applied."""
         return self._ranks[rank].applied_seq
 
     def append(self, message: StepCommands, now_s: float) -> None:
         """Keep `message`, which the caller sends to every rank.
 
         Raises:
-            BacklogFullError: too much is unacknowledged; nothing is kept.
+            BacklogFullError: too many messages are unacknowledged; nothing is kept.
             MalformedMessageError: not the next number of this epoch.
         """
         if self.is_full:
@@ -385,7 +385,7 @@ class CommandWindow:
         self._last_seq = message.seq
 
     def on_applied(self, rank: int, incarnation: str, epoch: int, seq: int, now_s: float) -> bool:
-        """Note that `rank` has applied everything up to `seq`; say whether that is news.
+        """Record that `rank` has applied everything up to `seq`; return whether that is new.
 
         Raises:
             StaleEpochError: another epoch or another process of that rank.
@@ -411,9 +411,9 @@ class CommandWindow:
     def on_missing(
         self, rank: int, incarnation: str, epoch: int, from_seq: int, now_s: float
     ) -> list[StepCommands]:
-        """Return what to send again to `rank`; a repeated complaint waits for the clock.
+        """Return the messages to send again to `rank`; a repeated request waits for the clock.
 
-        Raises as `on_applied` does.
+        Raises the errors of `on_applied`.
         """
         progress = self._progress(rank, incarnation, epoch)
         if from_seq > self._last_seq or from_seq <= progress.asked_seq:
@@ -424,11 +424,11 @@ class CommandWindow:
     def on_rejected(
         self, rank: int, incarnation: str, epoch: int, seq: int, reason: str
     ) -> list[StepCommands]:
-        """Return the message that `rank` could not read or obey, to be sent once more: what came
-        may have been damaged.
+        """Return the message that `rank` could not read or obey, to be sent once more: it may have
+        been damaged.
 
-        Raises as `on_applied` does, and ClusterError when the rank says so again: nothing behind
-        that message can ever be applied.
+        Raises the errors of `on_applied`, and ClusterError if the rank refuses it again: no later
+        message could ever be applied.
         """
         progress = self._progress(rank, incarnation, epoch)
         message = self._messages.get(seq)
@@ -441,7 +441,7 @@ class CommandWindow:
         return [message]
 
     def due_for_resend(self, now_s: float) -> dict[int, list[StepCommands]]:
-        """Return, per rank that has been silent about its messages for too long, what to repeat."""
+        """Return the messages to repeat, per rank that has not acknowledged for too long."""
         due: dict[int, list[StepCommands]] = {}
         for rank, progress in self._ranks.items():
             is_waiting = progress.applied_seq < self._last_seq

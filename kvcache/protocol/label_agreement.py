@@ -1,9 +1,9 @@
-"""What all ranks say alike of their blocks: the labels that a rebuild may believe.
+"""The labels on which all ranks agree: those that a rebuild may use.
 
-Stands between the label sets of all ranks, which a restarted coordinator collects, and the cores,
-which rebuild what is cached from them. A block's bytes are spread over all ranks, so its label
-counts only if each of them has the same one. Compares whole arrays, and block by block only where
-they differ. Refuses to judge whether a label fits the plan, and to know digests from tokens.
+A restarted coordinator collects the labels of all ranks; the core rebuilds its cache from those
+that agree. A block's bytes are spread over all ranks, so its label counts only if each rank has the
+same one. Compares whole arrays, and single blocks only where they differ. Whether a label fits the
+plan is not checked here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NO_LABELS = Label(
 def agreed_labels(label_sets: Sequence[LabelSet]) -> Label:
     """Return the labels that are the same on every rank. Changes nothing.
 
-    Owner slots are the first rank's, and may differ, as checksums may. Nothing is agreed upon where
-    there are no ranks, or where their digests have different lengths.
+    Owner slots are the first rank's, and may differ, as checksums may. Empty if there are no
+    ranks, or if their digests have different lengths.
     """
     if len({label_set.digest_bytes for label_set in label_sets}) != 1:
         return NO_LABELS
@@ -53,7 +53,7 @@ def labelled_blocks(label_sets: Sequence[LabelSet], num_blocks: int) -> Int32Arr
 
 
 def _are_equal(one: Label, other: Label) -> bool:
-    """Say whether two ranks have the same labels in the same arrays."""
+    """Return whether two ranks have the same labels in the same arrays."""
     return (
         np.array_equal(one.block_ids, other.block_ids)
         and np.array_equal(one.groups, other.groups)
@@ -68,7 +68,7 @@ def _are_equal(one: Label, other: Label) -> bool:
 
 
 def _agreement(one: Label, other: Label, digest_bytes: int) -> BoolArray:
-    """Say, for each label of `one`, whether `other` has the same for that block."""
+    """Return, for each label of `one`, whether `other` has the same for that block."""
     agrees = np.zeros(len(one.block_ids), dtype=np.bool_)
     if not len(other.block_ids):
         return agrees
@@ -96,7 +96,7 @@ def _agreement(one: Label, other: Label, digest_bytes: int) -> BoolArray:
 
 
 def _names(label: Label, numbers: dict[bytes, int]) -> Int32Array:
-    """Return the namespaces of labels, numbered alike for all that use these `numbers`."""
+    """Return the namespaces of labels as numbers, equal for all users of `numbers`."""
     known = [numbers.setdefault(name, len(numbers)) for name in label.namespace_names]
     return int32_array(known)[label.namespaces]
 
@@ -104,7 +104,7 @@ def _names(label: Label, numbers: dict[bytes, int]) -> Int32Array:
 def _same_tokens(
     one: Label, ours: npt.NDArray[np.intp], other: Label, theirs: npt.NDArray[np.intp]
 ) -> BoolArray:
-    """Say which labels `ours` of `one` have the tokens of `theirs`; their numbers are equal."""
+    """Return which labels `ours` of `one` have the tokens of `theirs`; their counts are equal."""
     counts = one.token_counts[ours]
     same = np.ones(len(ours), dtype=np.bool_)
     mine, yours = np.cumsum(one.token_counts), np.cumsum(other.token_counts)
@@ -117,7 +117,7 @@ def _same_tokens(
 
 
 def _keys_by_block(label: Label) -> dict[int, bytes]:
-    """Return the extra keys of labels by block, those without left out."""
+    """Return the extra keys of labels by block, without empty ones."""
     block_ids = label.block_ids[list(label.extra_keys)].tolist()
     return {b: keys for b, keys in zip(block_ids, label.extra_keys.values(), strict=True) if keys}
 

@@ -1,7 +1,7 @@
-"""The columns of label commands: looked at, and written down, in one pass each. Compiled.
+"""Compiled functions that check and write the columns of label commands in one pass each.
 
-Under labels.py, which keeps a rank's labels and says what is wrong with a command. Every rank does
-both for every step that fills blocks. Refuses to explain.
+Used by labels.py, which explains what is wrong with a command. Every rank does both for every step
+that fills blocks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 GROUP, SLOT, NAMESPACE, TOKEN_COUNT = range(4)
-"""Figures of a block's label."""
+"""Numbers per label."""
 NUM_FIGURES = 4
 
 _MOST_COMPARED = 64
-"""So many ids that do not rise are compared each with each."""
+"""Up to this many unsorted ids, each is compared with each."""
 
 _READ = array_type("int32", is_read=True)
 _READ_BYTES = array_type("uint8", is_read=True)
@@ -37,8 +37,8 @@ def are_sound(  # noqa: PLR0917 - what is looked at, and the bounds of each
     num_blocks: int,
     max_block_tokens: int,
 ) -> bool:
-    """Say whether blocks are in `[1, num_blocks)`, each named once, with `num_tokens` in all and as
-    many as a block has, of namespaces that are named. False: they deserve a closer look."""
+    """Return whether blocks are in `[1, num_blocks)` and different, with `num_tokens` in all, as
+    many as a block may have, and with namespaces that exist. False: check in detail."""
     count, total = len(block_ids), 0
     if len(token_counts) != count or len(namespaces) != count:
         return False
@@ -95,9 +95,9 @@ def write_labels(  # noqa: PLR0917 - the columns of a table, and those of a labe
     namespaces: Int32Array,
     namespace_numbers: Int32Array,
 ) -> None:
-    """Write labels whose columns fit each other and the table; no checksum is known of them.
+    """Write labels whose columns were checked; their checksums are unknown.
 
-    `namespace_numbers` are the table's numbers of the names that `namespaces` are indices of.
+    `namespace_numbers` are the table's numbers of the names that `namespaces` index.
     """
     size, start = digests.shape[1], 0
     for i in range(len(block_ids)):

@@ -1,9 +1,9 @@
-"""What a worker knows of each of its blocks: the truth is where the bytes are.
+"""Labels: a worker's description of each of its blocks. The truth is where the bytes are.
 
-A label changes only by command, in sequence with the bytes: the old one is withdrawn before the
-first write, the new one is written after the last. `LabelTable` is the worker's copy;
-`LabelSet` is what it hands over when a coordinator asks. Numpy only, no device memory. Refuses to
-seal anything by itself and to guess: an unknown version or a wrong size is an error.
+Only commands change labels, in sequence with the bytes: the old label is dropped before the first
+write, the new one is written after the last. `LabelTable` holds a worker's labels; `LabelSet` is
+the copy that it sends when a coordinator asks. Numpy only, no device memory. Never guesses: an
+unknown version or a wrong size is an error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LABEL_VERSION = 1
 UNLABELLED = -1
 
 MIN_FORGOTTEN_NAMESPACES = 1024
-"""Names are forgotten when that many more than there are blocks have gathered."""
+"""Names are dropped when there are this many more than blocks."""
 
 
 @dataclass(frozen=True)
 class BlockLabel:
-    """One block's label, unpacked: what it holds, on the word of the command that sealed it."""
+    """One block's label, unpacked: its content according to the command that sealed it."""
 
     block_id: int
     group: int
@@ -62,7 +62,7 @@ class BlockLabel:
 @dataclass(frozen=True, eq=False)
 class LabelSet:
     """All labels of one rank, packed. Shapes as in `commands.Label`; `checksums` is `(n,)` int64,
-    -1 where none is known. `layout_fingerprint` says which bytes the labels speak about."""
+    -1 if unknown. `layout_fingerprint` identifies the layout of the labelled bytes."""
 
     version: int
     rank: int
@@ -107,7 +107,7 @@ class LabelSet:
 
 
 class LabelBounds(NamedTuple):
-    """What blocks there are, the null block included, and the most tokens of one."""
+    """The number of blocks, including the null block, and the most tokens of one."""
 
     num_blocks: int = (1 << 31) - 1
     max_block_tokens: int = (1 << 31) - 1
@@ -121,7 +121,7 @@ def validate_label_command(
 ) -> bool:
     """Raise `MalformedMessageError` unless the arrays of `label` fit together. Changes nothing.
 
-    Returns whether all of its blocks are known to be within `bounds`: False is no error.
+    Returns whether all of its blocks are known to be within `bounds`; False is not an error.
     """
     count = len(label.block_ids)
     if digest_bytes < 1:
@@ -174,7 +174,7 @@ def _uneven(label: Label, digest_bytes: int) -> MalformedMessageError:
 
 
 def join_labels(parts: Sequence[Label]) -> Label:
-    """Return one label of the blocks of all `parts`, of which there is one at least."""
+    """Return one label command with the blocks of all `parts`, at least one."""
     if len(parts) == 1:
         return parts[0]
     names: dict[bytes, int] = {}
@@ -201,9 +201,9 @@ def join_labels(parts: Sequence[Label]) -> Label:
 
 
 def join_label_sets(pieces: Sequence[LabelSet]) -> LabelSet:
-    """Return the labels of one rank that came in pieces, in order of blocks, as one set.
+    """Return the label set of one rank from its pieces, in order of blocks.
 
-    Raises MalformedMessageError for no piece, or for pieces that are not of one rank and plan.
+    Raises MalformedMessageError without pieces, or for pieces of different ranks or plans.
     """
     if not pieces:
         raise MalformedMessageError("no labels to join")
@@ -226,7 +226,7 @@ class LabelTable:
     """The labels of one rank's blocks, as arrays. Executes label commands; knows nothing of epochs.
 
     Invariant: `_group[b] == UNLABELLED` exactly when block `b` has no label, and then it has no
-    extra keys. Not thread-safe: the worker that owns it serialises.
+    extra keys. Not thread-safe: its worker serialises calls.
     """
 
     def __init__(self, num_blocks: int, digest_bytes: int, max_block_tokens: int) -> None:
@@ -234,7 +234,7 @@ class LabelTable:
         self._digest_bytes = digest_bytes
         self._max_block_tokens = max_block_tokens
         self._bounds = LabelBounds(num_blocks, max_block_tokens)
-        # Those of a block that has no label yet stand for nothing.
+        # Values of a block without a label are meaningless.
         self._figures = np.full((NUM_FIGURES, num_blocks), UNLABELLED, dtype=np.int32)
         self._group, self._slot = self._figures[GROUP], self._figures[SLOT]
         self._namespace = self._figures[NAMESPACE]
@@ -251,7 +251,7 @@ class LabelTable:
         return int(np.count_nonzero(self._group != UNLABELLED))
 
     def validate(self, label: Label) -> None:
-        """Raise unless `label` could be applied. Changes nothing."""
+        """Raise unless `label` can be applied. Changes nothing."""
         if validate_label_command(label, self._digest_bytes, self._bounds):
             return
         self._validate_ids(label.block_ids)
@@ -262,7 +262,7 @@ class LabelTable:
             )
 
     def apply(self, label: Label) -> None:
-        """Write labels that `validate` has let pass."""
+        """Write labels that `validate` has accepted."""
         ids = label.block_ids
         if not len(ids):
             return
@@ -289,30 +289,30 @@ class LabelTable:
             self._extra_keys[int(ids[index])] = keys
 
     def withdraw(self, block_ids: Int32Array) -> None:
-        """Forget the labels of `block_ids`; those that have none are left as they are."""
+        """Drop the labels of `block_ids`; blocks without a label are left unchanged."""
         self._validate_ids(block_ids)
         self._group[block_ids] = UNLABELLED
         if self._extra_keys:
             self._drop_extra_keys(block_ids)
 
     def reset(self) -> None:
-        """Forget every label."""
+        """Drop every label."""
         self._group[:] = UNLABELLED
         self._extra_keys.clear()
         self._namespace_names.clear()
         self._namespace_index.clear()
 
     def is_labelled(self, block_id: int) -> bool:
-        """Say whether the block has a label."""
+        """Return whether the block has a label."""
         return bool(self._group[block_id] != UNLABELLED)
 
     def digest(self, block_id: int) -> bytes | None:
-        """Return the digest the block is labelled with, or None."""
+        """Return the digest in the block's label, or None."""
         return self._digest[block_id].tobytes() if self.is_labelled(block_id) else None
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks this rank has, the null block included."""
+        """Blocks of this rank, including the null block."""
         return len(self._group)
 
     @property
@@ -328,7 +328,7 @@ class LabelTable:
 
     @property
     def label_bytes(self) -> int:
-        """Bytes that one label takes at most, without its extra keys."""
+        """Most bytes of one label, without its extra keys."""
         return 2 * self._digest_bytes + 4 * (self._max_block_tokens + 5) + 8
 
     def collect(
@@ -343,7 +343,7 @@ class LabelTable:
     ) -> LabelSet:
         """Return the labels of blocks `[first_block, end_block)`, packed, by block id.
 
-        A copy that later commands leave alone. Without an end: of all blocks behind.
+        A copy. Without an end: of all later blocks.
         """
         ids = int32_array(np.flatnonzero(self._group[first_block:end_block] != UNLABELLED))
         ids += first_block
@@ -360,14 +360,14 @@ class LabelTable:
         )
 
     def are_labelled(self, block_ids: Int32Array) -> npt.NDArray[np.bool_]:
-        """Say of each block whether it has a label; shape `(n,)`."""
+        """Return for each block whether it has a label; shape `(n,)`."""
         found: npt.NDArray[np.bool_] = self._group[block_ids] != UNLABELLED
         return found
 
     def labels_of(self, block_ids: Int32Array) -> Label:
-        """Return the labels of blocks that all have one, in this order; a copy.
+        """Return a copy of the labels of blocks, which all have one, in this order.
 
-        A block that is named twice is there twice: such a `Label` is no command.
+        A block may be named twice, and is then there twice: such a `Label` is not a command.
         """
         counts = self._token_count[block_ids]
         columns = np.arange(self._max_block_tokens)[None, :] < counts[:, None]
@@ -393,7 +393,7 @@ class LabelTable:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if extra keys hang on an unlabelled block."""
+        """Raise `InvariantError` if an unlabelled block has extra keys."""
         orphans = [b for b in self._extra_keys if self._group[b] == UNLABELLED]
         if orphans:
             raise InvariantError(f"blocks {orphans[:5]} have extra keys but no label")
@@ -410,7 +410,7 @@ class LabelTable:
             self._extra_keys.pop(block_id, None)
 
     def _forget_unused_namespaces(self, block_ids: Int32Array) -> None:
-        """Keep only the names of labelled blocks but these, when many others have gathered."""
+        """Drop names that no labelled block uses except these, if there are many of them."""
         if len(self._namespace_names) < len(self._group) + MIN_FORGOTTEN_NAMESPACES:
             return
         self._group[block_ids] = UNLABELLED
@@ -429,12 +429,12 @@ class LabelTable:
 
 
 def extra_keys_bytes(keys: ExtraKeys | None) -> bytes:
-    """Return the canonical bytes of a block's extra keys; no bytes where it has none."""
+    """Return the canonical bytes of a block's extra keys; empty if it has none."""
     return canonical_cbor(keys) if keys else b""
 
 
 def parse_extra_keys(data: bytes) -> ExtraKeys | None:
-    """Return the keys that `extra_keys_bytes` wrote; raises MalformedMessageError for others."""
+    """Return the keys from `extra_keys_bytes`; raises MalformedMessageError for other bytes."""
     if not data:
         return None
     try:
@@ -447,7 +447,7 @@ def parse_extra_keys(data: bytes) -> ExtraKeys | None:
 
 
 def _is_key(key: object) -> bool:
-    """Say whether it is a kind, a text and perhaps a text or number more."""
+    """Return whether it is a kind, a text, and optionally another text or number."""
     if not isinstance(key, list) or not 2 <= len(key) <= 3:
         return False
     return all(isinstance(part, str) for part in key[:2]) and type(key[-1]) in (str, int)

@@ -1,11 +1,10 @@
-"""What the messages of one kind have in common for as long as an epoch lasts: how they begin.
+"""The constant first bytes of one kind of message during an epoch.
 
-Most messages of a running cluster differ from the one before in a number or two. Who expects such
-a message compares its first bytes with those of all of them, which checks format version, kind,
-coordinator, process, epoch and plan at once, and unpacks only what is left. A companion of wire.py
-and knows no other format than that. Whatever does not begin so is not refused here: it is decoded
-the long way, which says what is wrong with it; so is what brings more items than belong there,
-before any of them takes memory.
+Most messages of a running cluster differ from the one before in a number or two. A receiver
+compares the first bytes with the expected header. That checks format version, kind, coordinator,
+process, epoch and plan at once, and only the rest is unpacked. Uses wire.py's format. A message
+with another header is not refused here: wire.py decodes it and says what is wrong. So it does with
+a message that has too many items, before any of them takes memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgpack
 from kvcache.protocol.messages import WIRE_VERSION, Message, wire_tag
 
 NO_ITEMS = b"\x90"
-"""An empty msgpack array: how a message ends whose last field is an empty list."""
+"""An empty msgpack array: the last bytes of a message whose last field is an empty list."""
 
 UNREADABLE: tuple[type[Exception], ...] = (
     ValueError,
@@ -29,14 +28,14 @@ UNREADABLE: tuple[type[Exception], ...] = (
     RecursionError,
     MemoryError,
 )
-"""What msgpack raises for bytes that it cannot unpack."""
+"""The errors of msgpack for bytes that it cannot unpack."""
 
 
 class MessageHeader:
     """The first bytes of all messages of `kind` whose first fields have the values `first`."""
 
     def __init__(self, kind: type[Message], *first: str | int) -> None:
-        """Pack them once. At least one field must be left over."""
+        """Pack the header once. At least one field must follow."""
         packer = msgpack.Packer()
         num_fields = len(fields(kind))
         parts = [packer.pack_array_header(2 + num_fields)]
@@ -48,8 +47,8 @@ class MessageHeader:
         self._rest: bytes = packer.pack_array_header(self._num_left)
 
     def rest(self, payload: bytes) -> list[Any] | None:
-        """Return the fields that follow, unchecked; None if `payload` is no whole message that
-        begins so, or brings a longer list than a message has fields."""
+        """Return the following fields, unchecked; None if `payload` is not a whole message with
+        this header, or has a list that is longer than a message has fields."""
         if not payload.startswith(self.prefix):
             return None
         data, longest = self._rest + payload[self._length :], self._num_left
@@ -60,8 +59,8 @@ class MessageHeader:
         return values
 
     def number(self, payload: bytes) -> int | None:
-        """Return the one field that follows if it is a number, for headers that leave one over;
-        None as in `rest`."""
+        """Return the one following field if it is a number, for headers that leave one field; None
+        as in `rest`."""
         if not payload.startswith(self.prefix):
             return None
         try:
@@ -71,14 +70,14 @@ class MessageHeader:
         return value if type(value) is int else None
 
     def with_number(self, number: int) -> bytes:
-        """Return the message whose one field left over is `number`."""
+        """Return the message whose one following field is `number`."""
         packed: bytes = self._packer.pack(number)
         return self.prefix + packed
 
 
 class Envelope:
-    """Messages of one kind in which only the first fields vary, texts and numbers: how all of them
-    begin and end."""
+    """Messages of one kind in which only the first fields, texts and numbers, vary: their constant
+    first and last bytes."""
 
     def __init__(
         self,
@@ -87,9 +86,9 @@ class Envelope:
         packed_fields: list[Any],
         are_sound: Callable[[Sequence[Any]], bool],
     ) -> None:
-        """Take the fields behind the first `num_varying` from `usual`, whose fields as msgpack
-        packs them are `packed_fields`. `are_sound` says whether values of the right types may
-        travel in those that vary."""
+        """Take the fields after the first `num_varying` from `usual`; `packed_fields` are its
+        fields as msgpack packs them. `are_sound` checks whether values of the right types are valid
+        for the varying fields."""
         kind = type(usual)
         names = tuple(field.name for field in fields(kind))
         self._packer = msgpack.Packer()
@@ -109,10 +108,10 @@ class Envelope:
         self._begin_bytes, self._end_bytes = len(self.begin), len(self._end)
 
     def pack(self, message: Message) -> bytes | None:
-        """Return the bytes of `message`, or None if another field than the first is unusual or one
-        of the first is nothing that travels.
+        """Return the bytes of `message`; None if another field than the first ones is unusual, or
+        one of the first ones is invalid.
 
-        What is usual is told by identity: an array is equal to nothing without looking into it.
+        Usual values are recognised by identity, because comparing arrays is slow.
         """
         values = self._get(message)
         varying = values[: self._num_varying]
@@ -125,7 +124,7 @@ class Envelope:
         return self.begin + packed[len(self._rest) :] + self._end
 
     def unpack(self, data: bytes) -> Any | None:
-        """Return the message in `data`, or None as `pack` does, and for what is torn."""
+        """Return the message in `data`; None as in `pack`, and for truncated data."""
         if not (data.startswith(self.begin) and data.endswith(self._end)):
             return None
         varying, longest = data[self._begin_bytes : -self._end_bytes], self._num_varying
@@ -135,7 +134,7 @@ class Envelope:
             return None
         if tuple(map(type, values)) != self._types or not self._are_sound(values):
             return None
-        # What the constructor of a frozen dataclass does, without one call for each field.
+        # The constructor of a frozen dataclass, without one call for each field.
         message = object.__new__(self.kind)
         message.__dict__.update(self._fields)
         message.__dict__.update(zip(self._names, values, strict=True))

@@ -3,13 +3,13 @@
     coordinator ──Grant──────────▶ worker      takes over the worker for a new epoch
                 ──StepCommands───▶             numbered commands; one message per worker per step
                 ──FinishedAck────▶             these reports arrived, stop repeating them
-                ──Ping───────────▶             no step ran for a while: say that you live
-                ──CollectLabels──▶             say what your blocks hold, from this one on
-                ──Unreadable─────▶             a report cannot be read: say less
-    worker      ──Hello──────────▶ coordinator a process asks to be taken, or taken over
+                ──Ping───────────▶             no step ran for a while: send a heartbeat
+                ──CollectLabels──▶             send your labels, from this block on
+                ──Unreadable─────▶             a report cannot be read: send a smaller one
+    worker      ──Hello──────────▶ coordinator a process introduces itself to a coordinator
                 ──Granted / Refused ▶          answer to a Grant
                 ──Ack────────────▶             answer to StepCommands, stored for repeats
-                ──Nack───────────▶             a gap: send again from this number on
+                ──Nack───────────▶             a gap: repeat from this number on
                 ──Rejected───────▶             these commands cannot be read or obeyed
                 ──Finished───────▶             jobs that have ended; repeated until acknowledged
                 ──Heartbeat──────▶             answer to a Ping; also sent when idle
@@ -17,15 +17,15 @@
     client      ──Attach─────────▶ coordinator answered by Attached
                 ──StepRequest────▶             answered by StepResult
                 ──Call───────────▶             a per-request call; answered by CallResult
-                ──Acknowledge────▶             how far answers and progress have arrived
+                ──Acknowledge────▶             the last answers and progress that arrived
                 ──Detach─────────▶             answered by Detached, and repeated until then
-    coordinator ──Progress───────▶ client      how far steps are applied and finished; cumulative
+    coordinator ──Progress───────▶ client      the last applied and finished steps; cumulative
                 ──MissingSteps───▶             a gap in the client's numbers: send again
                 ──Unattached─────▶             unknown client, or another epoch: attach again
 
 Every message between coordinator and workers carries the coordinator's nonce and the worker's
-incarnation, so that what was meant for another process or sent by another coordinator is
-recognised. Encoding and limits: wire.py. Delivery rules: delivery.py.
+incarnation, so that a message for another process or from another coordinator is recognised.
+Encoding and limits: wire.py. Delivery rules: delivery.py.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ MAX_ITEMS = 65_536
 """Most items of one tuple or map. int32 arrays travel as bytes, and may be longer."""
 
 MAX_NAME_CHARS = 4096
-"""Longest text that names something: clients, requests, adapters and their paths, images, salts,
-tenants. Commands repeat some of them for every block, so one of megabytes would fill a message."""
+"""Longest name: clients, requests, adapters and their paths, images, salts, tenants. Commands
+repeat some of them for every block, so a name of megabytes would fill a message."""
 
 MAX_PROSE_CHARS = 16_384
-"""Longest text for people to read."""
+"""Longest text for people."""
 
 PROSE_FIELDS = frozenset({"detail", "error", "reason"})
-"""The fields with such texts; all other texts are names."""
+"""The fields with texts for people; all other texts are names."""
 
 
 MAX_REPORTED_BLOCKS = 64
-"""Blocks that one job's report names at most: one with so many may have left others out."""
+"""Most block ids in one job's report: a full list may be incomplete."""
 
 
 @dataclass(frozen=True)
 class JobReport:
     """One job of one rank that has ended.
 
-    `ok` is False when it failed, and then `detail` says how. `checksum` is of the bytes moved, 0
-    where none was taken. `num_bytes` were moved or, for a forward, compared. `block_ids` are those
-    where an audit found something unexpected, and those that did not arrive;
-    `lost_ids` of them never will, because their file is no good.
+    `ok` is False if it failed, and `detail` says how. `checksum` is of the moved bytes, 0 if none
+    was taken. `num_bytes` were moved or, for a forward, compared. `block_ids` are blocks in which
+    an audit found a difference, or which did not arrive; `lost_ids` of them never will, because
+    their file is damaged or missing.
     """
 
     job_id: int
@@ -93,7 +93,8 @@ class Grant:
 
 @dataclass(frozen=True)
 class Granted:
-    """The worker obeys `epoch` of `nonce` from now on; nothing of an older epoch runs any more."""
+    """The worker obeys `epoch` of `nonce` from now on; no forward of an older epoch runs any
+    more."""
 
     nonce: str
     incarnation: str
@@ -103,7 +104,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker does not take a grant: it has granted `highest_epoch`, or another plan."""
+    """The worker refuses a grant: it has granted `highest_epoch`, or has another plan."""
 
     nonce: str
     incarnation: str
@@ -114,7 +115,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Hello:
-    """A worker process that no coordinator has taken yet, or that lost its coordinator."""
+    """A worker process without a coordinator, or that lost its coordinator."""
 
     incarnation: str
     rank: int
@@ -124,8 +125,8 @@ class Hello:
 
 @dataclass(frozen=True, eq=False)
 class StepCommands:
-    """The commands number `seq` of `epoch`. `client_id` and `client_step` say whose step it is,
-    or are empty and 0."""
+    """The commands number `seq` of `epoch`. `client_id` and `client_step` name the step that they
+    belong to, or are empty and 0."""
 
     nonce: str
     fingerprint: str
@@ -147,7 +148,7 @@ class FinishedAck:
 
 @dataclass(frozen=True)
 class Ping:
-    """Say that you live."""
+    """Answer with a heartbeat."""
 
     nonce: str
     epoch: int
@@ -155,7 +156,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class CollectLabels:
-    """Say what the blocks from `first_block` on are labelled with, and whose steps were applied.
+    """Send the labels from `first_block` on, and the steps that were applied.
 
     In media other than the device, blocks are slots of host memory, or parts of all files.
     """
@@ -168,8 +169,8 @@ class CollectLabels:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A message of kind `kind` (`Finished`, `LabelReport`) cannot be read, for `reason`: repeating
-    it does not help, saying less does."""
+    """A message of kind `kind` (`Finished`, `LabelReport`) cannot be read, for `reason`: send a
+    smaller one, because a repeat does not help."""
 
     nonce: str
     epoch: int
@@ -189,8 +190,8 @@ class ClientStep:
 class LabelReport:
     """The labels of the blocks `first_block` to `end_block - 1` of `rank`, which has `num_blocks`.
 
-    Asked again, it says the same: labels change by commands only. `model_epoch` is that of the last
-    reset. What labels are, `version` included, is in labels.py. Files have no block ids: their
+    A repeated request gets the same answer, because only commands change labels. `model_epoch` is
+    that of the last reset. labels.py defines labels and `version`. Files have no block ids: their
     labels are numbered in each report, and `end_block` is `first_block` while they are being read.
     """
 
@@ -213,7 +214,7 @@ class LabelReport:
 
 @dataclass(frozen=True)
 class Ack:
-    """Everything up to `seq` of `epoch` is applied on `rank`. Bytes and copies are not included."""
+    """Everything up to `seq` of `epoch` is applied on `rank`, not including bytes and copies."""
 
     nonce: str
     incarnation: str
@@ -236,7 +237,7 @@ class Nack:
 @dataclass(frozen=True)
 class Rejected:
     """`rank` cannot read or obey the commands of number `seq`, for `reason`; it waits for others
-    under that number."""
+    with that number."""
 
     nonce: str
     incarnation: str
@@ -248,7 +249,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Finished:
-    """Jobs that have ended on `rank`."""
+    """Finished jobs of `rank`."""
 
     nonce: str
     incarnation: str
@@ -271,9 +272,9 @@ class Heartbeat:
 @dataclass(frozen=True)
 class Attach:
     """A client introduces itself. `client_id` contains its incarnation. `next_step` is the number
-    its next step will have: numbers never restart, and lower ones that got no answer are void.
-    `nonce` is the coordinator's that it holds itself to be attached to, empty if to none: epochs
-    come again when every state is lost, nonces never do."""
+    of its next step: numbers never restart, and lower ones without an answer are void. `nonce` is
+    that of the coordinator to which the client believes it is attached, empty if to none: epoch
+    numbers can repeat if all state is lost, nonces never do."""
 
     client_id: str
     next_step: int = 1
@@ -283,8 +284,8 @@ class Attach:
 @dataclass(frozen=True)
 class Attached:
     """The client may send steps of `epoch` to coordinator `nonce`. `next_step` is the number
-    expected next. Every rank had applied the client's steps up to `applied_step`, 0 if none, before
-    the epoch began: what came of a step that got no answer can be told by it."""
+    expected next. Before the epoch began, every rank had applied the client's steps up to
+    `applied_step`, 0 if none: so the client knows what became of a step without an answer."""
 
     client_id: str
     epoch: int
@@ -323,7 +324,7 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """The client has the answers of every step up to `step`: they need not be stored any more."""
+    """The client has the answers of all steps up to `step`: they need not be kept."""
 
     client_id: str
     epoch: int
@@ -332,7 +333,7 @@ class Acknowledge:
 
 @dataclass(frozen=True)
 class Detach:
-    """The client goes for good; whatever it still runs is freed. It counts in every epoch."""
+    """The client ends; its running requests are freed. Valid in every epoch."""
 
     client_id: str
     epoch: int
@@ -349,11 +350,11 @@ class FailedForward:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the client's steps have got on every rank. Cumulative: losing one is harmless.
+    """How far the client's steps have got on every rank. Cumulative, so a lost one is harmless.
 
     Every step up to `applied_step` is applied, every content-checked forward up to
-    `finished_step` has ended; `failures` are those that ended badly. `bytes_checked` is the total
-    over all ranks since the client attached.
+    `finished_step` has ended; `failures` are those that failed. `bytes_checked` is the total over
+    all ranks since the client attached.
     """
 
     client_id: str
@@ -375,9 +376,9 @@ class MissingSteps:
 
 @dataclass(frozen=True)
 class Unattached:
-    """The client is not attached in the present epoch. What it scheduled before is void.
+    """The client is not attached in the present epoch. Its earlier steps are void.
 
-    `is_final`: nor will it be under this id, which has gone.
+    `is_final`: it cannot attach again under this id.
     """
 
     client_id: str
@@ -388,7 +389,7 @@ class Unattached:
 
 @dataclass(frozen=True)
 class Detached:
-    """The client is served no more. What it had is freed once no rank can run a step of it."""
+    """The client is no longer served. Its requests are freed once no rank can run a step of it."""
 
     client_id: str
     epoch: int
@@ -409,18 +410,18 @@ _OTHER_TAGS: dict[type[Any], str] = {Ack: "Applied", Nack: "Missing"}
 
 
 def wire_tag(kind: type[Any]) -> str:
-    """Return the tag that messages or commands of a class carry on the wire."""
+    """Return the tag of a class of messages or commands on the wire."""
     return _OTHER_TAGS.get(kind, kind.__name__)
 
 
 class WorkerAddress(NamedTuple):
-    """The worker of a global rank, whichever process that is."""
+    """The worker of a global rank, in whichever process."""
 
     rank: int
 
 
 class ClientAddress(NamedTuple):
-    """A client, by the id it attached with."""
+    """A client, by the id with which it attached."""
 
     client_id: str
 
@@ -430,7 +431,7 @@ Address: TypeAlias = WorkerAddress | ClientAddress
 
 @dataclass(frozen=True, eq=False)
 class Outgoing:
-    """A message to send, and to whom. State machines return these and send nothing themselves."""
+    """A message to send, and its receiver. State machines return these and send nothing."""
 
     to: tuple[Address, ...]
     message: Message = field(repr=False)

@@ -1,8 +1,8 @@
-"""A network inside one process that does what networks do, by a seed and on a virtual clock.
+"""A simulated network with faults, from a seed and on a virtual clock.
 
-Carries encoded messages between named parties and loses, repeats, delays, reorders and tears some
-of them. For simulations and tests of the protocol: the same seed gives the same faults. Refuses to
-decode: what arrives torn is the receiver's to refuse.
+Carries encoded messages between named peers and loses, repeats, delays, reorders and truncates some
+of them. For simulations and tests: the same seed gives the same faults. Decodes nothing: receivers
+must refuse truncated messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvcache.base.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class NetworkFaults:
-    """Shares of messages, 0.0 to 1.0, that each fault happens to, and the delay of all.
+    """The share of messages, 0.0 to 1.0, for each fault, and the delay of all messages.
 
-    A message takes `latency_s` and, when `delayed`, up to `max_delay_s` more; `reordered` ones
-    overtake or are overtaken within one latency. `torn` ones arrive cut short.
+    A message takes `latency_s` and, when `delayed`, up to `max_delay_s` more. `reordered` messages
+    overtake or are overtaken within one latency. `torn` ones are truncated.
     """
 
     dropped: float = 0.0
@@ -44,7 +44,7 @@ class NetworkFaults:
 
 @dataclass(frozen=True)
 class NetworkStatistics:
-    """Messages by what became of them."""
+    """Counts of messages."""
 
     sent: int = 0
     delivered: int = 0
@@ -65,10 +65,10 @@ class Delivery:
 
 
 class FaultyNetwork:
-    """Payloads under way, in order of arrival. One thread; time is the clock's."""
+    """Payloads in flight, in order of arrival. One thread; uses the clock's time."""
 
     def __init__(self, clock: Clock, random_source: random.Random, faults: NetworkFaults) -> None:
-        """Carry nothing yet. `faults` may be replaced at any time."""
+        """Start empty. `faults` may be replaced at any time."""
         self.faults = faults
         self._clock = clock
         self._random = random_source
@@ -80,7 +80,7 @@ class FaultyNetwork:
         return len(self._under_way)
 
     def send(self, sender: Hashable, receiver: Hashable, payload: bytes) -> None:
-        """Take a payload. Whether, when, how often and how whole it arrives is chance."""
+        """Send a payload. The seed decides whether, when, how often and how whole it arrives."""
         faults, chance = self.faults, self._random.random
         self._counts["sent"] += 1
         if chance() < faults.dropped:
@@ -92,11 +92,11 @@ class FaultyNetwork:
             self._put(Delivery(sender, receiver, payload))
 
     def next_arrival_s(self) -> float | None:
-        """Return when the next payload arrives, None if none is under way."""
+        """Return when the next payload arrives, None if none is in flight."""
         return self._under_way[0][0] if self._under_way else None
 
     def arrivals(self) -> list[Delivery]:
-        """Return what has arrived by now, in order of arrival; each is handed out once."""
+        """Return the payloads that have arrived, in order; each is returned once."""
         now_s = self._clock.now()
         arrived = []
         while self._under_way and self._under_way[0][0] <= now_s:
@@ -105,12 +105,12 @@ class FaultyNetwork:
         return arrived
 
     def forget(self, receiver: Hashable) -> None:
-        """Lose everything under way to a party that is gone."""
+        """Drop everything in flight to a peer that is gone."""
         self._under_way = [entry for entry in self._under_way if entry[2].receiver != receiver]
         heapq.heapify(self._under_way)
 
     def hang_up(self, party: Hashable) -> None:
-        """Lose everything under way to and from a party whose connection has ended."""
+        """Drop everything in flight to and from a peer whose connection has ended."""
         self._under_way = [
             entry for entry in self._under_way if party not in (entry[2].sender, entry[2].receiver)
         ]
@@ -137,6 +137,6 @@ class FaultyNetwork:
         heapq.heappush(self._under_way, (arrival_s, self._number, delivery))
 
     def _torn(self, payload: bytes) -> bytes:
-        """Cut the end off. A turned bit could make another valid message: that is what checksums
-        of the transport are for, so it is not simulated here."""
+        """Cut the end off. A flipped bit could make another valid message; real transports detect
+        that by checksums, so it is not simulated here."""
         return payload[: self._random.randrange(len(payload))] if payload else payload

@@ -1,7 +1,6 @@
-"""Which blocks are sealed, and with what: what every rank's labels must say, in few arrays.
+"""All sealed blocks and their contents, which every rank's labels must match.
 
-From a core, which decides, to the audit that compares it with the ranks, which hold the bytes. Data
-only.
+The core makes it; the audit compares it with the labels of the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvcache.base.arrays import Int32Array
 
 @dataclass(frozen=True, eq=False)
 class SealedContents:
-    """All sealed blocks in rising order. Shapes: `block_ids`, `groups` `(n,)`, `digests`
+    """All sealed blocks in ascending order. Shapes: `block_ids`, `groups` `(n,)`, `digests`
     `n * digest_bytes`."""
 
     block_ids: Int32Array
@@ -36,7 +35,7 @@ class SealedContents:
 def sorted_contents(
     block_ids: Int32Array, groups: Int32Array, digests: bytes, digest_bytes: int
 ) -> SealedContents:
-    """Return contents in rising order of blocks."""
+    """Return contents in ascending order of blocks."""
     order = block_ids.argsort()
     packed = np.frombuffer(digests, np.uint8).reshape(len(block_ids), digest_bytes)
     return SealedContents(block_ids[order], groups[order], packed[order].tobytes())

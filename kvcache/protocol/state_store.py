@@ -1,9 +1,9 @@
-"""The little that outlives a coordinator, and where it is kept.
+"""The small state that outlives a coordinator, and its store.
 
-Written before it is used: an epoch, a model epoch or a range of event numbers counts only once it
-is saved, so that a restarted coordinator never hands one out again. A coordinator that was
-superseded saves nothing: it would undo what its successor has promised. Everything larger is where
-the bytes are, in the workers' labels. Refuses to guess: a state that cannot be read is an error.
+It is written before it is used: an epoch, a model epoch or a range of event numbers counts only
+once it is saved, so that a restarted coordinator never uses it again. A superseded coordinator
+saves nothing: it would overwrite its successor's state. All larger state is in the workers' labels,
+next to the bytes. A state that cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SmallState:
     """`epoch` is the last one taken, `next_event_chunk` the first event number not reserved,
     `owner` the nonce of the coordinator that saved it.
 
-    Without `knows_model_epoch` nothing had been saved when the first epoch was taken: a model epoch
-    that the ranks know may be over.
+    Without `knows_model_epoch`, nothing had been saved when the first epoch was taken: the ranks'
+    model epoch may be outdated.
     """
 
     epoch: int = 0
@@ -58,7 +58,7 @@ class SmallState:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> SmallState:
-        """Return what `to_bytes` made; `where` names the place in messages.
+        """Return the state from `to_bytes`; `where` names the place in messages.
 
         Raises:
             MalformedMessageError: not a state.
@@ -86,7 +86,7 @@ class SmallState:
 
 
 def require_saved(saved: SmallState | None, expected: SmallState | None, where: str) -> None:
-    """Raise `SupersededError` unless what is saved is what was expected."""
+    """Raise `SupersededError` unless the saved state is the expected one."""
     if saved != expected:
         raise SupersededError(
             f"{where} is {saved}, and not {expected}: another coordinator has begun, this one "
@@ -98,42 +98,42 @@ class StateStore(Protocol):
     """A place for one `SmallState` that survives the coordinator's process."""
 
     def load(self) -> SmallState | None:
-        """Return what was saved last, None if nothing ever was. Changes nothing."""
+        """Return the saved state, None if there never was one. Changes nothing."""
 
     def save(self, state: SmallState, replaces: SmallState | None) -> None:
-        """Replace what is saved; when this returns, `load` finds it after any crash.
+        """Replace the saved state; after this returns, `load` finds it even after a crash.
 
-        Raises SupersededError, and saves nothing, when something else is saved than `replaces`;
-        ClusterError when it cannot be written: the old state is kept then.
+        Raises SupersededError, and saves nothing, if the saved state is not `replaces`;
+        ClusterError if it cannot be written: the old state is kept then.
         """
 
 
 class MemoryStateStore:
-    """A state that outlives a coordinator object, not the process. For tests and embedding."""
+    """A state that outlives a coordinator object, but not the process. For tests and embedding."""
 
     def __init__(self, state: SmallState | None = None) -> None:
         """Hold `state`."""
         self._state = state
 
     def load(self) -> SmallState | None:
-        """Return what was saved last."""
+        """Return the saved state."""
         return self._state
 
     def save(self, state: SmallState, replaces: SmallState | None) -> None:
-        """Keep `state`; raises SupersededError."""
+        """Save `state`; raises SupersededError."""
         require_saved(self._state, replaces, "the state in memory")
         self._state = state
 
 
 class FileStateStore:
-    """A file, replaced as a whole: written next to it, synced, renamed. Only its owner reads it."""
+    """A file that is replaced as a whole: written, synced, renamed. Only its owner can read it."""
 
     def __init__(self, path: Path) -> None:
         """Use the file at `path`, which need not exist; its directory must."""
         self.path = path
 
     def load(self) -> SmallState | None:
-        """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError on I/O."""
+        """Return the saved state. Raises as `SmallState.from_bytes`; ClusterError on I/O errors."""
         try:
             with open(self.path, "rb") as file:
                 data = file.read(MAX_STATE_BYTES)

@@ -1,15 +1,14 @@
-"""What an engine asks in one scheduling step, and what it gets.
+"""A scheduling step: the engine's request and the coordinator's answer.
 
-The engine picks whom to run and whom to preempt; the manager assigns slots and blocks and says who
-found no room. All of a step travels in one `StepRequest`, arrays in, arrays out.
+The engine decides which requests run and which are preempted. The manager assigns slots and blocks
+and reports requests without room. A step is one `StepRequest`, with arrays in and arrays out.
 
     engine ──StepRequest(step n)──▶ manager: settle completed/failed steps, free finished and
                                     preempted, extend running rows, resume, admit new requests
            ◀─StepResult(step n)───
 
-Steps may be pipelined: n+1 may be sent while the forward of n runs. Refuses to decide: this module
-is data, and says whether it is of the right types. Whether a step fits what is known is the
-manager's question.
+Steps may be pipelined: n+1 may be sent while the forward of n runs. This module is data, and checks
+only types; the manager checks a step against its state.
 """
 
 from __future__ import annotations
@@ -40,23 +39,22 @@ from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.requests.tokens import as_token_ids
 
 NO_STEP = -1
-"""`completed_step` when there is nothing to report; `failed_step` when none failed."""
+"""`completed_step` without a completed step; `failed_step` without a failed one."""
 
 NO_SLOT = -1
-"""`StepResult.admitted_slots` where a request was not admitted."""
+"""`StepResult.admitted_slots` of a request that was not admitted."""
 
 
 @quickly_made
 @dataclass(frozen=True, eq=False)
 class NewRequest:
-    """A request the manager does not know yet, and what may be computed of it now.
+    """A new request, and how much of it may be computed now.
 
-    `token_ids` is the whole prompt. Of the tokens behind its cache hit at most `max_new_tokens`
-    are scheduled in this step, and at least one. A request that finds no room leaves no trace: it
-    is sent again, whole, when the engine wants to try again. `num_encoder_tokens` are those of
-    the encoder whose output it reads, for models that have one; they are known from then on.
-    With `delay_cache_blocks` nothing of this step becomes hittable; what its next step schedules
-    does, and everything before it.
+    `token_ids` is the whole prompt. Of the tokens after its cache hit, at most `max_new_tokens` are
+    scheduled in this step, and at least one. A request that finds no room leaves no trace: the
+    engine sends it again, whole, to try again. `num_encoder_tokens` are those of the encoder whose
+    output it reads, for models that have one; later steps need not repeat them. With
+    `delay_cache_blocks`, the blocks of this step become hittable only with its next step.
     """
 
     request_id: str
@@ -78,7 +76,7 @@ class NewRequest:
 
 @dataclass(frozen=True)
 class ResumedRequest:
-    """A preempted request that wants to run again; its tokens are known from before."""
+    """A preempted request that wants to run again; the manager knows its tokens."""
 
     request_id: str
     max_new_tokens: int
@@ -86,10 +84,10 @@ class ResumedRequest:
 
 @dataclass(frozen=True)
 class Fork:
-    """A running request of this client, and the id of a new one that shares what it has computed.
+    """A running request of this client, and the id of a new one that shares its computed tokens.
 
-    The child has the parent's tokens, is of its content (LoRA, salt, images), and takes a slot but
-    no block. It is a running row from the next step on.
+    The child must have the parent's tokens and content (LoRA, salt, images). It takes a slot but no
+    block, and is a running row from the next step on.
     """
 
     parent_id: str
@@ -98,7 +96,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class RunningRow:
-    """One row of `RunningRequests`, where the names are explained, for who thinks in rows."""
+    """One row of `RunningRequests`, which explains the fields, for engines that work with rows."""
 
     slot: int
     num_new_tokens: int
@@ -125,14 +123,14 @@ _INT32 = np.dtype(np.int32)
 @quickly_made
 @dataclass(frozen=True, eq=False)
 class RunningRequests:
-    """Rows that run on, as arrays. Row `i` is the request in slot `slots[i]`, each slot once.
+    """Running requests as arrays. Row `i` is the request in slot `slots[i]`, each slot once.
 
-    First the row is settled: `num_rejected_tokens[i]` draft positions computed before are taken
-    back, then `token_ids[token_offsets[i]:token_offsets[i + 1]]` are appended (accepted drafts and
-    the sampled token). Then `num_new_tokens[i]` positions are scheduled, of which the last
-    `num_draft_tokens[i]` are drafts that the request does not own yet. `draft_token_ids` are their
-    ids in order of rows; only content checking needs them, otherwise it may be left empty.
-    Shapes: `(n,)`, `token_offsets` `(n + 1,)`, `token_ids` `(token_offsets[n],)`.
+    First `num_rejected_tokens[i]` draft positions computed before are taken back, then
+    `token_ids[token_offsets[i]:token_offsets[i + 1]]` are appended (accepted drafts and the sampled
+    token). Then `num_new_tokens[i]` positions are scheduled; the last `num_draft_tokens[i]` of them
+    are drafts that the request does not own yet. `draft_token_ids` are the drafts' ids in the order
+    of rows; only content checking needs them, otherwise it may be empty. Shapes: `(n,)`,
+    `token_offsets` `(n + 1,)`, `token_ids` `(token_offsets[n],)`.
     """
 
     slots: Int32Array
@@ -145,10 +143,10 @@ class RunningRequests:
 
     @classmethod
     def from_rows(cls, rows: Sequence[RunningRow]) -> RunningRequests:
-        """Return the arrays for `rows`, in order. Engines with many rows keep arrays themselves.
+        """Return the arrays for `rows`, in order. Engines with many rows should keep arrays.
 
         Raises:
-            RequestError: a number is no integer that fits 32 bits, or something is no token id.
+            RequestError: a number is not an integer of 32 bits, or a value is not a token id.
         """
         listed = as_tuple("rows", rows, RequestError, RunningRow)
         columns = {
@@ -174,7 +172,7 @@ class RunningRequests:
 EMPTY_RUNNING = RunningRequests(
     EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, np.zeros(1, dtype=np.int32), EMPTY_INT32
 )
-"""No row runs on."""
+"""No running rows."""
 
 
 @quickly_made
@@ -183,18 +181,18 @@ class StepRequest:
     """One scheduling step of one client.
 
     `(client_id, step)` identifies it: a repeated number gets the stored answer. `step` counts
-    1, 2, 3, ... and never restarts while the client lives. `epoch` is the one the client attached
-    in; in another one the request is refused. `completed_step`: every step up to this one is
-    complete on every rank, its bytes are there. `failed_step`: this step and all later ones that
-    were scheduled are void, as if never asked for, except that finished and preempted requests
-    stay gone. It is sent only when no rank can still begin or run any of them. Rows that those
-    steps admitted, or ran in a model that keeps states, are gone with them (`withdrawn`): a step
-    that reports a failure does not name them as running.
+    1, 2, 3, ... and never restarts while the client lives. `epoch` is the one in which the client
+    attached; in another one the request is refused. `completed_step`: every step up to this one is
+    complete on every rank, with its bytes. `failed_step`: this step and all later scheduled ones
+    are void, as if never sent, except that finished and preempted requests stay so. Send it only
+    when no rank can still begin or run any of them. Rows that those steps admitted, or ran in a
+    model that keeps states, are gone with them (`withdrawn`): a step that reports a failure must
+    not name them as running.
 
     Order of effects: failed_step, completed_step, finished, preempted, forks, running, resumed,
-    new. A fork shares what its parent has before this step's tokens are appended.
-    An idle engine sends an empty request, so that its last step is sealed. A cluster's client
-    fills in `client_id`, `step` and `epoch`.
+    new. A fork shares its parent's blocks from before this step's tokens are appended. An idle
+    engine sends an empty request, so that its last step is sealed. A cluster's client fills in
+    `client_id`, `step` and `epoch`.
     """
 
     client_id: str = ""
@@ -214,11 +212,11 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that asking again will not help, because of its tenant's limit.
+    """A request that can never fit, because of its tenant's limit.
 
-    `tenant` is as in statistics: empty for requests that name none, a hash where tenants are told
-    by salt. The request needs `num_blocks` blocks of the device at least, of all groups, and the
-    tenant never has more than `limit_blocks`. `reason` says so, and what would help.
+    `tenant` is as in statistics: empty for requests without one, a hash if tenants are told apart
+    by salt. The request needs at least `num_blocks` device blocks, over all groups, but the tenant
+    has at most `limit_blocks`. `reason` says so, with the remedy.
     """
 
     request_id: str
@@ -235,22 +233,22 @@ class StepResult:
 
     All or nothing per request. Admitted are the resumed requests followed by the new ones, in the
     order of the step request: `admitted_slots[i]` is the slot, or `NO_SLOT`; `num_hit_tokens[i]`
-    were found in the cache; `num_scheduled_tokens[i]` are to be computed now, from position
-    `num_hit_tokens[i] + external` on. `running_scheduled[i]` is 1 where running row `i` got its
-    blocks, 0 where there was no room (its tokens were appended, nothing of it runs).
-    `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` where none was free.
-    `no_room` names requests without room, children of forks too, `waiting_for_load` those whose
-    hit is being loaded, `retry_later` those whose look-up has no answer yet. `refused` says which
-    of those without room, running rows included, never will have any: end them, the others of the
-    step are served as if they had not been there. `withdrawn` are
-    requests admitted in a step that failed: new ones and children of forks are forgotten, resumed
-    ones are preempted as before. So are those that ran on in it where a KV cache group keeps
-    states, which the step wrote over: they are preempted, and wait to be resumed. Tokens
-    appended by failed steps are taken back, also of requests that are preempted now.
-    `rolled_back_slots` are rows that ran in
-    failed steps, `rolled_back_computed` and `rolled_back_tokens` how many computed and known tokens
-    they have now. `patches` are all block-table changes of the step. The forward of the step may
-    begin on a worker once it has applied `seq` of `epoch`. `error` is empty, or says why the
+    are the tokens hit in the cache; `num_scheduled_tokens[i]` are to be computed now, from position
+    `num_hit_tokens[i] + external` on. `running_scheduled[i]` is 1 if running row `i` got its
+    blocks, 0 if there was no room (its tokens were appended, but it does not run).
+    `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` if none was free.
+    `no_room` names requests without room, including children of forks; `waiting_for_load` those
+    whose hit is being loaded; `retry_later` those whose look-up has no answer yet. `refused` names
+    the requests without room, including running rows, that can never fit: end them. The other
+    requests of the step are served as if these were not there. `withdrawn` are requests admitted in
+    a step that failed: new ones and children of forks are forgotten, resumed ones are preempted as
+    before. Requests that ran in it are also preempted if a KV cache group keeps states, which the
+    step overwrote: they wait to be resumed. Tokens appended by failed steps are taken back, also
+    from requests that are preempted now. `rolled_back_slots` are rows that ran in failed steps,
+    `rolled_back_computed` and `rolled_back_tokens` their present numbers of computed and known
+    tokens. `patches` are all block-table changes of the step. The forward of the step may begin on
+    a worker once it has applied `seq` of `epoch`. `error` is empty, or says why the whole step was
+    refused; then nothing was changed and every other field is empty.
     whole step was refused; then nothing was changed and every other field is empty.
     """
 
@@ -275,7 +273,7 @@ class StepResult:
     error: str = ""
 
 
-# --- types of what an engine sends ----------------------------------------------------------
+# --- types of an engine's step --------------------------------------------------------------
 
 _STEP_FIELDS = tuple(StepRequest.__dataclass_fields__)
 _FIELDS_OF_STEP = attrgetter(*_STEP_FIELDS)
@@ -284,13 +282,14 @@ _NAMING = ("finished", "preempted_recompute", "preempted_swap")
 
 
 def checked_step(request: StepRequest) -> StepRequest:
-    """Return a step whose fields are of the right types: plain numbers, tuples of what they hold.
+    """Return a step whose fields have the right types: plain numbers, tuples of the right items.
 
-    The columns of running rows are looked at by who reads them. Changes nothing; a step that is
+    The columns of running rows are checked where they are read. Changes nothing; a step that needs
+    no conversion, as most, is returned itself.
     right as it is, as most are, is returned itself.
 
     Raises:
-        RequestError: a field is of another type, or beyond what 64 bits hold.
+        RequestError: a field has another type, or exceeds 64 bits.
     """
     if type(request) is not StepRequest:
         check_kind("step", request, StepRequest, RequestError)
@@ -314,7 +313,7 @@ def checked_step(request: StepRequest) -> StepRequest:
 
 
 def check_columns(where: str, running: RunningRequests) -> None:
-    """Raise RequestError unless the columns of rows are int32 arrays of the shapes stated."""
+    """Raise RequestError unless the columns of rows are int32 arrays of the right shapes."""
     for name in _ALL_COLUMNS:
         values = getattr(running, name)
         if not isinstance(values, np.ndarray):
@@ -351,7 +350,7 @@ def _are_in_range(request: StepRequest) -> bool:
 
 
 def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:
-    """Return the fields of a step with plain numbers and tuples, whatever is in the tuples."""
+    """Return the fields of a step as plain numbers and tuples; does not check the items."""
     check_kind(f"{where}: running", request.running, RunningRequests, RequestError)
     fields: dict[str, Any] = {
         "client_id": as_text(
@@ -370,7 +369,7 @@ def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:
 
 
 def _plain_items(where: str, request: StepRequest) -> dict[str, Any]:
-    """Return the lists of a step whose items had to be changed; raises RequestError."""
+    """Return the lists of a step whose items were converted; raises RequestError."""
     changes: dict[str, Any] = {}
     for name in _NAMING:
         if names := getattr(request, name):
@@ -413,10 +412,10 @@ _NEW_FLAGS = ("skip_reading_prefix_cache", "delay_cache_blocks")
 
 
 def checked_new(where: str, new: NewRequest) -> NewRequest:
-    """Return a new request whose fields are of the right types, itself where they are.
+    """Return a new request whose fields have the right types, itself if they have.
 
     Raises:
-        RequestError: one is not. Whether it can be a request is another question.
+        RequestError: one has not. Whether the request is valid is checked elsewhere.
     """
     if _is_usual(new):
         return new
@@ -452,7 +451,7 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
 
 
 def _is_usual(new: NewRequest) -> bool:
-    """Say whether a new request, if it is one, is as most are, and right."""
+    """Return whether `new` is a request whose fields need no conversion, as most."""
     return bool(
         type(new) is NewRequest
         and tuple(map(type, _FIELDS_OF_NEW(new))) == _USUAL_NEW
@@ -478,4 +477,4 @@ _ITEMS: tuple[tuple[str, type, Callable[[str, Any], object]], ...] = (
     ("new", NewRequest, checked_new),
     ("forks", Fork, _checked_fork),
 )
-"""Lists of a step, what is in them, and what checks that."""
+"""The lists of a step, the types of their items, and their checks."""

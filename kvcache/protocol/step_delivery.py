@@ -1,10 +1,10 @@
-"""Numbers, windows and answers of steps: delivery.py between client and coordinator.
+"""Delivery of steps between client and coordinator, by the rules of delivery.py.
 
     client  StepWindow ──StepRequest / Call, step──▶ StepReceiver  coordinator, one per client
                        ◀──answer / MissingSteps────
 
-A step is executed once, however often it arrives; a repeat gets the stored answer. Bookkeeping:
-time is passed in, nothing is sent or executed here.
+A step is executed once, however often it arrives; a repeat gets the stored answer. These classes
+only keep the state: time is passed in, and nothing is sent or executed here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvcache.protocol.wire import prose
 
 @dataclass(frozen=True)
 class UnreadableStep:
-    """In the place of a step or call that came and cannot be read, for `reason`. It takes the
-    number, and is refused like any other that makes no sense. Never travels."""
+    """Stands in for a step or call that arrived but cannot be read, for `reason`. It takes the
+    number, and is refused like any other invalid step. Never sent."""
 
     client_id: str
     step: int
@@ -40,7 +40,7 @@ MessageT = TypeVar("MessageT", bound=StepRequest | StepResult | CallResult)
 
 
 def error_answer(message: ReceivedMessage | StepAnswer, error_type: str, reason: str) -> StepAnswer:
-    """Return the answer with an error to a step or call, or one in the place of another answer."""
+    """Return an error as the answer to a step or call, or in place of another answer."""
     client_id, step, reason = message.client_id, message.step, prose(reason)
     is_call = isinstance(message, Call | CallResult) or (
         isinstance(message, UnreadableStep) and message.is_call
@@ -54,7 +54,7 @@ def error_answer(message: ReceivedMessage | StepAnswer, error_type: str, reason:
 def stamped(message: MessageT, **statistics: int | str) -> MessageT:
     """Return a copy of `message` with the numbers that only its sender knows.
 
-    `dataclasses.replace` runs the constructor over all twenty fields, in every step.
+    `dataclasses.replace` would run the constructor over all twenty fields in every step.
     """
     copy = object.__new__(type(message))
     copy.__dict__.update(message.__dict__, **statistics)
@@ -63,7 +63,7 @@ def stamped(message: MessageT, **statistics: int | str) -> MessageT:
 
 @dataclass(frozen=True)
 class ReceivedStep:
-    """What to say about a step that came in: a stored answer, or the number that is missing."""
+    """The reaction to a step that came in: a stored answer, or the number that is missing."""
 
     answer: StepAnswer | None = None
     missing_from: int | None = None
@@ -72,12 +72,12 @@ class ReceivedStep:
 class StepReceiver:
     """The coordinator's end of one client's steps.
 
-    Numbers are taken one by one with `take_ready`, so that a busy coordinator leaves them here;
-    what is taken is answered with `store_answer`, and the answer is kept until acknowledged.
+    Steps are taken one by one with `take_ready`, so that a busy coordinator leaves them here.
+    `store_answer` answers a taken step, and the answer is kept until it is acknowledged.
     """
 
     def __init__(self, client_id: str, max_stored: int, next_step: int = 1) -> None:
-        """Expect `next_step` next; hold at most `max_stored` answers and as many early steps."""
+        """Expect `next_step` next; keep at most `max_stored` answers and as many early steps."""
         self.client_id = client_id
         self._max_stored = max_stored
         self._next_step = next_step
@@ -93,7 +93,7 @@ class StepReceiver:
 
     @property
     def num_stored(self) -> int:
-        """Answers the client has not acknowledged."""
+        """Answers that the client has not acknowledged."""
         return len(self._answers)
 
     def skip_to(self, next_step: int) -> None:
@@ -102,7 +102,7 @@ class StepReceiver:
         self._buffered = {n: m for n, m in self._buffered.items() if n >= self._next_step}
 
     def on_step(self, message: ReceivedMessage) -> ReceivedStep:
-        """Keep a step for `take_ready`, or return the answer it got before.
+        """Keep a step for `take_ready`, or return its stored answer.
 
         A number that is too far ahead is dropped, and so is one whose answer the client has
         acknowledged.
@@ -122,11 +122,11 @@ class StepReceiver:
 
     @property
     def ready_step(self) -> ReceivedMessage | None:
-        """What `take_ready` would take if answers were claimed."""
+        """The step that `take_ready` would take if enough answers were acknowledged."""
         return self._buffered.get(self._next_step)
 
     def take_ready(self) -> ReceivedMessage | None:
-        """Return the next step in order, or None: not there, or too many answers unclaimed."""
+        """Return the next step in order; None if it is not there, or too many answers are kept."""
         if len(self._answers) >= self._max_stored:
             return None
         message = self._buffered.pop(self._next_step, None)
@@ -139,18 +139,18 @@ class StepReceiver:
         self._answers[answer.step] = answer
 
     def replace_answer(self, answer: StepAnswer) -> None:
-        """Keep another answer to a step whose own one cannot travel."""
+        """Replace the answer of a step by one that can be sent."""
         if answer.step in self._answers:
             self._answers[answer.step] = answer
 
     def on_acknowledge(self, step: int) -> None:
-        """Release the answers up to `step`."""
+        """Drop the answers up to `step`."""
         while self._answers and next(iter(self._answers)) <= step:
             self._answers.popitem(last=False)
 
 
 class StepWindow:
-    """The client's end: numbers its steps and keeps each until its answer is there."""
+    """The client's end: numbers its steps and keeps each until its answer arrives."""
 
     def __init__(self, max_pending: int, resend_s: float, next_step: int = 1) -> None:
         """Make an empty window of at most `max_pending` unanswered steps."""
@@ -202,7 +202,7 @@ class StepWindow:
         self._next_step += 1
 
     def take_back(self, step: int) -> None:
-        """Forget the step appended last, which was not sent; its number is the next one again.
+        """Drop the step appended last, which was not sent; its number is the next one again.
 
         Raises MalformedMessageError for any other step.
         """
@@ -215,27 +215,27 @@ class StepWindow:
         self._next_step = step
 
     def on_answer(self, step: int, now_s: float) -> bool:
-        """Note an answer; say whether it is the first one to that step."""
+        """Record an answer; return whether it is the first one to that step."""
         if self._pending.pop(step, None) is None:
             return False
         self._waiting_since_s = now_s
         return True
 
     def on_missing(self, from_step: int, now_s: float) -> list[StepMessage]:
-        """Return what to send again; a repeated complaint waits for the clock."""
+        """Return the steps to send again; a repeated request waits for the clock."""
         if from_step <= self._asked_step:
             return []
         self._asked_step = from_step
         return self._resend(from_step, now_s)
 
     def due_for_resend(self, now_s: float) -> list[StepMessage]:
-        """Return what to repeat because no answer came for too long."""
+        """Return the steps to repeat because no answer came for too long."""
         if not self._pending or now_s - self._waiting_since_s < self._resend_s:
             return []
         return self._resend(0, now_s)
 
     def drop_all(self, next_step: int) -> tuple[int, ...]:
-        """Forget what is pending (it is void) and go on with `next_step`; return what it was."""
+        """Drop the pending steps, which are void; continue with `next_step`; return them."""
         void = tuple(self._pending)
         self._pending.clear()
         self._next_step = max(self._next_step, next_step)

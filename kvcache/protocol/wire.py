@@ -1,19 +1,19 @@
 """Messages to bytes and back: the only codec of steps, commands and acknowledgements.
 
-Stands between messages.py and every transport. A message is one msgpack array, `[version, tag,
-field, ...]`, with the fields in the order of the dataclass; a command inside is `[tag, field,
-...]`, any other dataclass `[field, ...]`. int32 arrays are little-endian bytes in a msgpack bin, so
-that no Python runs per element. The schema is read from the dataclasses once, at import.
+Used by every transport. A message is one msgpack array, `[version, tag, field, ...]`, with the
+fields in the order of the dataclass; a command inside is `[tag, field, ...]`, any other dataclass
+`[field, ...]`. int32 arrays are little-endian bytes in a msgpack bin, so that no Python runs per
+element. The schema is read from the dataclasses once, at import.
 
-Both directions go by one table of rules (`_rule_of`): what a field may hold, how large its numbers
-and how long its texts and lists may be. `encode` returns bytes exactly where `decode` returns the
-same message from them, and raises otherwise: a message that its receiver cannot read would be
-repeated without end.
+Both directions use one table of rules (`_rule_of`): the type of a field, the range of its numbers,
+and the length of its texts and lists. `encode` returns bytes exactly if `decode` returns the same
+message from them, and raises otherwise: a message that its receiver cannot read would be repeated
+forever.
 
-Whatever comes in, `decode` returns one of the types named here or raises a `ProtocolError`; it
-builds nothing else, and no array longer than its bytes. Refuses to judge contents: whether a block
-exists or a step makes sense is decided where it is applied. Only arrays of one command that do not
-fit together are refused here already, as no receiver could read them.
+For any input, `decode` returns one of the types named here or raises a `ProtocolError`. It builds
+nothing else, and no array longer than its bytes. Contents are not checked: whether a block exists
+or a step makes sense is decided where it is applied. Only arrays of one command that do not fit
+together are refused here, because no receiver could read them.
 """
 
 from __future__ import annotations
@@ -64,23 +64,22 @@ _Convert = Callable[[Any], Any]
 
 
 class Breach(Exception):
-    """What is wrong with a value, and the remedy: goes on from the name of its field."""
+    """The problem with a value, and the remedy; follows the name of its field."""
 
 
 class Leading(NamedTuple):
-    """What a message that cannot be decoded says first: its kind, and the fields at its beginning
-    that are plain texts and numbers, by name."""
+    """The readable start of a message that cannot be decoded: its kind, and its first fields that
+    are plain texts and numbers, by name."""
 
     kind: type[Any]
     fields: dict[str, Any]
 
 
 def encode(message: Message, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    """Return the bytes of `message`: some that `decode` turns into the same message.
+    """Return bytes that `decode` turns into the same message.
 
     Raises:
         MalformedMessageError: not a message, a field that breaks its rule, arrays that do not fit
-            together, or more than `max_bytes`. The text names the field, its value and the remedy.
     """
     envelope = _ENVELOPES.get(type(message))
     packed = None if envelope is None else envelope.pack(message)
@@ -95,10 +94,10 @@ def encode(message: Message, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
 
 
 def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:
-    """Return the message in `data`. Its int32 arrays are read-only views of the bytes received.
+    """Return the message in `data`. Its int32 arrays are read-only views of `data`.
 
     Raises:
-        MalformedMessageError: too long, torn, foreign, of wrong types, or arrays that do not fit.
+        MalformedMessageError: too long, truncated, foreign, wrong types, or arrays that do not fit.
         VersionMismatchError: a message of another format version.
     """
     if len(data) > max_bytes:
@@ -132,16 +131,16 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
 
 
 def prose(text: str) -> str:
-    """Return `text` as it may travel to people: cut, and without what UTF-8 cannot encode."""
+    """Return `text` ready to send: shortened, and without characters that UTF-8 cannot encode."""
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= MAX_PROSE_CHARS else text[: MAX_PROSE_CHARS - 4] + " ..."
 
 
 def leading_fields(data: bytes) -> Leading | None:
-    """Return what `data`, which `decode` refused, says first, so that its sender can be told.
+    """Return the start of `data`, which `decode` refused, so that its sender can be told.
 
-    None for what is torn, of another version or of no known kind: of those nothing is believed. A
-    field that breaks its rule is left out, and so is all behind the leading ones: no list is built.
+    None for truncated data, another version or an unknown kind. A field that breaks its rule is
+    left out, and so are all fields after the leading ones: no list is built.
     """
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
     unpacker.feed(data)
@@ -164,7 +163,7 @@ def leading_fields(data: bytes) -> Leading | None:
 
 
 def _plain_value(unpacker: msgpack.Unpacker, data: bytes) -> Any:
-    """Return the next value, None for a list or a map, which is passed over."""
+    """Return the next value, None for a list or a map, which is skipped."""
     code = data[unpacker.tell()]
     if 0x80 <= code <= 0x9F or 0xDC <= code <= 0xDF:
         return unpacker.skip()
@@ -186,11 +185,11 @@ def _packed_in_full(message: Message) -> bytes:
 
 
 class _Rule(NamedTuple):
-    """How a field of one kind travels. `pack` and `unpack` return the value for the other side, or
+    """How a field of one kind is sent. `pack` and `unpack` return the value for the other side, or
     raise `Breach`; they refuse the same values.
 
-    Most values are of one type, before they are packed and after they are unpacked. With
-    `is_type_enough`, that type is all there is to check, and the value travels as it is.
+    Most values have the same type before packing and after unpacking. With `is_type_enough`, that
+    type is all there is to check, and the value is sent unchanged.
     """
 
     value_type: type[Any]
@@ -275,7 +274,7 @@ def _int_to_bytes(value: Any) -> dict[int, bytes]:
 def _array_out(array: Any) -> bytes:
     if array is EMPTY_INT32:
         return b""
-    # Asking for identity first: comparing types of arrays takes longer than packing them.
+    # Identity first: comparing types of arrays takes longer than packing them.
     is_int32 = type(array) is np.ndarray and (
         array.dtype is _WIRE_INT32 or array.dtype in (_WIRE_INT32, _INT32)
     )
@@ -319,7 +318,7 @@ def _require_few(items: Sized) -> None:
 
 
 def _tuple_rule(item: _Rule) -> _Rule:
-    """Tuples of any length up to the limit; lists pass for tuples on their way out."""
+    """Tuples of any length up to the limit; `encode` accepts lists, too."""
 
     def tuple_out(values: Any) -> list[Any]:
         if type(values) is not tuple and type(values) is not list:
@@ -384,12 +383,12 @@ def _union_rule(members: Iterable[type[Any]]) -> _Rule:
 
 
 class _Codec:
-    """How one dataclass travels.
+    """How one dataclass is sent.
 
-    Most messages are small and all of their fields are of the usual types, so that is looked at
-    first, for all fields together; then only those are looked at one by one whose rules want more.
-    A value that travels most of the time (an empty one) is told by identity on its way out, and by
-    comparing its fields on its way in.
+    In most messages, all fields have the usual types. So the types of all fields are checked
+    together first; then only fields whose rules demand more are checked one by one. A field's most
+    frequent value (an empty one) is recognised by identity in `encode`, and by equality in
+    `decode`.
     """
 
     def __init__(self, cls: type[Any]) -> None:
@@ -424,7 +423,7 @@ class _Codec:
         if self._validate is not None:
             try:
                 self._validate(value)
-            except TypeError:  # compiled functions take no array with strides: look at a copy
+            except TypeError:  # compiled functions need a contiguous copy
                 self.from_fields(list(packed))
         return packed
 
@@ -446,7 +445,7 @@ class _Codec:
         except Breach as breach:
             raise MalformedMessageError(f"{self.tag}.{self._names[index]} {breach}") from None
         if self._is_bare:
-            # What the constructor of a frozen dataclass does, without one call for each field.
+            # The constructor of a frozen dataclass, without one call for each field.
             result = object.__new__(self.cls)
             result.__dict__.update(zip(self._names, values, strict=True))
         else:
@@ -456,7 +455,7 @@ class _Codec:
         return result
 
     def are_sound(self, num_first: int) -> Callable[[Sequence[Any]], bool]:
-        """Return what says whether the first fields, of the usual types, keep to their rules."""
+        """Return a function that checks whether the first fields, of the usual types, are valid."""
         closer = tuple((i, pack) for i, pack in self._closer_out if i < num_first)
 
         def are_sound(values: Sequence[Any]) -> bool:
@@ -486,7 +485,7 @@ class _Codec:
 
 
 _USUAL: dict[type[Any], Any] = {RunningRequests: EMPTY_RUNNING, BlockTablePatch: EMPTY_PATCH}
-"""What most messages carry in a field of that type: one shared object."""
+"""The value of that type in most messages: one shared object."""
 
 _MESSAGES_BY_TYPE: dict[type[Any], _Codec] = {
     cls: _Codec(cls)
@@ -499,11 +498,11 @@ _USUAL_MESSAGES: tuple[tuple[Message, int], ...] = (
     (StepCommands("", "", 0, 0, "", 0, ()), 6),
     (Progress("", 0, 0, 0), 5),
 )
-"""What is the same from step to step but for its first fields, as long as nothing happens."""
+"""Constant parts of usual messages, whose first fields vary."""
 
 
 def envelope_of(usual: Message, num_varying: int) -> Envelope:
-    """Return the short way for messages like `usual`, but for their first fields."""
+    """Return a fast codec for messages like `usual`, with other values in the first fields."""
     codec = _MESSAGES_BY_TYPE[type(usual)]
     return Envelope(usual, num_varying, codec.to_fields(usual), codec.are_sound(num_varying))
 
@@ -512,7 +511,7 @@ _ENVELOPES: dict[type[Message], Envelope] = {
     type(usual): envelope_of(usual, num_varying) for usual, num_varying in _USUAL_MESSAGES
 }
 
-_START_BYTES = 8  # tell their kinds apart
+_START_BYTES = 8  # distinguish kinds
 _ENVELOPES_BY_START = {envelope.begin[:_START_BYTES]: envelope for envelope in _ENVELOPES.values()}
 
 _MESSAGES_BY_TAG = {codec.tag: codec for codec in _MESSAGES_BY_TYPE.values()}

@@ -1,1 +1,1 @@
-"""Requests: their tokens, what sets their contents apart, and the digests of their blocks."""
+"""Requests: their tokens, what tells equal tokens apart, and the digests of their blocks."""

@@ -1,7 +1,7 @@
-"""Digests of many blocks in one piece of memory: what a run of blocks is called, block by block.
+"""Digests of many blocks, packed into one bytes object.
 
-Between a core, which keeps and tells digests of whole runs, and the readers of events. Refuses to
-hash: `hashing` computes digests, this holds them.
+The core makes digests of whole prefixes; readers of events use them. `hashing` computes digests;
+this module only stores them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kvcache.requests.hash_algorithms import BlockHash
 __all__ = ["PackedDigests", "join_digests"]
 
 _PIECE = 256
-"""Digests that are joined at once: `join` keeps 80 bytes of its own for each while it makes the
-result, and of thousands that leaves a hole of 16 bytes a block in the heap for every prompt."""
+"""Most digests that are joined at a time: `join` needs 80 bytes for each while it makes the
+result, and thousands would leave a hole of 16 bytes per block in the heap for every prompt."""
 
 
 def join_digests(digests: Sequence[BlockHash]) -> bytes:
-    """Return digests one behind the other."""
+    """Return the digests joined."""
     if len(digests) <= _PIECE:
         return b"".join(digests)
     starts = range(0, len(digests), _PIECE)
@@ -30,11 +30,11 @@ def join_digests(digests: Sequence[BlockHash]) -> bytes:
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class PackedDigests(Sequence[BlockHash]):
-    """An immutable sequence of digests of equal length, one behind the other in `data`.
+    """An immutable sequence of digests of equal length, packed in `data`.
 
-    Digest `i` is `data[i * digest_bytes : (i + 1) * digest_bytes]`; an object for it is made only
-    when it is asked for. Equal to every sequence of the same digests, with the hash of the tuple of
-    them. Slices are packed too.
+    Digest `i` is `data[i * digest_bytes : (i + 1) * digest_bytes]`; a bytes object for it is made
+    only on access. Equal to every sequence of the same digests, with the hash of the tuple of
+    them. Slices are packed, too.
 
     Raises:
         InvalidInputError: `data` is not bytes, or not made of digests of that length.
@@ -66,7 +66,7 @@ class PackedDigests(Sequence[BlockHash]):
     @overload
     def __getitem__(self, index: slice) -> PackedDigests: ...
     def __getitem__(self, index: int | slice) -> BlockHash | PackedDigests:
-        """Return one digest, or those of a slice, packed."""
+        """Return one digest, or a slice, packed."""
         size = self.digest_bytes
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))

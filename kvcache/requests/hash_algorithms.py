@@ -1,8 +1,7 @@
-"""The algorithms that turn a block's bytes into its digest.
+"""The algorithms that compute a block's digest.
 
-Stands above requests and hashing.py, which says what belongs into a block. Stateless, and free of
-requests: parents, token bytes and extra keys come in, digests go out. Arguments are not checked
-here; `hash_block_tokens` in hashing.py does that.
+hashing.py says what a digest covers. Stateless, and free of requests: parent, token bytes and extra
+keys come in, a digest goes out. Does not check arguments; `hash_block_tokens` in hashing.py does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from kvcache.base.errors import ConfigurationError, shown
 
 BlockHash = NewType("BlockHash", bytes)
-"""Digest of a full block, its parent's digest included: equal digests mean equal prefixes."""
+"""Digest of a full block and its parent's digest: equal digests mean equal prefixes."""
 
 ExtraKey: TypeAlias = "tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]"
 ExtraKeys: TypeAlias = "tuple[ExtraKey, ...]"
@@ -30,22 +29,22 @@ TOKEN_BYTES = 4
 """Bytes of a token in a digest: little-endian int32."""
 
 quick_chains: dict[str, Callable[[bytes, bytes, int, int], bytes]] = {}
-"""What makes a whole chain of plain digests in one call, joined, by the algorithm's name: of a
-parent, the bytes of tokens, those of a block, and how many blocks. Machine code of the core, which
-enters here what it has compared with a test vector."""
+"""Functions that compute a whole chain of plain digests in one call, joined, by the algorithm's
+name. Arguments: parent, token bytes, bytes per block, number of blocks. The core registers its
+compiled functions here after a check with a test vector."""
 _FEW_BLOCKS = 12
-"""For so few a call of its own for each is as quick."""
+"""Up to this many blocks, a call for each is as fast."""
 
-# Below this many tokens calling the CBOR encoder for each block beats numpy's fixed cost.
+# Below this many tokens, a call of the CBOR encoder per block beats numpy's fixed cost.
 _FEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class HashFn(ABC):
-    """An algorithm that turns blocks into digests. Stateless; equal ones compute the same.
+    """An algorithm that computes digests of blocks. Stateless; equal ones compute the same.
 
     `name` is its name in configurations and fingerprints, `digest_bytes` the length of a digest.
-    Tokens come as little-endian int32 bytes. Arguments are not checked: see `hash_block_tokens`.
+    Tokens are little-endian int32 bytes. Arguments are not checked: see `hash_block_tokens`.
     """
 
     name: str
@@ -64,7 +63,7 @@ class HashFn(ABC):
         num_blocks: int,
         extra_keys: ExtraKeys | None = None,
     ) -> list[BlockHash]:
-        """Digests of `num_blocks` successive blocks, all of which have the same extra keys.
+        """Digests of `num_blocks` consecutive blocks, all with the same extra keys.
 
         `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
         """
@@ -74,7 +73,7 @@ class HashFn(ABC):
         return self.hash_block(BlockHash(parent), token_bytes)
 
     def hash_units(self, units: list[bytes]) -> list[bytes]:
-        """Digests of single blocks without extra keys: each a parent's digest, then its tokens."""
+        """Digests of single blocks without extra keys, each from a parent's digest and tokens."""
         size = self.digest_bytes
         return [self.hash_plain(unit[:size], unit[size:]) for unit in units]
 
@@ -94,7 +93,7 @@ class HashFn(ABC):
 
 
 def get_hash_fn(name: str) -> HashFn:
-    """The algorithm of that name: `sha256`, `sha256_cbor` or `xxh3_128`.
+    """The algorithm with that name: `sha256`, `sha256_cbor` or `xxh3_128`.
 
     Raises:
         ConfigurationError: no algorithm has that name; lists those that exist.
@@ -115,12 +114,12 @@ def get_hash_fn(name: str) -> HashFn:
 
 
 def canonical_cbor(value: object) -> bytes:
-    """CBOR of `value` in the one form that equal values share (RFC 8949, section 4.2)."""
+    """Canonical CBOR of `value`: equal values have equal bytes (RFC 8949, section 4.2)."""
     return cbor2.dumps(value, canonical=True)
 
 
 class _Sha256(HashFn):
-    """SHA-256 over parent digest, token bytes, canonical CBOR of the extra keys if any."""
+    """SHA-256 over parent digest, token bytes, and canonical CBOR of the extra keys, if any."""
 
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
@@ -150,7 +149,7 @@ class _Sha256(HashFn):
 
 
 class _Xxh3(HashFn):
-    """XXH3, 128 bits, over the same bytes as `sha256`: fast, and not safe against an adversary."""
+    """XXH3, 128 bits, over the same bytes as `sha256`: fast, but not safe against attacks."""
 
     def digest(self, data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)
@@ -207,11 +206,11 @@ class _Sha256Cbor(HashFn):
 def _pieces(
     token_bytes: bytes, block_size: int, num_blocks: int, extra_keys: ExtraKeys | None
 ) -> list[bytes]:
-    """What each block adds to its parent's digest: token bytes, then the extra keys' bytes."""
+    """The bytes that follow the parent's digest in each block: tokens, then extra keys."""
     block_bytes = block_size * TOKEN_BYTES
     if num_blocks == 1 and extra_keys is None:
         return [token_bytes[:block_bytes]]
-    # A void item becomes a bytes object of its full length, trailing zeros included.
+    # A void item becomes a bytes object of its full length, including trailing zeros.
     blocks: list[bytes] = np.frombuffer(token_bytes, f"V{block_bytes}", num_blocks).tolist()
     if extra_keys is None:
         return blocks
@@ -230,7 +229,7 @@ def _cbor_token_arrays(blocks: NDArray[np.uint32]) -> list[bytes]:
         v < 2**16   .  .  19 v  v
         else        1a v  v  v  v
 
-    and the dots are left out.
+    and the dots are removed.
     """
     if blocks.size < _FEW_TOKENS:
         return [canonical_cbor(block) for block in blocks.tolist()]

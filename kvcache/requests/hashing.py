@@ -1,10 +1,10 @@
-"""From tokens to chained digests, the names under which cached blocks are found.
+"""From tokens to chained digests, which identify cached blocks.
 
-Called by `request.py`: a request asks the hasher made here when its digests are wanted, which
-look-ups by tokens never do. A digest covers the parent's digest, the block's tokens and its extra
-keys, so equal digests mean equal prefixes. There is no module state: the none hash, the parent of
-every first block, follows from the algorithm and a seed, and is handed around. Model epoch and
-tenant stay out of digests: they separate look-ups by namespace.
+A request calls its hasher only when digests are needed; look-ups by tokens never need them. A
+digest covers the parent's digest, the block's tokens and its extra keys, so equal digests mean
+equal prefixes. There is no module state: the none hash, the parent of every first block, follows
+from the algorithm and a seed, and is passed around. Digests do not cover the model epoch and the
+tenant: look-ups separate them by namespace.
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ BlockHashWithGroupId = NewType("BlockHashWithGroupId", bytes)
 """A block's digest followed by its KV cache group's index as 4 bytes, big endian."""
 
 DEFAULT_HASH_SEED = "vllm-none-hash"
-"""The seed engines agree on when none is configured; with it, `sha256_cbor` digests equal vLLM's
-without any setting."""
+"""The default seed of engines; with it, `sha256_cbor` digests equal vLLM's without any setting."""
 
 _GROUP_ID_BYTES = 4
 
 
 @dataclass(frozen=True)
 class RequestBlockHasher:
-    """Computes a request's digests from where it stopped. Stateless, shared by many requests."""
+    """Computes a request's further digests. Stateless, shared by many requests."""
 
     block_size: int
     hash_fn: HashFn
@@ -73,7 +72,7 @@ class RequestBlockHasher:
     def hash_all_plain(
         self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
     ) -> list[BlockHash]:
-        """Digest of one block behind each of `parents`, of these tokens, without extra keys."""
+        """Digests of one block after each of `parents`, with these tokens and no extra keys."""
         units = list(map(operator.add, parents, token_bytes))
         return cast("list[BlockHash]", self.hash_fn.hash_units(units))
 
@@ -82,7 +81,7 @@ class RequestBlockHasher:
     ) -> list[BlockHash]:
         """Digests of the request's full blocks `[first, last)`; `parent` is the one before.
 
-        Changes nothing. The blocks before need not be digested for that.
+        Changes nothing. The blocks before need no digests.
         """
         size = self.block_size
         token_bytes = request.token_bytes(first * size, last * size)
@@ -119,7 +118,7 @@ def init_none_hash(hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED) -> BlockHash:
 def get_request_block_hasher(
     block_size: int, hash_fn: HashFn, seed: str = DEFAULT_HASH_SEED
 ) -> RequestBlockHasher:
-    """What to hand to `Request(block_hasher=...)` for one digest per `block_size` tokens.
+    """Return a `block_hasher` for requests, with one digest per `block_size` tokens.
 
     Raises:
         ConfigurationError: the block size is not a positive integer, `hash_fn` no algorithm, or
@@ -137,7 +136,7 @@ def hash_block_tokens(
     Args:
         parent: digest of the block before, or the none hash for a first block.
         tokens: all tokens of the block.
-        extra_keys: what `generate_block_hash_extra_keys` says; `None` and `()` mean the same.
+        extra_keys: the result of `generate_block_hash_extra_keys`; `None` and `()` are equal.
 
     Raises:
         RequestError: the parent is no digest of this algorithm, there are no tokens, one of them
@@ -178,7 +177,8 @@ def as_extra_keys(what: str, keys: object) -> ExtraKeys:
 
 
 def need_extra_keys(request: Request) -> bool:
-    """Whether any block of the request can have extra keys; raises RequestError for no request."""
+    """Return whether any block of the request can have extra keys; raises RequestError for
+    others."""
     check_kind("request", request, Request, RequestError)
     return bool(request.lora or request.mm_hashes or request.cache_salt)
 
@@ -186,7 +186,7 @@ def need_extra_keys(request: Request) -> bool:
 def generate_block_hash_extra_keys(
     request: Request, start_token: int, end_token: int, start_mm_idx: int
 ) -> tuple[ExtraKeys | None, int]:
-    """What else than tokens the block at `[start_token, end_token)` depends on. Changes nothing.
+    """Return the extra keys of the block at `[start_token, end_token)`. Changes nothing.
 
         tokens   0       4       8       12
                  |   ####|#######|##     |      an item at [2, 10): starts 2, -2, -6
@@ -242,18 +242,18 @@ def make_block_hash_with_group_id(block_hash: BlockHash, group_id: int) -> Block
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:
-    """The digest in a key, without the group id; raises InvalidInputError for no key."""
+    """Return the digest in a key, without the group id; raises InvalidInputError for others."""
     _check_key(key)
     return BlockHash(key[:-_GROUP_ID_BYTES])
 
 
 def get_hash_value(key: BlockHashWithGroupId) -> BlockHash:
-    """The digest in a key, without the group id: another name of `get_block_hash`."""
+    """Return the digest in a key, without the group id: an alias of `get_block_hash`."""
     return get_block_hash(key)
 
 
 def get_group_id(key: BlockHashWithGroupId) -> int:
-    """The KV cache group's index in a key; raises InvalidInputError for no key."""
+    """Return the KV cache group's index in a key; raises InvalidInputError for others."""
     _check_key(key)
     return int.from_bytes(key[-_GROUP_ID_BYTES:], "big")
 
@@ -268,7 +268,7 @@ def _check_key(key: object) -> None:
 def _end_of_equal_keys(
     request: Request, block: int, block_size: int, keys: ExtraKeys | None, next_mm_idx: int
 ) -> int:
-    """First block behind `block` whose extra keys may differ from `keys`, those of `block`."""
+    """Return the next block whose extra keys may differ from `keys`, those of `block`."""
     if keys is not None and any(key[0] != "lora" for key in keys):
         return block + 1
     if next_mm_idx == len(request.mm_positions):

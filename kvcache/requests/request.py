@@ -1,9 +1,8 @@
-"""What a request is: its tokens, what sets its content apart, and how far it has been computed.
+"""A request: its tokens, what tells equal tokens apart, and its progress.
 
-First thing in the flow: an engine's tokens enter here, are checked once, and live in one growable
-int32 array. Everything below (look-up, allocation, hashing) reads them from here. This module does
-not hash (a block hasher is handed in, and asked only when digests are wanted), holds no blocks and
-decides nothing.
+An engine's tokens enter here, are checked once, and are kept in one growable int32 array, which
+look-up, allocation and hashing read. A request does not hash (it has a block hasher, called only
+when digests are needed), holds no blocks and decides nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _SPARE_TOKENS = 64
 _TOKEN_BYTES = 4
 
 _NO_ITEMS: tuple[()] = ()
-"""No multimodal items, as they are given where there are none: told by identity."""
+"""The default for multimodal items: recognised by identity."""
 
 
 class BlockHasher(Protocol):
@@ -62,7 +61,7 @@ class BlockHasher(Protocol):
         """Parent of every first block."""
 
     def __call__(self, request: Request, known: Sequence[BlockHash]) -> list[BlockHash]:
-        """Digests of the full blocks that follow the `known` ones. Changes nothing."""
+        """Digests of the full blocks after the `known` ones. Changes nothing."""
 
     def digests(
         self, request: Request, first: int, last: int, parent: BlockHash
@@ -72,15 +71,15 @@ class BlockHasher(Protocol):
     def hash_all_plain(
         self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
     ) -> list[BlockHash]:
-        """Digest of one block behind each of `parents`, of these tokens, int32, without extra keys.
+        """Digests of one block after each of `parents`, with these int32 tokens and no extra keys.
 
         No mutation.
         """
 
 
 def _read_at_once(made: type[Request]) -> type[Request]:
-    """Let properties that only read an attribute do so without a Python call: requests are asked
-    several times in each of the manager's calls."""
+    """Let properties that only read an attribute do so without a Python call, because each of the
+    manager's calls reads several of them."""
     for name, attribute in (
         ("num_tokens", "_num_tokens"),
         ("num_computed_tokens", "_num_computed_tokens"),
@@ -96,7 +95,7 @@ def _read_at_once(made: type[Request]) -> type[Request]:
 
 @_read_at_once
 class Request:
-    """One sequence: prompt tokens, output tokens as they come, and its progress.
+    """One sequence: prompt tokens, output tokens so far, and its progress.
 
     Args:
         request_id: names the request; not empty.
@@ -106,14 +105,14 @@ class Request:
         mm_positions: placeholders of multimodal items inside the prompt, as `MultiModalPosition` or
             `(offset, length)`; kept in order of position.
         mm_hashes: content hash of each item, one per position.
-        cache_salt: sets the request's content apart from equal tokens without this salt.
+        cache_salt: separates the request's blocks from equal tokens with another salt.
         skip_reading_prefix_cache: the request looks nothing up, but its blocks may be cached.
         block_hasher: computes `block_hashes`; may also be attached later, or never.
-        tenant: sets the request's blocks apart in look-ups; not part of a digest.
+        tenant: separates the request's blocks in look-ups; not part of a digest.
         model_epoch: generation of the model's weights; not part of a digest.
 
     Raises:
-        RequestError: anything above does not hold. The message names the request and the value.
+        RequestError: an argument is invalid. The message names the request and the value.
     """
 
     __slots__ = (
@@ -195,11 +194,11 @@ class Request:
         self.num_prompt_tokens: Final[int] = tokens.size
         self._num_preemptions = 0
         self.num_truncations = 0
-        """How often tokens were taken back: while it stays, tokens are only added."""
+        """How often tokens were removed: while it is equal, tokens were only added."""
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
-        # A copy without other owners is kept as it is. Another one is made as bytes: they are what
-        # prompts are matched by, and need no second copy until tokens are appended.
+        # A copy without other references is kept as it is. Otherwise tokens are kept as bytes:
+        # prompts are compared as bytes, and need no second copy until tokens are appended.
         is_own = tokens is not prompt_token_ids and tokens.base is None
         self._prompt_bytes: bytes | None = None if is_own else _bytes_of(tokens)
         self._tokens: NDArray[np.int32] = (
@@ -209,13 +208,13 @@ class Request:
         self._num_computed_tokens = 0
         self._block_hasher = block_hasher
         self._block_hashes: list[BlockHash] = []
-        # Those of them that were computed at once, first: joined while they are at hand.
+        # The digests that were computed together at first: joined while they are available.
         self._packed_hashes = b""
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """Return what a copy or a pickle is made of: it shares nothing that either may change."""
+        """Return the state for a copy or a pickle, which shares no mutable data."""
         state = {name: getattr(self, name) for name in Request.__slots__}
-        if self._prompt_bytes is None:  # there may be room behind the tokens, with anything in it
+        if self._prompt_bytes is None:  # the array may be longer than the tokens
             state["_tokens"] = self._tokens[: self._num_tokens].copy()
         state["_block_hashes"] = list(self._block_hashes)
         return None, state
@@ -249,7 +248,7 @@ class Request:
 
     @property
     def num_preemptions(self) -> int:
-        """How often it lost its blocks while it ran."""
+        """How often it was preempted."""
         return self._num_preemptions
 
     @num_preemptions.setter
@@ -266,31 +265,31 @@ class Request:
 
     @property
     def token_buffer(self) -> NDArray[np.int32]:
-        """An array that begins with all tokens; the rest means nothing. Not to be written to."""
+        """An array that begins with all tokens; the rest is undefined. Do not write to it."""
         return self._tokens
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """Return tokens `[start, end)`, as far as there are any, as the bytes of int32."""
-        if self._prompt_bytes is not None:  # the whole of bytes is no copy
+        """Return tokens `[start, end)`, as far as they exist, as int32 bytes."""
+        if self._prompt_bytes is not None:  # slicing all of a bytes object copies nothing
             return self._prompt_bytes[start * _TOKEN_BYTES : end * _TOKEN_BYTES]
         tokens: bytes = self._tokens[start : min(end, self._num_tokens)].tobytes()
         return tokens
 
     def leading_token_bytes(self, end: int) -> bytes:
-        """Return bytes that begin with tokens `[0, end)`, or with all there are; more may follow.
+        """Return bytes that begin with tokens `[0, end)`, as far as they exist; more may follow.
 
-        Quicker than `token_bytes` where nothing was appended.
+        Faster than `token_bytes` if nothing was appended.
         """
         return self.token_bytes(0, end) if self._prompt_bytes is None else self._prompt_bytes
 
     def append_output_token_ids(self, ids: TokenIds) -> None:
-        """Append output tokens; none is appended when one of them is not a token id.
+        """Append output tokens, or none if one of them is not a token id.
 
         Raises:
             RequestError: names the first value that is not a token id, and its index in `ids`.
         """
         new: Sequence[int] | NDArray[np.int32]
-        # A decode step appends one token: numpy's fixed cost would be most of the work.
+        # For the one token of a decode step, numpy's fixed cost would dominate.
         if type(ids) is list and len(ids) <= _FEW_TOKENS and are_token_ids(ids):
             new = ids
         else:
@@ -298,7 +297,7 @@ class Request:
         self.append_checked_token_ids(new)
 
     def append_checked_token_ids(self, ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """Append output tokens that are known to be token ids: they are not looked at again."""
+        """Append output tokens without checking that they are token ids."""
         end = self._num_tokens + len(ids)
         if end == self._num_tokens:
             return
@@ -310,13 +309,13 @@ class Request:
         self._num_tokens = end
 
     def truncate_tokens(self, num_tokens: int) -> None:
-        """Take back appended tokens, so that `num_tokens` remain.
+        """Remove appended tokens, so that `num_tokens` remain.
 
-        Drops the digests of blocks that are no longer full and lowers `num_computed_tokens` to
-        `num_tokens` where it was above.
+        Drops the digests of blocks that are no longer full, and lowers `num_computed_tokens` to at
+        most `num_tokens`.
 
         Raises:
-            RequestError: that would cut the prompt, or there are fewer tokens.
+            RequestError: that would shorten the prompt, or there are fewer tokens.
         """
         num_tokens = self._as_count(num_tokens)
         if not self.num_prompt_tokens <= num_tokens <= self._num_tokens:
@@ -340,14 +339,14 @@ class Request:
 
     @property
     def block_hasher(self) -> BlockHasher | None:
-        """What computes `block_hashes`, if anything does."""
+        """The hasher that computes `block_hashes`, if any."""
         return self._block_hasher
 
     def attach_block_hasher(self, block_hasher: BlockHasher) -> None:
-        """Have `block_hashes` computed by `block_hasher`; attaching an equal one does nothing.
+        """Attach a hasher that computes `block_hashes`; attaching an equal one does nothing.
 
         Raises:
-            RequestError: a different one is attached already.
+            RequestError: another one is attached already.
         """
         _check_hasher(self.request_id, block_hasher)
         if self._block_hasher is not None and self._block_hasher != block_hasher:
@@ -359,7 +358,7 @@ class Request:
 
     @property
     def known_block_hashes(self) -> Sequence[BlockHash]:
-        """Digests that have been computed so far, of the first full blocks; computes none.
+        """The digests computed so far, of the first full blocks; computes none.
 
         The result belongs to the request and is valid until the next change.
         """
@@ -367,9 +366,9 @@ class Request:
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """Digest of each full block, in order; missing ones are computed now, others kept.
+        """Digest of each full block, in order; missing ones are computed now and kept.
 
-        The result belongs to the request (do not change it) and is valid until the next change.
+        The result belongs to the request: do not change it. It is valid until the next change.
 
         Raises:
             RequestError: no block hasher is attached.
@@ -386,7 +385,7 @@ class Request:
         return hashes
 
     def packed_block_hashes(self, first: int, end: int) -> bytes:
-        """Return the digests of full blocks `[first, end)`, which are known, joined."""
+        """Return the known digests of full blocks `[first, end)`, joined."""
         size = len(self._block_hashes[0])
         if end * size <= len(self._packed_hashes):
             return self._packed_hashes[first * size : end * size]
@@ -399,23 +398,23 @@ class Request:
         )
 
     def note_next_digest(self, digest: BlockHash) -> None:
-        """Keep the digest of the next full block, of which this object may lack tokens still."""
+        """Store the digest of the next full block, even if its tokens are not appended yet."""
         self._block_hashes.append(digest)
 
 
 class RequestView(Request):
-    """A request of somebody else, as it was when it was looked at: to be read, and nothing more.
+    """A read-only snapshot of another caller's request.
 
-    Its tokens are a view of the owner's: valid until the owner changes the request.
+    Its tokens are a view, valid until that request changes.
 
     Raises:
-        RequestError: whatever would change the request.
+        RequestError: on every call that would change the request.
     """
 
     __slots__ = ()
 
     def __init__(self, request: Request) -> None:
-        """Look at `request`."""
+        """Take a snapshot of `request`."""
         for name in Request.__slots__:
             object.__setattr__(self, name, getattr(request, name))
         object.__setattr__(self, "_block_hashes", list(request.known_block_hashes))
@@ -461,8 +460,8 @@ class RequestView(Request):
 def copy_request(
     request: Request, request_id: str | None = None, *, model_epoch: int | None = None
 ) -> Request:
-    """Return a request of the same tokens and content, nothing of it computed: under another id, or
-    of another model epoch."""
+    """Return an uncomputed request with the same tokens and content, but another id or model
+    epoch."""
     tokens, num_prompt = request.all_token_ids, request.num_prompt_tokens
     namespace = request.namespace
     copy = Request(
@@ -482,7 +481,7 @@ def copy_request(
 
 
 def check_request(request: object) -> None:
-    """Raise RequestError unless `request` is one that its caller may change: a view is not."""
+    """Raise RequestError unless the caller may change `request`: it is not a view."""
     if type(request) is Request:
         return
     check_kind("request", request, Request, RequestError)
@@ -494,7 +493,7 @@ def check_request(request: object) -> None:
 
 
 def _check_hasher(request_id: str, block_hasher: BlockHasher) -> None:
-    """Raise RequestError unless something computes digests."""
+    """Raise RequestError unless the request has a block hasher."""
     size = getattr(block_hasher, "block_size", None)
     if type(size) is int and size > 0 and callable(block_hasher):
         return
@@ -504,8 +503,8 @@ def _check_hasher(request_id: str, block_hasher: BlockHasher) -> None:
 
 
 def _bytes_of(tokens: NDArray[np.int32]) -> bytes:
-    """Return the bytes of contiguous tokens: those they are a view of, as out of a message, which
-    cannot change, or a copy."""
+    """Return the bytes of contiguous tokens: the immutable bytes object below them, as in a
+    message, or a copy."""
     viewed: object = tokens.base
     if isinstance(viewed, bytes) and len(viewed) == tokens.nbytes:
         return viewed

@@ -1,7 +1,6 @@
-"""What sets a request's content apart from equal tokens: adapter, multimodal items, namespace.
+"""What tells equal tokens of two requests apart: adapter, multimodal items, namespace.
 
-Stands above requests, which check here what a caller hands in besides tokens. Refuses text that
-cannot be hashed, and items that do not lie inside the prompt.
+Refuses text that cannot be hashed, and items outside the prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class MultiModalPosition:
-    """Where the placeholder tokens of one multimodal item stand: `[offset, offset + length)`.
+    """The placeholder tokens of one multimodal item: `[offset, offset + length)`.
 
     Raises:
         RequestError: the offset is negative or the length is below 1.
@@ -54,7 +53,7 @@ class MultiModalPosition:
 
     @property
     def end(self) -> int:
-        """First token behind the item."""
+        """First token after the item."""
         return self.offset + self.length
 
 
@@ -62,11 +61,11 @@ class MultiModalPosition:
 class Namespace:
     """What separates equal tokens that must not share blocks.
 
-    A component of in-memory look-up keys, of block labels and of tier directories. `lora` is the
-    adapter's name and path as a JSON array, so that no two adapters read the same.
+    Part of look-up keys, block labels and tier directories. `lora` is the adapter's name and path
+    as a JSON array, so that two adapters never have the same text.
 
     Raises:
-        RequestError: the epoch is no integer of at least 0, or another part is no text.
+        RequestError: the epoch is not an integer of at least 0, or another part is not text.
     """
 
     model_epoch: int
@@ -83,23 +82,23 @@ class Namespace:
 
 
 DEFAULT_NAMESPACE = Namespace(model_epoch=0, lora=None, salt=None, tenant=None)
-"""Of requests without adapter, salt or tenant while the first weights are loaded: one object for
-all of them, which is compared by identity."""
+"""The namespace of requests without adapter, salt or tenant under the first weights: one object,
+compared by identity."""
 
 MAX_NAMES = 1024
-"""Names of namespaces that are kept, the latest ones."""
+"""Number of namespace names that are cached, the latest ones."""
 
 
 @lru_cache(MAX_NAMES)
 def namespace_name(namespace: Namespace) -> bytes:
-    """Return the canonical bytes of a namespace, as labels carry them."""
+    """Return the canonical bytes of a namespace, as in labels."""
     return cbor2.dumps(
         [namespace.model_epoch, namespace.lora, namespace.salt, namespace.tenant], canonical=True
     )
 
 
 def parse_namespace_name(name: bytes) -> Namespace:
-    """Return the namespace that `namespace_name` made `name` from; raises MalformedMessageError."""
+    """Return the namespace from its `namespace_name`; raises MalformedMessageError."""
     try:
         epoch, *rest = cbor2.loads(name)
     except (cbor2.CBORDecodeError, TypeError, ValueError) as error:
@@ -125,7 +124,7 @@ def sorted_items(
     """Multimodal items in order of position, each with its hash.
 
     Raises:
-        RequestError: unequal numbers, or an item that does not lie inside the prompt.
+        RequestError: numbers differ, or an item is outside the prompt.
     """
     mm_positions = as_tuple(f"request {request_id}: mm_positions", mm_positions, RequestError)
     mm_hashes = as_tuple(f"request {request_id}: mm_hashes", mm_hashes, RequestError)
@@ -148,7 +147,7 @@ def sorted_items(
             )
         if position.end > num_prompt_tokens:
             raise RequestError(
-                f"request {request_id}: multimodal item {mm_hash} stands at tokens "
+                f"request {request_id}: multimodal item {mm_hash} is at tokens "
                 f"[{shown(position.offset)}, {shown(position.end)}), but the prompt has "
                 f"{num_prompt_tokens} tokens: items lie inside the prompt"
             )
@@ -157,5 +156,5 @@ def sorted_items(
 
 
 def lora_label(lora: LoRARequest | None) -> str | None:
-    """The adapter as a `Namespace` states it."""
+    """The adapter as text, for a `Namespace`."""
     return None if lora is None else json.dumps([lora.name, lora.path], ensure_ascii=False)

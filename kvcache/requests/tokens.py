@@ -1,7 +1,7 @@
-"""Token ids, checked once where they enter.
+"""Token ids, checked once on entry.
 
-Stands above requests: whatever a caller hands in as tokens becomes an int32 array here, or an error
-that names the first value that is no token id. Knows nothing of prompts, outputs or blocks.
+Tokens from a caller become an int32 array here, or an error that names the first value that is not
+a token id.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def as_token_ids(ids: TokenIds, what: str) -> NDArray[np.int32]:
 
     Args:
         ids: list, tuple, range, `array.array` or one-dimensional numpy array of integers.
-        what: what one id is, for messages, as in `request r7: prompt token id`.
+        what: the noun for messages, as in `request r7: prompt token id`.
 
     Returns:
-        `ids` itself where it is such an array already, else a new array.
+        `ids` itself if it is such an array already, else a new array.
 
     Raises:
         RequestError: not such a sequence, or a value that is not an integer from 0 to
@@ -52,7 +52,7 @@ def as_token_ids(ids: TokenIds, what: str) -> NDArray[np.int32]:
 
 
 def are_token_ids(values: Sequence[object]) -> bool:
-    """Whether every value is a token id; quicker than `as_token_ids` for a few values."""
+    """Return whether every value is a token id; faster than `as_token_ids` for a few values."""
     return all(
         isinstance(value, (int, np.integer))
         and not isinstance(value, bool)
@@ -66,7 +66,7 @@ def _from_ndarray(ids: NDArray[np.generic], what: str) -> NDArray[np.int32]:
         raise RequestError(f"{what}s of shape {ids.shape}: pass a one-dimensional array")
     if ids.size == 0:
         return np.empty(0, np.int32)
-    if ids.dtype.kind not in "iu":  # a span of time is an np.integer, and no token id
+    if ids.dtype.kind not in "iu":  # numpy takes a timedelta for an integer
         raise _not_a_token_id(what, 0, ids[0].item())
     if ids.dtype != np.int32 or _has_negative(ids):
         wide = ids.astype(np.int64)  # unsigned ids above 2**63 become negative
@@ -77,7 +77,7 @@ def _from_ndarray(ids: NDArray[np.generic], what: str) -> NDArray[np.int32]:
 
 
 def _has_negative(ids: NDArray[np.generic]) -> bool:
-    """Say whether an int32 id is negative: of few, the bytes that have the sign tell sooner."""
+    """Return whether an int32 id is negative; for few ids, by the bytes with the sign."""
     if ids.size <= _FEW_IDS:
         return not ids.tobytes()[3::4].isascii()
     return int(np.minimum.reduce(ids)) < 0
@@ -85,7 +85,7 @@ def _has_negative(ids: NDArray[np.generic]) -> bool:
 
 def _from_sequence(ids: Sequence[int], what: str) -> NDArray[np.int32]:
     # The unsigned array refuses negative ids, fractions and text, in a third of numpy's time. It
-    # takes booleans for 0 and 1, and ids above MAX_TOKEN_ID, which read as negative afterwards.
+    # accepts booleans as 0 and 1, and ids above MAX_TOKEN_ID, which become negative.
     try:
         tokens = np.frombuffer(array("I", ids), dtype=np.int32)
     except (TypeError, ValueError, OverflowError):

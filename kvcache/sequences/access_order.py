@@ -1,9 +1,9 @@
-"""Least recently used, by the access times that an engine states.
+"""Least recently used, by access times that an engine states.
 
-Stands where any eviction policy stands, inside the pool of a sequence allocator. Engines that
-manage sequences give blocks back one by one, head first, and say when each was accessed last: the
-oldest access goes first, of equal ones what was given back first, and of blocks that were given
-back along one sequence the tail. Refuses entries that weigh more than a block.
+The eviction policy inside the pool of a sequence allocator. Engines that manage sequences free
+blocks one by one, head first, and state when each was last accessed. The oldest access goes first;
+among equals the block that was freed first; among blocks freed along one sequence, the tail.
+Refuses entries that weigh more than a block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SPARE_STALE = 64
 
 
 class _Place(NamedTuple):
-    """Where an entry stands: the smallest goes first. `path` numbers blocks that came in one after
-    the other along a sequence, `height` counts down along it."""
+    """An entry's place: the smallest goes first. `path` numbers the freeing of a sequence, `height`
+    counts down along it."""
 
     last_accessed: float
     path: int
@@ -32,7 +32,7 @@ class _Place(NamedTuple):
 class LastAccessOrder:
     """An `EvictionPolicy` ordered by access times. O(log n) per entry.
 
-    `heap` may hold places that entries have left: an entry's place is the one in `_places`.
+    `heap` may have stale places: an entry's valid place is the one in `_places`.
     """
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
@@ -47,7 +47,7 @@ class LastAccessOrder:
 
     @property
     def reads_contents(self) -> bool:
-        """What was accessed when is stated by entry."""
+        """Does nothing: accesses are stated by entry."""
         return False
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class LastAccessOrder:
         return entry in self._places
 
     def note_access(self, entry: int, time: float) -> None:
-        """Note when `entry` was accessed; counts from the next time it is inserted."""
+        """Record when `entry` was accessed; takes effect when it is next inserted."""
         self._times[entry] = time
 
     def insert(self, entries: Entries) -> None:
@@ -102,7 +102,7 @@ class LastAccessOrder:
         heappush(self._heap, (place, entry))
 
     def _drop_stale(self) -> None:
-        """Keep the heap in proportion to what is in it."""
+        """Rebuild the heap when most of its places are stale."""
         if len(self._heap) > 2 * len(self._places) + _SPARE_STALE:
             live: Sequence[tuple[_Place, int]] = [
                 (place, entry) for entry, place in self._places.items()

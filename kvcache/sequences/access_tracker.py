@@ -1,7 +1,7 @@
-"""When sequences were accessed last, for the eviction order of their blocks.
+"""When sequences were last accessed, for the eviction order of their blocks.
 
-Stands above the allocator: an engine notes accesses per sequence, which is cheap, and passes them
-on to the blocks only when they are about to be given back. Refuses sequences it was not told of.
+An engine records accesses per sequence, which is cheap, and passes them on to the blocks only
+before they are freed. Refuses unknown sequences.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class LastAccessBlocksTracker:
     """The last access of each running sequence, in whatever unit the caller counts time."""
 
     def __init__(self, allocator: PrefixCachingBlockAllocator) -> None:
-        """Track no sequence yet; accesses go to blocks of `allocator`.
+        """Track no sequence yet; accesses are passed to blocks of `allocator`.
 
-        Raises ConfigurationError if that is none.
+        Raises ConfigurationError for another object.
         """
         check_kind("allocator", allocator, PrefixCachingBlockAllocator, ConfigurationError)
         self._allocator = allocator
@@ -38,7 +38,7 @@ class LastAccessBlocksTracker:
         del self._last_access[seq_id]
 
     def update_last_access(self, seq_id: Hashable, time: float) -> None:
-        """Note an access.
+        """Record an access.
 
         Raises RequestError if the sequence is not tracked, or `time` is not a finite number.
         """

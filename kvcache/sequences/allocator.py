@@ -1,9 +1,9 @@
-"""The blocks of sequences that their engine manages itself: shared, forked, copied, swapped.
+"""Blocks for engines that manage sequences themselves: shared, forked, copied, swapped.
 
 An alternative to `KVCacheManager` on the same kind of pool, for beam search, parallel sampling and
-swapping: the engine keeps a list of `PrefixCachingBlock` per sequence, and everything about
-physical blocks is asked of this allocator. Refuses to move bytes. In every step the engine runs
-what it was told in this order, then its forward:
+swapping. The engine keeps a list of `PrefixCachingBlock` per sequence, and asks this allocator for
+physical blocks. The allocator moves no bytes. In every step the engine does the following in this
+order, then its forward:
 
     swap out (reads) ─▶ copies of `clear_copy_on_writes` ─▶ swap in (writes) ─▶ forward
     afterwards `mark_blocks_as_computed`; a sequence is forked when its tokens are computed
@@ -30,9 +30,8 @@ from kvcache.sequences.sequence_cache import SequenceCache
 class PrefixCachingBlockAllocator(SequenceCache):
     """Physical blocks for sequences, shared where their content is equal.
 
-    Mutable blocks are filled token by token; a full one is immutable and found by its content.
-    Blocks that hold nothing are taken before anything is evicted. A raise leaves everything
-    untouched.
+    Mutable blocks are filled token by token; full ones are immutable and found by their content.
+    Empty blocks are used before anything is evicted. A raise changes nothing.
     """
 
     def __init__(
@@ -47,12 +46,11 @@ class PrefixCachingBlockAllocator(SequenceCache):
         merge_duplicates: bool = True,
         block_bytes: int = 0,
     ) -> None:
-        """Own `num_blocks` blocks of `block_size` tokens, named `block_ids` or from 0 on.
+        """Create a pool of `num_blocks` blocks of `block_size` tokens, named `block_ids` or from 0.
 
-        With `merge_duplicates` a block that fills up with content already cached gives way to the
-        cached one; without, both stay as long as the second is held, and look-ups find the first.
-        `block_bytes` is what a block takes on all layers, for the
-        statistics.
+        With `merge_duplicates`, a block that fills up with cached content is replaced by the
+        cached one. Without, both stay while the second is held, and look-ups find the first.
+        `block_bytes` is the size of a block on all layers, for the statistics.
 
         Raises:
             ConfigurationError: sizes below 1, ids that are not as many and distinct, or an unknown
@@ -64,7 +62,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
         hasher = get_request_block_hasher(block_size, get_hash_fn(caching_hash_algo), hash_seed)
         super().__init__(HeldBlocks(ids, hasher, eviction_policy), block_bytes)
         self._merge_duplicates = merge_duplicates
-        # Every block object backed by a physical block; check() compares them with the references.
+        # All block objects with a physical block; check() compares them with the references.
         self._backed: set[PrefixCachingBlock] = set()
 
     # --- allocating ----------------------------------------------------------------------------
@@ -72,11 +70,11 @@ class PrefixCachingBlockAllocator(SequenceCache):
     def allocate_mutable_block(
         self, prev_block: PrefixCachingBlock | None, extra_hash: ExtraHash = None
     ) -> PrefixCachingBlock:
-        """Return an empty block behind `prev_block` (None: the first of a sequence).
+        """Return an empty block after `prev_block` (None: the first of a sequence).
 
         Raises:
             OutOfBlocksError: no block is free.
-            BlockError: `prev_block` is one of another block size or hash.
+            BlockError: `prev_block` has another block size or hash.
         """
         block = self._new_block(prev_block, (), extra_hash)
         self._attach(block, self._held.take(1)[0])
@@ -88,9 +86,9 @@ class PrefixCachingBlockAllocator(SequenceCache):
         token_ids: TokenIds,
         extra_hash: ExtraHash = None,
     ) -> PrefixCachingBlock:
-        """Return a full block behind `prev_block`: the cached one where its content is cached.
+        """Return a full block after `prev_block`: the cached one if its content is cached.
 
-        Raises as `allocate_immutable_blocks`.
+        Raises the errors of `allocate_immutable_blocks`.
         """
         return self.allocate_immutable_blocks(prev_block, [token_ids], extra_hash)[0]
 
@@ -100,12 +98,12 @@ class PrefixCachingBlockAllocator(SequenceCache):
         block_token_ids: Sequence[TokenIds],
         extra_hash: ExtraHash = None,
     ) -> list[PrefixCachingBlock]:
-        """Return full blocks, each behind the one before, or none at all.
+        """Return full blocks, each after the one before, or none at all.
 
         Raises:
-            OutOfBlocksError: too few blocks are free for what is not cached.
+            OutOfBlocksError: too few blocks are free for the uncached contents.
             BlockError: tokens that do not fill a block exactly, or a `prev_block` without a digest.
-            RequestError: something is no token id.
+            RequestError: a value is not a token id.
         """
         blocks: list[PrefixCachingBlock] = []
         for token_ids in as_tuple("block_token_ids", block_token_ids, BlockError):
@@ -125,14 +123,14 @@ class PrefixCachingBlockAllocator(SequenceCache):
         return blocks
 
     def promote_to_immutable_block(self, block: PrefixCachingBlock) -> int:
-        """Cache a block that has become full; return the physical block it is in from now on.
+        """Cache a block that has become full; return the physical block that it is now in.
 
-        That is another one where its content is cached already and duplicates are merged: the
-        block's own goes back. Where the cached one is not computed yet, a copy into it is noted,
-        since this sequence computes only what it has not computed in its own.
+        If its content is cached already and duplicates are merged, that is the other block, and
+        the block's own is freed. If the other block is not computed yet, a copy into it is
+        recorded, because this sequence computes the tokens only in its own block.
 
         Raises:
-            BlockError: it is not full, has no digest, or is not backed by this allocator.
+            BlockError: it is not full, has no digest, or has no block of this allocator.
         """
         own = self._require_backed(block)
         digest = block.content_hash
@@ -161,7 +159,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
         """Return the blocks of a new sequence that shares every block up to `last_block`.
 
         Raises:
-            BlockError: one of them is not backed by this allocator: unknown, freed or swapped out.
+            BlockError: one of them has no block of this allocator: unknown, freed or swapped out.
         """
         self._require_backed(last_block)
         chain = chain_to(last_block)
@@ -176,21 +174,21 @@ class PrefixCachingBlockAllocator(SequenceCache):
         return forked
 
     def free(self, block: PrefixCachingBlock) -> None:
-        """Give a block back; its content stays cached until it is evicted.
+        """Free a block; its content stays cached until it is evicted.
 
         Raises:
-            BlockError: it is not backed by this allocator: unknown, freed already or swapped out.
+            BlockError: it has no block of this allocator: unknown, freed already or swapped out.
         """
         self._require_backed(block)
         self._detach(block)
 
     def cow_block_if_not_appendable(self, block: PrefixCachingBlock) -> int:
-        """Let `block` alone hold its physical block, and return that: another one, with a copy
-        noted, where others hold it too.
+        """Give `block` a physical block that is not shared, and return it: another one, with a copy
+        recorded, if its block is shared.
 
         Raises:
             OutOfBlocksError: a copy is needed, and no block is free.
-            BlockError: the block is full, or not backed by this allocator.
+            BlockError: the block is full, or has no block of this allocator.
         """
         source = self._require_backed(block)
         if block.is_full:
@@ -204,21 +202,21 @@ class PrefixCachingBlockAllocator(SequenceCache):
         return destination
 
     def clear_copy_on_writes(self) -> list[tuple[int, int]]:
-        """Return the copies (source, destination) since the last call, and forget them.
+        """Return and clear the copies (source, destination) since the last call.
 
-        Every rank runs them before the forward, all sources read before a destination is written.
+        Every rank runs them before the forward, reading all sources before it writes.
         """
         return self._copies.take()
 
     # --- swapping ------------------------------------------------------------------------------
 
     def swap_out(self, blocks: Sequence[PrefixCachingBlock]) -> list[int]:
-        """Take the physical blocks of sequences away; return them: what to copy from.
+        """Free the physical blocks of sequences; return them, to copy from.
 
         Tokens and digests stay with the blocks, for `swap_in` here or into another allocator.
 
         Raises:
-            BlockError: one is given twice, not backed by this allocator, or waits for a copy.
+            BlockError: one is given twice, has no block of this allocator, or waits for a copy.
         """
         blocks = as_tuple("blocks", blocks, BlockError)
         block_ids = [self._require_backed(block) for block in blocks]
@@ -235,14 +233,14 @@ class PrefixCachingBlockAllocator(SequenceCache):
         return block_ids
 
     def swap_in(self, blocks: Sequence[PrefixCachingBlock]) -> list[int]:
-        """Back blocks that were swapped out, in place; return their new ids: what to copy to.
+        """Allocate physical blocks for blocks that were swapped out; return their ids, to copy to.
 
-        Blocks come in order of their sequence. Where a content is cached its block is shared:
-        nothing needs to be copied into it if it is computed.
+        Blocks must be in the order of their sequence. A block with cached content is shared, and
+        needs no copy if it is computed.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
-            BlockError: one is given twice, backed already, or of another block size or hash.
+            BlockError: one is given twice, has a block already, or has another block size or hash.
         """
         blocks = as_tuple("blocks", blocks, BlockError)
         for block in blocks:
@@ -255,7 +253,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
         return [self._require_backed(block) for block in blocks]
 
     def check(self) -> None:
-        """Raise InvariantError with the sum that fails if the books do not add up. O(blocks)."""
+        """Raise InvariantError with the sum that fails if the state is inconsistent. O(blocks)."""
         self._held.check(Counter(self._require_backed(block) for block in self._backed))
 
     # --- inside --------------------------------------------------------------------------------
@@ -270,7 +268,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
         )
 
     def _back(self, blocks: Sequence[PrefixCachingBlock]) -> int:
-        """Back blocks that have none, full ones by cached content; return how many were cached.
+        """Allocate blocks, full ones by cached content; return how many were cached.
 
         Equal contents share one block; all or nothing.
         """
@@ -282,7 +280,7 @@ class PrefixCachingBlockAllocator(SequenceCache):
                 f"{len(blocks)} blocks need {needed} free ones, {num_free} of "
                 f"{self.get_num_total_blocks()} are free: free sequences or use more blocks"
             )
-        # Hits are held before anything is taken, so that no eviction takes them away.
+        # Reference hits before anything is taken, so that they are not evicted.
         self._held.share(shared)
         new = iter(self._held.take(num_missing))
         is_unused = set(shared)

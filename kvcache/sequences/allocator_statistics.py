@@ -1,4 +1,4 @@
-"""What a sequence allocator says about itself at one moment."""
+"""Statistics of a sequence allocator."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AllocatorStatistics:
-    """Statistics at one moment; queried, hit and evicted blocks are counted since the start (the
-    first two since the last reset), merged ones since the start.
+    """Statistics at one moment. Queried and hit blocks are counted since the last reset, evicted
+    and merged ones since the start.
 
-    `num_merged_blocks` gave way to a block of equal content, which saved `merged_bytes`;
-    `num_duplicate_blocks` are held now, although another block has their content: merging is off.
+    `num_merged_blocks` were replaced by a block of equal content, which saved `merged_bytes`.
+    `num_duplicate_blocks` are held now although another block has their content: merging is off.
     """
 
     num_blocks: int

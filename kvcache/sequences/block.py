@@ -1,8 +1,8 @@
-"""A block as a sequence sees it: tokens, the block before it, and the physical block it is in.
+"""A block of a sequence: tokens, the block before it, and its physical block.
 
-Stands above the allocator, whose objects these are: a sequence appends tokens here, and the block
-asks its allocator before anything is written (copy-on-write) and when it has become full (caching).
-Refuses to grow once it is full, and while no physical block backs it.
+The allocator makes these objects. A sequence appends tokens to a block, and the block asks its
+allocator before anything is written (copy-on-write) and when it is full (caching). Refuses tokens
+once it is full, and while it has no physical block.
 
     first ◀─prev_block─ block ◀─prev_block─ block     digest = H(parent's, tokens, extra)
 """
@@ -28,23 +28,23 @@ from kvcache.requests.hashing import (
 from kvcache.requests.tokens import TokenIds, as_token_ids
 
 ExtraHash: TypeAlias = "int | str | ExtraKeys | None"
-"""What else than tokens a sequence's blocks depend on: a number, a text, or the extra keys that
-requests have (`generate_block_hash_extra_keys`), so that both come to the same digests."""
+"""What a sequence's blocks depend on besides tokens: a number, a text, or a request's extra keys
+(`generate_block_hash_extra_keys`), so that both have the same digests."""
 
 DEFAULT_HASH = "sha256"
 
 
 class BlockOwner(Protocol):
-    """What a block asks its allocator."""
+    """The interface of a block's allocator."""
 
     def cow_block_if_not_appendable(self, block: PrefixCachingBlock) -> int:
-        """Give the block a physical block that it alone holds; return it."""
+        """Give the block a physical block that is not shared; return it."""
 
     def promote_to_immutable_block(self, block: PrefixCachingBlock) -> int:
-        """Cache the full block; return the physical block it is in from now on."""
+        """Cache the full block; return the physical block that it is now in."""
 
     def block_is_computed(self, block_id: int) -> bool:
-        """Say whether the bytes of a physical block are there."""
+        """Return whether the bytes of a physical block are computed."""
 
 
 _OWNER_METHODS = (
@@ -58,7 +58,7 @@ class PrefixCachingBlock:
     """Up to `block_size` tokens of one sequence. Allocators make these; callers keep them in order.
 
     `block_id` is the physical block; None before one is given, after `free` and while swapped out.
-    `num_tokens_before_append` is set while tokens are being appended: those are not written yet.
+    `num_tokens_before_append` is set during an append: later tokens are not written yet.
     """
 
     __slots__ = (
@@ -83,13 +83,13 @@ class PrefixCachingBlock:
         extra_hash: ExtraHash = None,
         hasher: RequestBlockHasher | None = None,
     ) -> None:
-        """Hold a copy of `token_ids` behind `prev_block`; no physical block backs it yet.
+        """Store a copy of `token_ids` after `prev_block`, without a physical block.
 
-        `hasher` is the allocator's; without one digests are those of `sha256` and the usual seed.
+        `hasher` is the allocator's; the default is `sha256` with the default seed.
 
         Raises:
             BlockError: more tokens than fit, or an argument of another type.
-            RequestError: something is no token id, or an extra hash cannot be hashed.
+            RequestError: a value is not a token id, or an extra hash cannot be hashed.
         """
         check_kind("prev_block", prev_block, (PrefixCachingBlock, type(None)), BlockError)
         check_kind("hasher", hasher, (RequestBlockHasher, type(None)), BlockError)
@@ -126,12 +126,12 @@ class PrefixCachingBlock:
 
     @property
     def is_full(self) -> bool:
-        """Whether no token fits any more: the block is immutable."""
+        """Whether it is full: the block is immutable."""
         return len(self._token_ids) == self.block_size
 
     @property
     def num_empty_slots(self) -> int:
-        """How many tokens still fit."""
+        """How many more tokens fit."""
         return self.block_size - len(self._token_ids)
 
     @property
@@ -153,14 +153,14 @@ class PrefixCachingBlock:
 
     @property
     def parent_hash(self) -> BlockHash | None:
-        """Digest before this block: the none hash for a first block, None while there is none."""
+        """Digest before this block: the none hash for a first block, None if not known."""
         if self.prev_block is None:
             return self.hasher.none_hash
         return self.prev_block.content_hash
 
     @property
     def computed(self) -> bool:
-        """Whether its bytes are there; False while no physical block backs it."""
+        """Whether its bytes are computed; False without a physical block."""
         return self.block_id is not None and self.allocator.block_is_computed(self.block_id)
 
     @property
@@ -171,14 +171,14 @@ class PrefixCachingBlock:
     def append_token_ids(self, token_ids: TokenIds) -> None:
         """Append tokens that the next forward writes.
 
-        A physical block that others hold too is left to them: this one gets another, and the
-        allocator notes the copy. A block that becomes full is cached, and may move to the physical
-        block that has its content already.
+        A shared physical block is left to the others: this block gets another one, and the
+        allocator records the copy. A block that becomes full is cached, and may move to the
+        physical block that has its content already.
 
         Raises:
             BlockError: it is full, more tokens are given than fit, or it was freed or swapped out.
             OutOfBlocksError: a copy is needed, and no block is free.
-            RequestError: something is no token id. Nothing was changed in any of these cases.
+            RequestError: a value is not a token id. Every error leaves all unchanged.
         """
         new: list[int] = as_token_ids(token_ids, "token id").tolist()
         if self._is_released:
@@ -205,12 +205,12 @@ class PrefixCachingBlock:
         self.num_tokens_before_append = None
 
     def attach(self, block_id: int, allocator: BlockOwner) -> None:
-        """Be backed by a physical block of `allocator`, which counts the reference."""
+        """Set the physical block of `allocator`, which counts the reference."""
         self.block_id, self.allocator = block_id, allocator
         self._is_released = False
 
     def detach(self) -> None:
-        """Be backed by nothing; the allocator takes the reference back."""
+        """Clear the physical block; the allocator drops the reference."""
         self.block_id = None
         self._is_released = True
 
@@ -251,15 +251,15 @@ class PrefixCachingBlock:
 
 
 def default_hasher(block_size: int) -> RequestBlockHasher:
-    """Return the hasher of blocks whose allocator names none."""
+    """Return the default hasher."""
     return get_request_block_hasher(block_size, get_hash_fn(DEFAULT_HASH))
 
 
 def extra_keys_of(extra_hash: ExtraHash) -> ExtraKeys | None:
-    """Return an extra hash as a digest covers it; numbers and texts never read the same.
+    """Return an extra hash as a digest covers it; a number and a text always differ.
 
     Raises:
-        RequestError: it is none of the kinds allowed.
+        RequestError: it has another type.
     """
     if extra_hash is None:
         return None

@@ -1,6 +1,6 @@
-"""What an allocator notes about a physical block, besides its references.
+"""An allocator's data about a physical block, except its references.
 
-One per block, kept for good and reused. Refuses to be enabled or disabled twice.
+One per block, reused. Refuses to be enabled or disabled twice.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ NEVER_ACCESSED = -1.0
 class BlockTracker:
     """Whether a block is in use, when it was accessed last, and whether its bytes are there.
 
-    `last_accessed` is in whatever unit the caller counts time; it and `computed` mean nothing
-    unless `active`.
+    `last_accessed` is in the caller's unit of time; it and `computed` are meaningful only while
+    `active`.
     """
 
     __slots__ = ("active", "computed", "last_accessed")
@@ -27,19 +27,19 @@ class BlockTracker:
         self.computed = False
 
     def reset(self) -> None:
-        """Forget access and bytes; `active` stays."""
+        """Clear access and bytes; `active` stays."""
         self.last_accessed = NEVER_ACCESSED
         self.computed = False
 
     def enable(self) -> None:
-        """The block comes into use; raises BlockError, unchanged, if it is."""
+        """Take the block into use; raises BlockError, unchanged, if it is in use."""
         if self.active:
             raise BlockError("a block that is in use is tracked already: disable it first")
         self.active = True
         self.reset()
 
     def disable(self) -> None:
-        """The block goes out of use; raises BlockError, unchanged, if it is not in use."""
+        """Take the block out of use; raises BlockError, unchanged, if it is not in use."""
         if not self.active:
             raise BlockError("a block that is not in use is not tracked: enable it first")
         self.active = False

@@ -1,7 +1,7 @@
-"""How many tokens of a sequence are cached, asked again and again while it is computed.
+"""How many tokens of a sequence are cached, for repeated questions while it is computed.
 
-Stands above the allocator, which knows contents: keeps the digests of every sequence's full
-blocks, so that each is computed once. Refuses to change anything in the cache.
+Keeps the digests of every sequence's full blocks, so that each is computed once. Changes nothing in
+the cache.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvcache.sequences.block import ExtraHash, extra_keys_of
 
 
 class TrackedSequence(Protocol):
-    """What is asked of an engine's own sequence."""
+    """The interface of an engine's own sequence."""
 
     @property
     def seq_id(self) -> Hashable:
-        """Tells sequences apart."""
+        """Identifies the sequence."""
 
     def get_token_ids(self) -> TokenIds:
         """Return prompt and output tokens."""
 
     def extra_hash(self) -> ExtraHash:
-        """Return what else its blocks depend on, as its blocks were allocated with."""
+        """Return the extra hash with which its blocks were allocated."""
 
     def is_prefill(self) -> bool:
-        """Say whether prompt tokens are still to be computed."""
+        """Return whether prompt tokens remain to be computed."""
 
 
 AnySequence: TypeAlias = "TrackedSequence | Request"
@@ -41,14 +41,14 @@ AnySequence: TypeAlias = "TrackedSequence | Request"
 
 @dataclass(slots=True)
 class _Known:
-    """Digests of the full blocks so far, and the cached tokens that were found last."""
+    """Digests of the full blocks so far, and the last number of cached tokens."""
 
     digests: list[BlockHash] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
 
 class ComputedBlocksTracker:
-    """Cached tokens per sequence. A sequence is known from the first question on."""
+    """Cached tokens per sequence. A sequence is tracked from its first question on."""
 
     def __init__(
         self, allocator: PrefixCachingBlockAllocator, block_size: int, enable_caching: bool
@@ -68,11 +68,11 @@ class ComputedBlocksTracker:
     def get_num_cached_tokens(self, seq: AnySequence) -> int:
         """Return how many leading tokens of `seq`, in full blocks, are cached and computed.
 
-        The answer stays what it was first while the sequence's prompt is being computed: what it
-        caches itself meanwhile was not cached for it.
+        The answer stays the same while the sequence's prompt is being computed: what the sequence
+        caches itself meanwhile is no hit.
 
         Raises:
-            RequestError: the sequence has fewer tokens than it had, something is no token id, or
+            RequestError: the sequence has fewer tokens than before, a value is not a token id, or
                 `seq` is neither a request nor a sequence.
         """
         _check_sequence(seq)
@@ -93,12 +93,12 @@ class ComputedBlocksTracker:
         return known.num_cached_tokens
 
     def remove_seq(self, seq_id: Hashable) -> None:
-        """Forget a sequence; one that is not known: no effect."""
+        """Forget a sequence; no effect if it is unknown."""
         check_hashable("seq_id", seq_id, RequestError)
         self._known.pop(seq_id, None)
 
     def _new_digests(self, seq: AnySequence, known: list[BlockHash]) -> list[BlockHash]:
-        """Return the digests of the full blocks behind the known ones."""
+        """Return the digests of the full blocks after the known ones."""
         size = self._block_size
         if isinstance(seq, Request):
             seq_id: Hashable = seq.request_id

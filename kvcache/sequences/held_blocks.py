@@ -1,9 +1,9 @@
-"""The physical blocks of a sequence allocator: which are held, which hold what, which are ready.
+"""The physical blocks of a sequence allocator: references, contents, and computed bytes.
 
-The lower half of the allocator, on a `BlockPool` of its own: the pool counts references, finds
-contents and evicts; here are the caller's ids, access times and what is computed. Sequences, of
-whom none is the owner and none the copy, hold blocks by request references. Refuses ids that it
-was not given, and knows no tokens beyond what it caches.
+The lower half of the allocator, with a `BlockPool` of its own: the pool counts references, finds
+contents and evicts; this class has the caller's ids, access times and which blocks are computed.
+All sequences are equal and hold blocks by request references. Refuses unknown ids, and keeps no
+tokens except those of cached blocks.
 
     caller's ids   10 11 12 13          physical ids   0 1 2 3          pool ids   1 2 3 4
 """
@@ -27,17 +27,17 @@ GROUP = 0
 
 
 class HeldBlocks:
-    """References, contents and readiness, by the caller's block ids.
+    """References, contents and computed bytes, by the caller's block ids.
 
-    Invariants: a tracker is active exactly when its block is held; `_uncomputed` has every full
-    block whose bytes were not reported, held or cached. `_twins` are held blocks whose content
-    another one has: that one, which look-ups find, stays as long, held by a pin.
+    Invariants: a tracker is active exactly when its block is held. `_uncomputed` has every full
+    block, held or cached, whose bytes were not reported. `_twins` are held blocks whose content
+    another block has; a pin keeps that one, which look-ups find, for as long.
     """
 
     def __init__(
         self, block_ids: Sequence[int], hasher: RequestBlockHasher, eviction_policy: str
     ) -> None:
-        """Let all blocks be free; they are handed out in the order of `block_ids` at first."""
+        """Start with all blocks free; they are handed out in the order of `block_ids` at first."""
         num_blocks = len(block_ids)
         self.hasher = hasher
         self._ids = [-1, *block_ids]
@@ -57,7 +57,7 @@ class HeldBlocks:
 
     @property
     def pool(self) -> BlockPool:
-        """The pool, to be read."""
+        """The pool, read-only."""
         return self._pool
 
     @property
@@ -80,20 +80,20 @@ class HeldBlocks:
         return self._pool.num_references(self._pool_id(block_id), ReferenceKind.REQUEST)
 
     def is_cached(self, block_id: int) -> bool:
-        """Say whether a block can be found by its content."""
+        """Return whether a block can be found by its content."""
         return self._pool_id(block_id) in self._pool.names
 
     def find(self, digest: BlockHash) -> int | None:
-        """Return the block that holds a content; None if none does."""
+        """Return the block with a content; None if there is none."""
         found = self._pool.get_cached_block(digest, [GROUP])
         return None if found is None else self._ids[found[0]]
 
     def num_unheld(self, block_ids: Iterable[int]) -> int:
         """Return how many of these distinct blocks have no reference: sharing them uses up free
-        ones."""
+        blocks."""
         return self._pool.num_unheld([self._pool_id(block_id) for block_id in block_ids])
 
-    # --- taking and giving back ----------------------------------------------------------------
+    # --- references ----------------------------------------------------------------------------
 
     def take(self, num_blocks: int) -> list[int]:
         """Hand out blocks; raises OutOfBlocksError, unchanged, if fewer are free."""
@@ -104,7 +104,7 @@ class HeldBlocks:
         return [self._ids[pool_id] for pool_id in taken]
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks, each held or cached, once more each."""
+        """Add a reference to each block, held or cached."""
         pool_ids = [self._pool_id(block_id) for block_id in block_ids]
         self._pool.touch(pool_ids)
         for pool_id in pool_ids:
@@ -114,7 +114,7 @@ class HeldBlocks:
                 tracker.computed = pool_id not in self._uncomputed
 
     def give_back(self, block_id: int) -> bool:
-        """Take one reference back; return whether it was the last one."""
+        """Drop one reference; return whether it was the last one."""
         pool_id = self._pool_id(block_id)
         if self._pool.num_references(pool_id, ReferenceKind.REQUEST) != 1:
             self._pool.free_blocks([pool_id])
@@ -131,16 +131,16 @@ class HeldBlocks:
     # --- contents ------------------------------------------------------------------------------
 
     def has_become_full(self, block_id: int) -> None:
-        """The forward that writes a block's last token is still to come."""
+        """Record that a later forward writes the block's last token."""
         pool_id = self._pool_id(block_id)
         self._trackers[pool_id].computed = False
         self._uncomputed.add(pool_id)
 
     def cache(self, block: PrefixCachingBlock, block_id: int, digest: BlockHash) -> None:
-        """Let a full block, held as `block_id`, be found by its content.
+        """Make a full block, held as `block_id`, findable by its content.
 
-        Not if what comes before it cannot be found (any more), and not if it can be found already.
-        Where another block has that content, that one stays as long as this one is held.
+        No effect if the block before it cannot be found, or if the block can be found already. If
+        another block has that content, it is kept as long as this one is held.
         """
         pool_id, parent = self._pool_id(block_id), block.parent_hash
         if parent is None or pool_id in self._pool.names:
@@ -163,7 +163,7 @@ class HeldBlocks:
     # --- readiness and access ------------------------------------------------------------------
 
     def is_computed(self, block_id: int) -> bool:
-        """Say whether the bytes of a held or cached block are there."""
+        """Return whether the bytes of a held or cached block are computed."""
         pool_id = self._pool_id(block_id)
         tracker = self._trackers[pool_id]
         if tracker.active:
@@ -171,7 +171,7 @@ class HeldBlocks:
         return pool_id in self._pool.names and pool_id not in self._uncomputed
 
     def mark_computed(self, block_ids: Sequence[int]) -> None:
-        """The bytes of these blocks are there; without any, those of all full blocks held."""
+        """Mark these blocks as computed; without any, all full blocks that are held."""
         pool_ids = self._in_use_or_cached(block_ids)
         if not pool_ids:
             pool_ids = [b for b in self._uncomputed if self._trackers[b].active]
@@ -181,7 +181,7 @@ class HeldBlocks:
         self._uncomputed.difference_update(pool_ids)
 
     def mark_accessed(self, block_ids: Sequence[int], now: float) -> None:
-        """These blocks were read or written at `now`; unheld ones are evicted accordingly."""
+        """Record that these blocks were accessed at `now`; re-sorts unheld ones for eviction."""
         unheld = []
         for pool_id in self._in_use_or_cached(block_ids):
             if self._trackers[pool_id].active:
@@ -191,7 +191,7 @@ class HeldBlocks:
         for pool_id in dict.fromkeys(unheld):
             if self._access_order is not None:
                 self._access_order.note_access(pool_id, now)
-            # Coming into use and out of it again is what any policy takes an access for.
+            # To a policy, an access is coming into use and out of it again.
             self._pool.touch([pool_id])
             self._pool.free_blocks([pool_id])
 
@@ -203,7 +203,7 @@ class HeldBlocks:
             held, wanted = self.num_references(block_id), references.get(block_id, 0)
             if held != wanted or tracker.active != bool(held):
                 raise InvariantError(
-                    f"block {block_id} has {held} references, stands in {wanted} sequences, and "
+                    f"block {block_id} has {held} references, is in {wanted} sequences, and "
                     f"is {'' if tracker.active else 'not '}tracked"
                 )
             if tracker.computed and pool_id in self._uncomputed:
@@ -235,10 +235,10 @@ class HeldBlocks:
 
 
 def checked_block_ids(num_blocks: int, block_ids: Iterable[int] | None) -> list[int]:
-    """Return the ids of an allocator's blocks, `0` to `num_blocks - 1` if none are named.
+    """Return the ids of an allocator's blocks, `0` to `num_blocks - 1` by default.
 
     Raises:
-        ConfigurationError: not as many as there are blocks, not distinct, or negative.
+        ConfigurationError: not one per block, not distinct, or negative.
     """
     num_blocks = as_int("num_blocks", num_blocks, 1, error=ConfigurationError)
     if block_ids is None:

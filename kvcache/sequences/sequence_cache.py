@@ -1,7 +1,6 @@
-"""What of sequences is cached, computed and accessed: the allocator's answers and statistics.
+"""Contents, readiness and accesses of sequences' blocks, with statistics.
 
-The lower half of the allocator that allocates, shares and swaps. Refuses to give anybody a block:
-nothing here changes who holds what.
+The read-only base of the allocator: nothing here changes who holds a block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class SequenceCache:
     """Contents of held and cached blocks, by digest and by id."""
 
     def __init__(self, held: HeldBlocks, block_bytes: int) -> None:
-        """Answer for `held`, whose blocks take `block_bytes` each."""
+        """Use `held`, whose blocks take `block_bytes` each."""
         self._held = held
         self._block_bytes = block_bytes
         self._copies = PendingCopies()
@@ -39,7 +38,7 @@ class SequenceCache:
         self._num_hits = 0
         self._num_merged = 0
 
-    # --- what there is -------------------------------------------------------------------------
+    # --- blocks --------------------------------------------------------------------------------
 
     @property
     def block_size(self) -> int:
@@ -48,7 +47,7 @@ class SequenceCache:
 
     @property
     def hasher(self) -> RequestBlockHasher:
-        """What digests of this allocator's blocks are made with."""
+        """The hasher of this allocator's blocks."""
         return self._held.hasher
 
     @property
@@ -61,7 +60,7 @@ class SequenceCache:
         return len(self._held.block_ids)
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks could be taken now, cached ones without a reference included."""
+        """Return how many blocks could be taken now, including cached ones without a reference."""
         return self._held.pool.get_num_free_blocks()
 
     def get_physical_block_id(self, absolute_id: int) -> int:
@@ -72,17 +71,17 @@ class SequenceCache:
         return self._held.physical_id(as_int("absolute_id", absolute_id, error=BlockError))
 
     def get_num_references(self, block_id: int) -> int:
-        """Return how many blocks of sequences are backed by a physical block."""
+        """Return how many blocks of sequences have a physical block."""
         return self._held.num_references(as_int("block_id", block_id, error=BlockError))
 
     def get_prefix_cache_hit_rate(self) -> float:
-        """Return the share of immutable blocks asked for that were cached; 0.0 before any was."""
+        """Return the share of requested immutable blocks that were cached; 0.0 before the first."""
         return self._num_hits / self._num_queries if self._num_queries else 0.0
 
-    # --- what is cached and computed -----------------------------------------------------------
+    # --- contents ------------------------------------------------------------------------------
 
     def is_block_cached(self, block: PrefixCachingBlock) -> bool:
-        """Say whether the content of a block is cached; False without a digest."""
+        """Return whether the content of a block is cached; False without a digest."""
         check_kind("block", block, PrefixCachingBlock, BlockError)
         digest = block.content_hash
         return digest is not None and self._held.find(digest) is not None
@@ -101,9 +100,9 @@ class SequenceCache:
     def get_common_computed_block_ids(
         self, computed_seq_block_ids: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Return the leading block ids that all sequences have in common and that are computed.
+        """Return the computed leading block ids that all sequences have in common.
 
-        None of them where a sequence has no blocks. Raises BlockError for an unknown block.
+        Empty if a sequence has no blocks. Raises BlockError for an unknown block.
         """
         what = "computed_seq_block_ids"
         sequences = [
@@ -118,16 +117,16 @@ class SequenceCache:
         return common
 
     def mark_blocks_as_accessed(self, block_ids: Sequence[int], now: float) -> None:
-        """Note that blocks were read or written at `now`: the oldest access is evicted first.
+        """Record that blocks were accessed at `now`: the oldest access is evicted first.
 
         Raises:
-            BlockError: a block is unknown, or free and empty; or `now` is no finite number.
+            BlockError: a block is unknown, or free and empty; or `now` is not a finite number.
         """
         time = as_number("access time", now, error=BlockError)
         self._held.mark_accessed(_as_block_ids("block_ids", block_ids), time)
 
     def mark_blocks_as_computed(self, block_ids: Sequence[int] = ()) -> None:
-        """The bytes of these blocks are there; without ids, those of every full block held.
+        """Mark these blocks as computed; without ids, every full block that is held.
 
         Raises:
             BlockError: a block is unknown, or free and empty.
@@ -135,11 +134,11 @@ class SequenceCache:
         self._held.mark_computed(_as_block_ids("block_ids", block_ids))
 
     def block_is_computed(self, block_id: int) -> bool:
-        """Say whether a block's bytes are there; raises BlockError if it is unknown."""
+        """Return whether a block's bytes are computed; raises BlockError if it is unknown."""
         return self._held.is_computed(as_int("block_id", block_id, error=BlockError))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every content; False, unchanged, while a block is in use."""
+        """Forget every content; returns False, unchanged, while a block is in use."""
         num_held = self._held.reset()
         if num_held:
             logger.warning(
@@ -169,9 +168,9 @@ class SequenceCache:
         )
 
     def get_num_full_blocks_touched(self, blocks: Sequence[PrefixCachingBlock]) -> int:
-        """Return how many free blocks the full ones of `blocks` take when they are swapped in.
+        """Return how many free blocks the full ones of `blocks` need when they are swapped in.
 
-        Contents that a sequence holds take none; blocks that are not full are ignored.
+        Contents that a sequence holds need none; blocks that are not full are ignored.
         """
         blocks = as_tuple("blocks", blocks, BlockError, PrefixCachingBlock)
         full = [block for block in blocks if block.is_full]
@@ -181,7 +180,7 @@ class SequenceCache:
     def _find_contents(
         self, blocks: Sequence[PrefixCachingBlock]
     ) -> tuple[dict[BlockHash, int], int]:
-        """Return where digests of `blocks` are cached, and how many blocks the others need."""
+        """Return the blocks that hold digests of `blocks`, and how many blocks the others need."""
         digests = [block.content_hash for block in blocks]
         hits: dict[BlockHash, int] = {}
         missing: set[BlockHash] = set()
@@ -196,7 +195,7 @@ class SequenceCache:
 
     def _require_compatible(self, block: PrefixCachingBlock) -> None:
         if not isinstance(block, PrefixCachingBlock):
-            raise BlockError(f"{shown(block)} is no block of a sequence: pass what is allocated")
+            raise BlockError(f"{shown(block)} is not a block of a sequence: pass an allocated one")
         if block.hasher != self.hasher:
             raise BlockError(
                 f"{block!r} has digests of {block.hasher.hash_fn.name} over {block.block_size} "

@@ -1,7 +1,7 @@
-"""What one layer's KV cache looks like, and the plan that is made from many of them.
+"""The KV cache of one layer, and the plan of one rank.
 
-Everything is frozen, hashable and free of torch; dtypes are names. spec.py says what a kind
-answers, attention.py and state.py have the kinds, cache_config.py the plan of one rank.
+All objects are frozen, hashable and free of torch; dtypes are names. spec.py has the interface of
+a kind, attention.py and state.py the kinds, cache_config.py the plan of one rank.
 """
 
 from __future__ import annotations

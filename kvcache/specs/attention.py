@@ -1,7 +1,7 @@
-"""The kinds that keep something per token: full attention, MLA, sliding window, chunked local.
+"""The kinds that keep data per token: full attention, MLA, sliding window, chunked, cross.
 
-`spec.py` says what a kind must answer. Refuses pages padded below their
-content, layers that remember both a window and a chunk, and chunks that cut through a block.
+`spec.py` has the interface. Refuses pages padded below their content, layers that remember both a
+window and a chunk, and chunks that are not whole blocks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AttentionSpec(KVCacheSpec):
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
         block_size = require_count("block_size", block_size)
         if self.page_size_padded is not None:
-            return None  # the padding was chosen for the old size and says nothing of the new one
+            return None  # the padding fits only the old size
         return replace(self, block_size=block_size)
 
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
@@ -94,8 +94,8 @@ class FullAttentionSpec(AttentionSpec):
     """A layer whose every token reads all tokens before it (MHA, GQA, MQA; MLA by `use_mla`).
 
     MLA keeps one latent vector per token instead of a key and a value. `sliding_window` and
-    `attention_chunk_size` are remembered when this stands in for a windowed or chunked layer: the
-    cache then keeps everything, and the model still reads only its window.
+    `attention_chunk_size` are set when this spec replaces a windowed or chunked layer: the cache
+    then keeps every token, and the model still reads only its window.
     """
 
     kind: ClassVar[str] = "full"
@@ -138,9 +138,9 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-        """Return the one spec that serves all of `specs`: equal but for what they remember.
+        """Return the one spec that serves all of `specs`: equal except for remembered windows.
 
-        At most one window or chunk may be remembered among them; the result remembers it. Raises
+        The specs may remember at most one window or chunk, which the result remembers. Raises
         ConfigurationError otherwise.
         """
         listed = require_kind(cls, specs)
@@ -165,8 +165,8 @@ class FullAttentionSpec(AttentionSpec):
 class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector per token, `[block, tokens, heads, size]`.
 
-    Reads the whole prefix as full attention does; what differs is the page. `num_kv_heads` is 1
-    for the models of today, and every tensor-parallel rank keeps the whole vector.
+    Reads the whole prefix, as full attention does; only the page differs. `num_kv_heads` is 1
+    for current models, and every tensor-parallel rank keeps the whole vector.
     """
 
     kind: ClassVar[str] = "mla"
@@ -194,14 +194,14 @@ class SlidingWindowSpec(AttentionSpec):
         check_fields(self, as_int, "sliding_window", at_least=1)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return the tokens before the window of the next one."""
+        """Return the number of tokens before the next token's window."""
         num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         return max(0, num_computed_tokens - self.sliding_window + 1)
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Return the bytes of the window before the first token of a step, the step, and a block.
+        """Return the bytes of the window before a step, of the step, and of one block.
 
-        The tokens kept need not start at a block's border, hence the one block more.
+        The extra block is needed because the window may begin in the middle of a block.
         """
         longest, batched = require_lengths(max_model_len, max_num_batched_tokens)
         num_tokens = min(self.sliding_window - 1 + batched, longest)
@@ -222,7 +222,7 @@ class SlidingWindowSpec(AttentionSpec):
 class ChunkedLocalAttentionSpec(AttentionSpec):
     """A layer whose every token reads itself and the tokens before it in its own chunk.
 
-    Chunks are `attention_chunk_size` tokens long and begin at multiples of that.
+    Chunks have `attention_chunk_size` tokens and begin at multiples of that.
     """
 
     kind: ClassVar[str] = "chunked_local"
@@ -241,7 +241,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     @property
     def supports_eagle(self) -> bool:
-        """False: a hit that ends where a chunk begins says nothing of the chunk before."""
+        """False: a hit that ends where a chunk begins does not cover the chunk before."""
         return False
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
@@ -251,12 +251,12 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         )
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return the tokens before the chunk that the next one belongs to."""
+        """Return the number of tokens before the next token's chunk."""
         num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         return num_computed_tokens // self.attention_chunk_size * self.attention_chunk_size
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Return the bytes of a chunk before the first token of a step, and of the step."""
+        """Return the bytes of one chunk before a step's first token, and of the step."""
         longest, batched = require_lengths(max_model_len, max_num_batched_tokens)
         num_tokens = min(self.attention_chunk_size + batched, longest)
         return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
@@ -277,7 +277,7 @@ class CrossAttentionSpec(AttentionSpec):
     """A decoder layer that reads the keys and values of an encoder's tokens.
 
     They are written once, when the request begins, and do not grow with it. No other request can
-    start from them. `max_encoder_tokens`: most encoder tokens of one request.
+    start from them. `max_encoder_tokens` is the most encoder tokens of one request.
     """
 
     kind: ClassVar[str] = "cross"
@@ -301,7 +301,7 @@ class CrossAttentionSpec(AttentionSpec):
         return self.max_encoder_tokens
 
     def max_table_blocks(self, max_model_len: int) -> int:
-        """Return the blocks of the most encoder tokens; the request's length does not matter."""
+        """Return the blocks of `max_encoder_tokens`; the request's length does not matter."""
         require_tokens("max_model_len", max_model_len)
         return ceil_div(self.max_encoder_tokens, self.block_size)
 

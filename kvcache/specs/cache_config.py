@@ -1,7 +1,7 @@
-"""The plan of one rank: what the planner makes, and everybody else obeys.
+"""The plan of one rank.
 
-Stands between the planner, which alone builds it, and managers, workers and messages, which read
-it. Refuses counts that cannot be meant; whether a plan fits a machine is the planner's question.
+Only the planner makes it; managers, workers and messages read it. Refuses invalid counts. The
+planner checks whether a plan fits a machine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class KVCacheTensor:
 class KVCacheGroupSpec:
     """Layers that share one block table, and the spec that serves all of them.
 
-    `layer_names` are those of one rank; a rank that holds none of the group's layers has the
-    group all the same, empty, so that group ids mean the same on every rank.
+    `layer_names` are those of one rank. A rank without layers of the group has an empty group,
+    so that group ids mean the same on every rank.
     """
 
     layer_names: tuple[str, ...]
@@ -97,7 +97,7 @@ class KVCacheGroupSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """The plan of one rank: how many blocks, where their bytes lie, which layers share tables.
+    """The plan of one rank: the number of blocks, their places in memory, and the groups.
 
     `num_blocks` counts the null block and is the same on every rank, as are the capacities of the
     host and disk tiers, `host_blocks` and `disk_blocks`.
@@ -162,7 +162,7 @@ class KVCacheConfig:
 
 
 def require_eagle_support(specs: Iterable[KVCacheSpec]) -> None:
-    """Raise ConfigurationError if a kind cannot give up the last block of a hit."""
+    """Raise ConfigurationError if a hit of some kind is not valid without its last block."""
     for spec in as_specs(specs):
         if not spec.supports_eagle:
             raise ConfigurationError(
@@ -172,7 +172,7 @@ def require_eagle_support(specs: Iterable[KVCacheSpec]) -> None:
 
 
 def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
-    """Say whether requests can start from cached blocks in every group; warn if some cannot."""
+    """Return whether every group can start requests from cached blocks; warn if some cannot."""
     listed = as_specs(specs)
     unable = sorted({spec.kind for spec in listed if not spec.can_prefix_cache})
     if unable:
@@ -184,7 +184,7 @@ def can_cache_prefixes(specs: Sequence[KVCacheSpec]) -> bool:
 
 
 _NO_LISTS = (str, Mapping, Set, np.ndarray)
-"""What can be iterated over, but says nothing of the order of names."""
+"""Iterable types that do not fix the order of names."""
 
 
 def _as_names(what: str, names: Iterable[str]) -> tuple[str, ...]:

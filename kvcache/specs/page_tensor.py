@@ -1,7 +1,6 @@
-"""One tensor inside a page: what a worker needs to know to show a layer its bytes.
+"""One tensor inside a page, as a worker shows it to a layer.
 
-Stands below the specs, which answer with these. Free of torch: dtypes are names. Refuses nothing:
-a spec has checked its shapes and dtypes.
+Free of torch: dtypes are names. Its spec has checked shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kvcache.specs.units import dtype_size_bytes
 
 @dataclass(frozen=True)
 class PageTensor:
-    """A contiguous tensor of `shape`, `offset_bytes` behind the start of every page of a layer."""
+    """A contiguous tensor of `shape`, `offset_bytes` after the start of every page of a layer."""
 
     offset_bytes: int
     shape: tuple[int, ...]

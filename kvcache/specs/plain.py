@@ -1,7 +1,6 @@
 """Specs as plain values for messages and files, and back.
 
-Stands between specs and the wire. Whatever does not fit is refused with MalformedMessageError;
-kinds from outside travel when the caller passes a mapping that has them.
+Invalid values raise MalformedMessageError. For kinds of your own, pass a mapping that has them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SPEC_KINDS: Mapping[str, type[KVCacheSpec]] = MappingProxyType(
         )
     }
 )
-"""The kinds that messages may carry. Pass an extended copy where kinds of your own travel."""
+"""The kinds that messages may carry. For kinds of your own, pass an extended copy."""
 
 
 _MOST_LISTED = 4

@@ -1,8 +1,7 @@
-"""What every kind of KV cache answers, whatever it keeps.
+"""The interface of every attention kind.
 
-Stands before the planner: an engine states a `KVCacheSpec` per layer, and planner, managers and
-workers ask it what they need to know. Refuses sizes that cannot be meant; knows nothing of
-requests, ranks or free memory.
+An engine states a `KVCacheSpec` per layer; the planner, managers and workers query it. Refuses
+invalid sizes. Knows nothing of requests, ranks or free memory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 class KVCacheSpec(ABC):
     """What a layer keeps per block of `block_size` tokens.
 
-    Kinds differ in their answers, never in their questions: code that has to know whether
-    a layer can do something asks the spec, not its class. Specs are equal when all fields are.
+    Kinds differ only in their answers: code that needs to know whether a layer can do something
+    asks the spec, not its class. Specs are equal if all fields are equal.
     """
 
     kind: ClassVar[str]
@@ -40,26 +39,26 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def page_size_bytes(self) -> int:
-        """Bytes that one block of this layer takes in memory, padding included."""
+        """Bytes that one block of this layer takes in memory, including padding."""
 
     @property
     @abstractmethod
     def real_page_size_bytes(self) -> int:
-        """Bytes of one block of this layer that hold content."""
+        """Bytes of content in one block of this layer."""
 
     @property
     @abstractmethod
     def alignment_bytes(self) -> int:
-        """What every page of this layer must start at a multiple of."""
+        """Every page of this layer starts at a multiple of this."""
 
     @property
     @abstractmethod
     def can_prefix_cache(self) -> bool:
-        """Whether another request can start from blocks that this layer has kept."""
+        """Whether another request can start from this layer's blocks."""
 
     @property
     def supports_eagle(self) -> bool:
-        """Whether a hit holds without its last block, which EAGLE computes again."""
+        """Whether a hit is valid without its last block, which EAGLE computes again."""
         return True
 
     @property
@@ -69,19 +68,19 @@ class KVCacheSpec(ABC):
 
     @property
     def keeps_encoder_tokens(self) -> bool:
-        """Whether what is kept belongs to an encoder's tokens, not to the request's own."""
+        """Whether the cache holds an encoder's tokens, not the request's own."""
         return False
 
     @property
     def num_state_blocks(self) -> int | None:
-        """Blocks that a request needs at a time whatever its length; None where tokens are kept."""
+        """Blocks that a request needs, whatever its length; None if tokens are kept."""
         return None
 
     @property
     def page_tensors(self) -> tuple[PageTensor, ...]:
-        """The tensors that lie in a page of this layer; none: workers cannot show them.
+        """The tensors in a page of this layer; empty if workers cannot show them.
 
-        Where tokens are kept it is one, whose last axes are tokens, heads and head size.
+        A layer that keeps tokens has one tensor, whose last axes are tokens, heads and head size.
         """
         return ()
 
@@ -91,18 +90,18 @@ class KVCacheSpec(ABC):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """Drafts of one forward that can be taken back; None where any number can."""
+        """Most draft tokens of one forward that can be rolled back; None if any number can."""
         return None
 
     @property
     def encoder_token_limit(self) -> int:
-        """Most encoder tokens of one request that are kept; 0 where none are."""
+        """Most encoder tokens of one request; 0 if the kind keeps none."""
         return 0
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return how many leading tokens nothing reads any more after so many computed ones.
+        """Return how many leading tokens are never read again after `num_computed_tokens` tokens.
 
-        Blocks that lie wholly among them can be dropped.
+        Blocks that contain only such tokens can be dropped.
         """
         require_tokens("num_computed_tokens", num_computed_tokens)
         return 0
@@ -113,9 +112,9 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
-        """Return a copy with blocks of `block_size` tokens, None if this layer cannot have them.
+        """Return a copy with blocks of `block_size` tokens, None if this layer does not support it.
 
-        Whether its page is larger then depends on the kind: where tokens are kept, it is.
+        The page grows with the block if tokens are kept.
         """
 
     @abstractmethod
@@ -123,18 +122,18 @@ class KVCacheSpec(ABC):
         """Return a copy whose pages take `page_size_bytes`, None if this kind cannot be padded."""
 
     def as_full_attention(self) -> FullAttentionSpec | None:
-        """Return the full attention that can stand in for this layer, None if nothing can."""
+        """Return the full attention that can replace this layer, None if none can."""
         return None
 
     def without_remembered_limit(self) -> KVCacheSpec:
-        """Return a copy without what is merely remembered and does not decide what is kept."""
+        """Return a copy without a remembered window or chunk, which does not affect the cache."""
         return self
 
     @classmethod
     def merge(cls, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-        """Return the one spec that serves all of `specs`; they must be equal.
+        """Return the one spec that serves all of `specs`, which must be equal.
 
-        Raises ConfigurationError when `specs` is empty, or naming the first field that differs.
+        Raises ConfigurationError if `specs` is empty, or with the first field that differs.
         """
         first, *others = require_kind(cls, specs)
         for other in others:
@@ -147,7 +146,7 @@ class KVCacheSpec(ABC):
         return first
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for a message; `spec_from_dict` is the way back."""
+        """Return plain values for a message; `spec_from_dict` reads them."""
         return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
 
@@ -164,7 +163,7 @@ class Difference:
 
 
 def first_difference(one: KVCacheSpec, other: KVCacheSpec) -> Difference | None:
-    """Return the first field in which two specs differ, their kind before all; None if equal."""
+    """Return the first field in which two specs differ, beginning with the kind; None if equal."""
     check_kind("one", one, KVCacheSpec, ConfigurationError)
     check_kind("other", other, KVCacheSpec, ConfigurationError)
     if type(one) is not type(other):

@@ -1,9 +1,9 @@
 """The kind that keeps a state instead of tokens: Mamba and other linear recurrences.
 
-`spec.py` says what a kind must answer. Refuses states of unknown dtypes, pages
-padded below their content, and cache modes that do not exist.
+`spec.py` has the interface. Refuses unknown dtypes, pages padded below their content, and unknown
+cache modes.
 
-    mode none     one state per request, written over and over            [state]
+    mode none     one state per request, overwritten                    [state]
     mode align    the state after a block's last token stays in that      [null null b4 | b9]
                   block; the block after it takes the running state              ^ can be hit
 """
@@ -35,10 +35,10 @@ MAMBA_CACHE_MODES = ("none", "align")
 class MambaSpec(KVCacheSpec):
     """A layer that keeps one state per sequence: tensors of `shapes`, of `dtypes`, in one page.
 
-    The tensors of a page lie one behind the other, each aligned to its element. A block stands
-    for `block_size` tokens and holds the state after the last of them (or after the last one that
-    there is). `num_speculative_blocks`: states more, one per draft token, so that rejected drafts
-    can be taken back. `page_size_padded`: bytes a page is padded to.
+    The tensors of a page follow each other, each aligned to its element size. A block stands for
+    `block_size` tokens and holds the state after the last of them (or after the last token so
+    far). `num_speculative_blocks`: additional states, one per draft token, so that rejected drafts
+    can be rolled back. `page_size_padded`: bytes that a page is padded to.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -83,7 +83,7 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_tensors(self) -> tuple[PageTensor, ...]:
-        """One tensor per shape, one behind the other."""
+        """One tensor per shape, in order."""
         return tuple(map(PageTensor, self.state_offsets_bytes, self.shapes, self.dtypes))
 
     @property
@@ -106,16 +106,16 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def supports_eagle(self) -> bool:
-        """False: no state is kept in front of the last one."""
+        """False: the state before the last one is not kept."""
         return False
 
     @property
     def num_state_blocks(self) -> int | None:
-        """One, or with `align` the state that is read and the one that is written, and drafts'."""
+        """One state, or with `align` one to read and one to write; and the drafts'."""
         return (2 if self.mamba_cache_mode == "align" else 1) + self.num_speculative_blocks
 
     def max_table_blocks(self, max_model_len: int) -> int:
-        """Return a column for the running state, or with `align` one per block, and the drafts'."""
+        """Return one column, or with `align` one per block; and the drafts'."""
         max_model_len = require_tokens("max_model_len", max_model_len)
         is_aligned = self.mamba_cache_mode == "align"
         num_states = ceil_div(max_model_len, self.block_size) if is_aligned else 1
@@ -126,9 +126,9 @@ class MambaSpec(KVCacheSpec):
         return self.num_speculative_blocks
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Return the tokens of the blocks before the one that holds the newest state.
+        """Return the number of tokens before the block that holds the newest state.
 
-        With mode `none` the only block holds it.
+        With mode `none` there is only one block.
         """
         num_computed_tokens = require_tokens("num_computed_tokens", num_computed_tokens)
         if self.mamba_cache_mode == "none":
@@ -136,12 +136,12 @@ class MambaSpec(KVCacheSpec):
         return max(0, num_computed_tokens - 1) // self.block_size * self.block_size
 
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
-        """Return the bytes of the states a request holds at a time; its length does not matter."""
+        """Return the bytes of the states that a request holds at a time."""
         require_lengths(max_model_len, max_num_batched_tokens)
         return (self.num_state_blocks or 0) * self.page_size_bytes
 
     def with_block_size(self, block_size: int) -> KVCacheSpec | None:
-        """Return a copy that keeps a state every `block_size` tokens; its page is the same."""
+        """Return a copy that keeps a state every `block_size` tokens; its page stays the same."""
         return replace(self, block_size=block_size)
 
     def with_page_size_padded(self, page_size_bytes: int) -> KVCacheSpec | None:
@@ -163,7 +163,7 @@ def _as_shapes(shapes: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     """Return the shapes as tuples; raises ConfigurationError unless all sizes are counts."""
     try:
         made = tuple(tuple(shape) for shape in shapes)
-    except TypeError as error:  # what is no list, or holds none
+    except TypeError as error:  # not a list of lists
         raise ConfigurationError(
             f"shapes is {shown(shapes)}: give one list of sizes per state tensor"
         ) from error

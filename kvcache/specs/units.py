@@ -1,6 +1,6 @@
-"""Sizes of elements, and the two rules of counting that every spec needs.
+"""Sizes of elements, and checks of counts.
 
-Stands below the specs. Knows dtypes by name only, so that nothing here needs torch.
+Knows dtypes by name only, so that it does not need torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPE_SIZES_BYTES: Mapping[str, int] = MappingProxyType(
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a dtype, given as its name or as torch's own object.
+    """Return the name of a dtype, given by name or as torch's object.
 
-    Raises ConfigurationError for one that is not known.
+    Raises ConfigurationError for an unknown dtype.
     """
     is_of_torch = type(dtype).__name__ == "dtype" and type(dtype).__module__ == "torch"
     name = str(dtype).removeprefix("torch.") if is_of_torch else dtype
@@ -45,7 +45,7 @@ def dtype_size_bytes(dtype: str) -> int:
 
 
 def require_count(name: str, value: object, *, at_least: int = 1) -> int:
-    """Return an integer of `at_least` that much; raises ConfigurationError otherwise."""
+    """Return an integer of at least `at_least`; raises ConfigurationError otherwise."""
     return as_int(name, value, at_least, error=ConfigurationError)
 
 

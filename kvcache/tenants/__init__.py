@@ -1,8 +1,8 @@
-"""Tenants that share a pool and its tiers: what each is sure of, has and may take.
+"""Tenants that share a pool and its tiers: guarantees, limits, and blocks in use.
 
-TenantsConfig ─▶ TierShares ─▶ TenantLedger ◀── pools and tiers say what is taken and freed
+TenantsConfig ─▶ TierShares ─▶ TenantLedger ◀── pools and tiers report blocks taken and freed
                                     ▲
-                               TenantPolicy ◀── and ask it what goes: a policy per tenant
+                               TenantPolicy ◀── and ask it for victims: a policy per tenant
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One tenant in one tier: what it has, and what happened to it.
+"""The counts of one tenant in one tier.
 
-Under the ledger, which alone changes it. Refuses to know blocks: it counts.
+Only the ledger changes an account. Knows no block ids.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvcache.tenants.shares import TenantShare
 class TenantStatistics:
     """Statistics of one tenant in one tier. Counters since the tenant was last added.
 
-    Of its `num_held_blocks`, `num_cached_blocks` are not in use and can be evicted. Of
-    `num_asked_tokens` of its requests `num_hit_tokens` were cached: on the device all tokens of its
-    look-ups, and what was loaded is hit there (with `log_stats`); in a tier below those tokens of
-    admitted requests that no tier above had, and what was loaded from there. `num_evicted_blocks`
-    of it went, `num_evicted_for_blocks` went for what it asked. It was refused `num_refusals`
-    times; `last_refusal` says the numbers and the remedy.
+    Of its `num_held_blocks`, `num_cached_blocks` are not in use and can be evicted. Its requests
+    queried `num_asked_tokens` tokens and hit `num_hit_tokens`. On the device these are all tokens
+    of its look-ups, and loaded blocks are hit there (with `log_stats`); in a tier below, the tokens
+    of admitted requests that no tier above had, and those loaded from this tier. It lost
+    `num_evicted_blocks`; `num_evicted_for_blocks` were evicted for its requests. It was refused
+    room `num_refusals` times; `last_refusal` has the numbers and the remedy of the last one.
     """
 
     name: str
@@ -42,10 +42,9 @@ class TenantStatistics:
 class TenantAccount:
     """Counts of one tenant.
 
-    Invariants: `num_blocks` are all blocks that it has, `num_unheld` those of them that an eviction
-    policy has; `policy` orders these. `num_ties` counts who else knows the account, which is
-    remembered until nobody does. `hopeless_blocks`: how many it was refused last, if so many will
-    never fit, otherwise 0.
+    Invariants: `num_blocks` are all blocks that it has; `num_unheld` of them are in its eviction
+    policy, `policy`. `num_ties` counts references to the account, which is remembered until it has
+    none. `hopeless_blocks` is its last refused amount if that can never fit, otherwise 0.
     """
 
     __slots__ = (
@@ -91,7 +90,7 @@ class TenantAccount:
 
     @property
     def num_reserved(self) -> int:
-        """Blocks that others must leave to it: what it is guaranteed and does not use."""
+        """Blocks that others must leave to it: the unused part of its guarantee."""
         return max(0, self.share.guaranteed_blocks - self.num_blocks + self.num_unheld)
 
     @property
@@ -106,11 +105,11 @@ class TenantAccount:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether anything ever happened to the tenant that was counted."""
+        """Whether any counter of the tenant is above 0."""
         return bool(self.num_asked_tokens or self.num_evicted_for or self.num_refusals)
 
     def refuse(self, reason: str) -> None:
-        """Note that a request found no room, and why."""
+        """Record that a request found no room, and why."""
         self.num_refusals += 1
         self.last_refusal = reason
 

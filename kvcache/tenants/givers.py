@@ -1,14 +1,13 @@
-"""Who gives up how many blocks: one after the other, always from the tenant that is most over its
-share.
+"""How many blocks each tenant loses: one at a time, from the tenant that is most over its share.
 
-Under the policy of tenants. A tenant's level is what it has above its guarantee, by its weight.
-That many blocks are not taken one by one: how far all levels fall is computed, and only what is
-left by rounding is played. Refuses to choose blocks.
+Part of the tenants' policy. A tenant's level is what it has above its guarantee, divided by its
+weight. Blocks are not taken one by one: the fall of all levels is computed, and only the remainder
+from rounding is simulated. Chooses no blocks.
 
-    level    ▓                   5 blocks go: 4 of a, 1 of b; c is lower and gives none
+    level    ▓                   5 blocks go: 4 of a, 1 of b; c is lower and loses none
       5      ▓
              ▓  ▓
-      ───────▓──▓──────  ◀ where levels fall to
+      ───────▓──▓──────  ◀ the level to which all fall
              ▓  ▓  ▓
              a  b  c
 """
@@ -21,11 +20,11 @@ from math import floor, inf
 from typing import NamedTuple
 
 FEW = 8
-"""So many blocks are sooner played than computed."""
+"""Up to this many blocks, a simulation is faster than the computation."""
 
 
 class Giver(NamedTuple):
-    """A tenant that can give at most `cap` blocks, and has `excess` above its guarantee."""
+    """A tenant that can lose at most `cap` blocks, and has `excess` above its guarantee."""
 
     number: int
     excess: int
@@ -34,15 +33,15 @@ class Giver(NamedTuple):
 
     @property
     def level(self) -> float:
-        """How far above its guarantee it is, by its weight."""
+        """Its blocks above the guarantee, divided by its weight."""
         return self.excess / self.weight
 
 
 def counts_to_give(givers: Sequence[Giver], num_blocks: int) -> list[int]:
-    """Return how many blocks each gives so that `num_blocks` go, or all they can.
+    """Return how many blocks each loses so that `num_blocks` go, or all they can lose.
 
-    As if they went one by one, each from the highest level; of equal ones from the lowest number.
-    O(givers * log givers), and a step more for each by which weights differ.
+    As if they went one by one, each from the highest level; among equals from the lowest number.
+    O(givers * log givers), and another step for each giver if weights differ.
     """
     if sum([giver.cap for giver in givers]) <= num_blocks:
         return [giver.cap for giver in givers]
@@ -73,9 +72,9 @@ def counts_to_give(givers: Sequence[Giver], num_blocks: int) -> list[int]:
 
 
 def water_line(givers: Sequence[Giver], num_blocks: int) -> float:
-    """Return the level to which all fall when `num_blocks` blocks go, parts of blocks allowed.
+    """Return the level to which all fall when `num_blocks` go, with fractions of blocks.
 
-    Minus infinity if they cannot give as many.
+    Minus infinity if they cannot lose as many.
     """
     edges = []
     for giver in givers:
@@ -96,6 +95,6 @@ def water_line(givers: Sequence[Giver], num_blocks: int) -> float:
 
 
 def is_below(level: float, givers: Sequence[Giver], num_blocks: int) -> bool:
-    """Say whether no tenant of this level gives anything if these givers may. False may be
-    untrue."""
+    """Return whether no tenant of this level loses a block if these givers may. May return
+    False for such a tenant."""
     return num_blocks > FEW and bool(givers) and level < water_line(givers, num_blocks)

@@ -1,10 +1,9 @@
-"""Which tenant has which block of one tier, and how much room each has left.
+"""The tenant of each block of one tier, and the room that each tenant has left.
 
-A pool or tier reports what is taken, given back and cached; the policy
-of tenants asks here who gives. Refuses to move a block. Where no tenants are configured there is no
-ledger.
+A pool or tier reports blocks that are taken, freed and cached; the tenants' policy asks the ledger
+which tenant loses blocks. Without tenants in the configuration there is no ledger.
 
-    room of a tenant = what is free, less what others are guaranteed and do not use,
+    room of a tenant = free blocks, minus the unused guarantees of others,
                        and never beyond its limit
 """
 
@@ -23,7 +22,7 @@ from kvcache.tenants.account import TenantAccount, TenantStatistics
 from kvcache.tenants.shares import NOBODY_IN_PARTICULAR, TierShares
 
 NOBODY = 0
-"""Owner of blocks that hold nothing and have no reference."""
+"""Owner of blocks without content and references."""
 
 _SPARE_ACCOUNTS = 256
 
@@ -33,13 +32,13 @@ _Part = TypeVar("_Part")
 class TenantLedger:
     """The accounts of all tenants in one tier. Blocks are ids below `num_ids`.
 
-    Invariants: a block's owner is NOBODY exactly while it is free and empty; an account's
-    `num_blocks` are the blocks it owns; `num_reserved` is the sum of all accounts' `num_reserved`.
-    Named tenants are always known, others while they have anything, and some longer.
+    Invariants: a block's owner is NOBODY exactly while it is free and empty. An account's
+    `num_blocks` are the blocks it owns. `num_reserved` is the sum of the accounts'
+    `num_reserved`. Named tenants are always known, others while they have blocks, and some longer.
     """
 
     def __init__(self, shares: TierShares, num_ids: int) -> None:
-        """Begin with no blocks for any tenant."""
+        """Start with all blocks free and empty."""
         self.shares = shares
         self.owners: Int32Array = np.zeros(num_ids, dtype=np.int32)
         self.num_reserved = 0
@@ -58,26 +57,26 @@ class TenantLedger:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    # --- who is who ----------------------------------------------------------------------------
+    # --- accounts ------------------------------------------------------------------------------
 
     def account(self, namespace: Namespace) -> TenantAccount:
-        """Return the account of a namespace's tenant, a new one where there is none."""
+        """Return the account of a namespace's tenant, a new one if there is none."""
         return self.account_named(self.shares.name_in(namespace))
 
     def account_named(self, name: str) -> TenantAccount:
-        """Return the account of a tenant, a new one where there is none."""
+        """Return the account of a tenant, a new one if there is none."""
         known = self._by_name.get(name)
         return self._open(name) if known is None else known
 
     def numbered(self, number: int) -> TenantAccount:
-        """Return the account of a number that some block or entry has."""
+        """Return the account with a number that a block or entry has."""
         account = self._by_number[number]
         if account is None:
             raise InvariantError(f"tenant {number} has a block or an entry, but no account")
         return account
 
     def numbered_or_none(self, number: int) -> TenantAccount | None:
-        """Return the account of a number, None where it was forgotten."""
+        """Return the account with a number, None if it was forgotten."""
         return self._by_number[number]
 
     def accounts(self) -> list[TenantAccount]:
@@ -87,29 +86,29 @@ class TenantLedger:
     # --- room ----------------------------------------------------------------------------------
 
     def serve(self, account: TenantAccount) -> None:
-        """What is taken from now on is for this tenant."""
+        """Charge blocks that are taken from now on to this tenant."""
         self.served = account
 
     def demand(self, num_blocks: int) -> int:
-        """The served tenant takes so many blocks next; return how many of its own go for that."""
+        """Announce that the served tenant takes blocks; return how many of its own must go."""
         self.demand_blocks = num_blocks
         self.num_demands += 1
         return min(self.num_over_limit, self.served.num_unheld)
 
     def room(self, account: TenantAccount, num_free: int) -> int:
-        """Return how many blocks more the tenant may use, cached ones of its own included.
+        """Return how many more blocks the tenant may use, including its own cached ones.
 
-        `num_free` are the blocks that could be handed out if there were no tenants.
+        `num_free` are the blocks that would be available without tenants.
         """
         others = self.num_reserved - account.num_reserved
         return min(num_free - others, account.share.limit_blocks - account.num_in_use)
 
     def num_obtainable(self, num_free: int, num_unheld: IndexArray | None = None) -> int:
-        """Return how many blocks the served tenant may take where nothing is in use for long.
+        """Return how many blocks the served tenant may take in a tier, where use is short.
 
-        That is so in tiers: `num_free` are free, others give what they have above their guarantees,
-        as far as it can go. `num_unheld` says of each tenant, by number, how much can; None: all
-        that is unheld. O(tenants).
+        `num_free` are free; others lose what they have above their guarantees, as far as it can
+        go. `num_unheld` says how much that is, by tenant number; None: all unheld blocks.
+        O(tenants).
         """
         served = self.served
         count = num_free
@@ -123,11 +122,11 @@ class TenantLedger:
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of tenants are below this."""
+        """Upper bound of tenant numbers."""
         return len(self._by_number)
 
     def has_room(self, wanted: dict[TenantAccount, int], num_free: int) -> bool:
-        """Say whether tenants may use so many blocks more, all of them at once."""
+        """Return whether tenants may use this many more blocks, all at the same time."""
         beyond = 0
         for account, count in wanted.items():
             if account.num_in_use + count > account.share.limit_blocks:
@@ -137,7 +136,7 @@ class TenantLedger:
 
     @contextmanager
     def gives_its_own(self) -> Iterator[None]:
-        """Meanwhile what is evicted is the served tenant's own, whatever others have."""
+        """Meanwhile, evict only the served tenant's own blocks, whatever others have."""
         self.is_own_only = True
         self.num_demands += 1
         yield
@@ -146,19 +145,19 @@ class TenantLedger:
 
     @property
     def num_over_limit(self) -> int:
-        """How many blocks of its own the served tenant must give up to take what it wants."""
+        """How many of its own blocks the served tenant must lose to take `wanted` ones."""
         served = self.served
         return max(0, served.num_blocks + self.demand_blocks - served.share.limit_blocks)
 
     def has_room_for_served(self, num_blocks: int, num_free: int) -> bool:
-        """Say whether the served tenant may use so many blocks more; if not, note the refusal."""
+        """Return whether the served tenant may use `num_blocks` more; record a refusal."""
         if num_blocks <= self.room(self.served, num_free):
             return True
         self.refuse(self.served, num_blocks, num_free)
         return False
 
     def refuse(self, account: TenantAccount, num_blocks: int, num_free: int) -> None:
-        """Note that the tenant found no room for so many blocks more, and what would help."""
+        """Record that the tenant found no room for `num_blocks` more, and the remedy."""
         share, used = account.share, account.num_in_use
         account.hopeless_blocks = num_blocks if num_blocks > share.limit_blocks else 0
         if account.hopeless_blocks:
@@ -179,11 +178,11 @@ class TenantLedger:
             )
         account.refuse(reason)
 
-    # --- what blocks do ------------------------------------------------------------------------
+    # --- blocks --------------------------------------------------------------------------------
 
     def took(self, block_ids: IndexArray | Int32Array, account: TenantAccount) -> None:
-        """These blocks, which had no owner, are this tenant's now."""
-        if self._by_number[account.number] is not account:  # it was idle, and forgotten
+        """Assign these blocks, which had no owner, to the tenant."""
+        if self._by_number[account.number] is not account:  # it was idle and was forgotten
             account = self.account_named(account.name)
         self.owners[block_ids] = account.number
         self._move(account, len(block_ids), 0)
@@ -193,7 +192,7 @@ class TenantLedger:
         block_ids: Sequence[int] | IndexArray | Int32Array,
         of: TenantAccount | None = None,
     ) -> None:
-        """These blocks hold nothing and have no reference now; `of`: they are all this one's."""
+        """Clear the owner of these empty, free blocks; `of`: all belong to this tenant."""
         if of is not None:
             self._move(of, -len(block_ids), 0)
         else:
@@ -202,27 +201,27 @@ class TenantLedger:
         self.owners[index_array(block_ids)] = NOBODY
 
     def evicted(self, block_ids: IndexArray) -> None:
-        """These blocks, which are freed next, go for the tenant that is served."""
+        """Count these blocks, which are freed next, as evicted for the served tenant."""
         self.served.num_evicted_for += len(block_ids)
         for account, count in self._counts(block_ids):
             account.num_evicted += count
 
     def evicted_of(self, account: TenantAccount, num_blocks: int) -> None:
-        """Do `evicted` for so many blocks of one tenant."""
+        """Do the same as `evicted`, for a number of blocks of one tenant."""
         self.served.num_evicted_for += num_blocks
         account.num_evicted += num_blocks
 
     def count_unheld(self, account: TenantAccount, change: int) -> None:
-        """So many blocks of the tenant came out of use; less than 0: into use, or went."""
+        """Count blocks of the tenant that came out of use, or went into use (negative)."""
         self._move(account, 0, change)
 
     def note_unheld(self, block_ids: Sequence[int] | IndexArray, sign: int) -> None:
-        """These blocks have come out of use (1), or into use again or have gone (-1)."""
+        """Count blocks that came out of use (1), or went into use or were evicted (-1)."""
         for account, count in self._counts(block_ids):
             self._move(account, 0, sign * count)
 
     def clear(self) -> None:
-        """Every block is free and empty."""
+        """Make every block free and empty."""
         self.owners[:] = NOBODY
         for account in self._by_name.values():
             self._move(account, -account.num_blocks, -account.num_unheld)
@@ -230,7 +229,7 @@ class TenantLedger:
     # --- statistics -------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[TenantStatistics, ...]:
-        """Return the statistics of all tenants that are known, by name."""
+        """Return the statistics of all known tenants, by name."""
         shares = self.shares
         return tuple(
             account.statistics(shares.tier, shares.shown_name(name))
@@ -239,7 +238,7 @@ class TenantLedger:
         )
 
     def check(self) -> None:
-        """Raise InvariantError unless the accounts are those of the blocks. O(blocks)."""
+        """Raise InvariantError unless the accounts match the blocks. O(blocks)."""
         counted = np.bincount(self.owners, minlength=len(self._by_number))
         for account in self._by_name.values():
             if counted[account.number] != account.num_blocks:
@@ -277,7 +276,7 @@ class TenantLedger:
         return account
 
     def _forget_idle(self) -> None:
-        """Forget tenants that are not named and have nothing. Amortised O(1) for each opened."""
+        """Forget unnamed tenants without blocks. Amortised O(1) for each new account."""
         for name, account in list(self._by_name.items()):
             if name in self.shares.named or not name or account is self.served:
                 continue
@@ -301,7 +300,7 @@ class TenantLedger:
     def _counts(
         self, block_ids: Sequence[int] | IndexArray | Int32Array
     ) -> Iterator[tuple[TenantAccount, int]]:
-        """Yield whose these blocks are, and how many; those without an owner are left out."""
+        """Yield the tenants of these blocks, with their numbers; omits blocks without owner."""
         if not len(block_ids):
             return
         if len(block_ids) == 1:
@@ -321,7 +320,7 @@ class TenantLedger:
 
 
 def required(part: _Part | None) -> _Part:
-    """Return a ledger or an account where there must be one."""
+    """Return `value`, which must be a ledger or an account, not None."""
     if part is None:
         raise InvariantError("a block is to be counted for a tenant, but there are no tenants")
     return part

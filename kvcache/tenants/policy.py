@@ -1,10 +1,10 @@
-"""A policy for each tenant behind the one protocol: who gives is a matter of shares, what is his.
+"""The eviction policy of all tenants: shares choose the tenant, its own policy the block.
 
-Stands between a pool or tier and policies by name. Victims come from the tenant that is most over
-its share, never from one within its guarantee while another is above; a tenant that has reached its
-limit gives its own. Inside a tenant the configured policy orders. Refuses to know contents.
+Serves a pool or tier. A victim comes from the tenant that is most over its share, and from a tenant
+within its guarantee only if no other is above; a tenant at its limit loses its own. Within a tenant
+the configured policy decides.
 
-    insert ──▶ of whom? ──▶ its policy          choose ──▶ who is most over? ──▶ its policy
+    insert ──▶ its tenant ──▶ its policy        choose ──▶ most over share ──▶ its policy
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.tenants.ledger import TenantLedger
 
 
 class TenantBook(EntryBook, Protocol):
-    """A book that knows, too, whose entries are."""
+    """A book that also knows the tenant of each entry."""
 
     def tenant_numbers(self, entries: IndexArray) -> IndexArray | Int32Array:
         """Return the number of each entry's tenant."""
@@ -34,8 +34,8 @@ class TenantPolicy:
     """An `EvictionPolicy` over entries of several tenants.
 
     Invariants: an entry is in the policy of the tenant that `_numbers` has for it; every tenant
-    with entries stands in `_heap` under its level, if that did not change since, or is noted by the
-    ledger as changed.
+    with entries is in `_heap` at its level, unless the level changed and the ledger has recorded
+    that.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TenantPolicy:
     ) -> None:
         """Make an empty order of entries below `capacity`; `make` makes each tenant's own.
 
-        `counts_unheld`: entries are blocks, and the ledger hears from here which are unheld.
+        `counts_unheld`: entries are blocks, and the policy reports to the ledger which are unheld.
         """
         self._counts_unheld = counts_unheld
         self._book = book
@@ -65,7 +65,7 @@ class TenantPolicy:
 
     @property
     def reads_contents(self) -> bool:
-        """Whether the tenants' own policies tell contents apart."""
+        """Whether the tenants' own policies recognise contents."""
         return self._reads_contents
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class TenantPolicy:
     def choose(self, num_entries: int) -> Entries:
         parts = [self._choose_from_one(num_entries)]
         missing = num_entries - len(parts[0])
-        # Only as far as is planned: what goes counts when the owner has said that it went.
+        # Only as planned: evictions are counted when the caller reports them.
         while missing > 0 and len(parts[-1]) and self._plan:
             parts.append(self._choose_from_one(missing))
             missing -= len(parts[-1])
@@ -118,14 +118,14 @@ class TenantPolicy:
             self._note_unheld(account, len(part))
 
     def order(self) -> list[int]:
-        """Return all entries: of tenants that are most over their shares first, each in order."""
+        """Return all entries, those of tenants most over their share first, each in order."""
         accounts = sorted(self._accounts(), key=lambda account: (-account.level, account.number))
         return [entry for account in accounts for entry in self._policy(account).order()]
 
     # --- inside --------------------------------------------------------------------------------
 
     def _choose_from_one(self, num_entries: int) -> IndexArray:
-        """Choose from the tenant whose turn it is, as much as it gives; the owner asks again."""
+        """Choose victims of the tenant whose turn it is; the caller asks again for more."""
         while giver := self._next_giver(num_entries):
             account, count = giver
             chosen = index_array(self._policy(account).choose(min(count, num_entries)))
@@ -144,12 +144,12 @@ class TenantPolicy:
         return self._anybody()
 
     def _make_plan(self, num_blocks: int) -> list[tuple[TenantAccount, int]]:
-        """Return who gives how many blocks; the first one comes last. Who has none is left out."""
+        """Return the tenants and how many blocks each loses, the first one last. Omits zeros."""
         ledger, served = self._ledger, self._ledger.served
         self._note_changes()
         accounts: list[TenantAccount] = []
         givers: list[Giver] = []
-        own = 0  # what a tenant has beyond its limit is its own to give, whatever others have
+        own = 0  # blocks beyond a tenant's own limit go first
         if served.policy is not None and len(served.policy):
             own = num_blocks if ledger.is_own_only else ledger.num_over_limit
             own = min(own, served.num_unheld, num_blocks)
@@ -176,7 +176,7 @@ class TenantPolicy:
                 continue
             if -level <= 0 or num_others == num_blocks or is_below(-level, givers, num_blocks):
                 break
-            num_others += 1  # only the first so many may give a block each
+            num_others += 1  # only the first ones may lose a block each
             seen.append(heappop(self._heap))
             taken.add(number)
             excess = account.num_blocks - account.share.guaranteed_blocks
@@ -190,9 +190,9 @@ class TenantPolicy:
         return [(a, n) for a, n in zip(accounts, counts, strict=True) if n][::-1]
 
     def _anybody(self) -> tuple[TenantAccount, int] | None:
-        """Return the tenant most over its share of those that have entries at all, for one block.
+        """Return the tenant with entries that is most over its share, for one block.
 
-        No tenant that asked for room gets here: others hold its room above their guarantees.
+        Never a tenant within its guarantee that asks for room: others above theirs have its room.
         """
         accounts = list(self._accounts())
         if not accounts:
@@ -206,7 +206,7 @@ class TenantPolicy:
             self._ledger.changed[account] = None
 
     def _note_changes(self) -> None:
-        """Let tenants whose counts changed stand in the heap under their new levels."""
+        """Put tenants whose counts changed into the heap at their new levels."""
         for account in self._ledger.changed:
             if account.policy is not None and len(account.policy):
                 heappush(self._heap, (-account.level, account.number))
@@ -229,7 +229,7 @@ class TenantPolicy:
         return [self._policy(account) for account in self._accounts()]
 
     def _by_account(self, entries: IndexArray) -> Iterator[tuple[TenantAccount, IndexArray]]:
-        """Yield whose these entries are, each with his own in order."""
+        """Yield the tenants of these entries, each with its own entries in order."""
         if not len(entries):
             return
         if len(entries) == 1:

@@ -1,7 +1,6 @@
-"""What tenants get of one tier, in blocks.
+"""The tenants' shares of one tier, in blocks.
 
-Stands between the configuration, which speaks of shares, and a ledger, which counts. Refuses
-promises that this many blocks cannot keep.
+Made from the configuration's amounts for the ledger. Refuses guarantees that do not fit the tier.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.requests.request_content import Namespace
 
 DEVICE_TIER = "device"
-"""Name of the tier that requests run on."""
+"""Name of the device tier."""
 
 NOBODY_IN_PARTICULAR = ""
-"""Name of the tenant of requests that name none."""
+"""Name of the tenant of requests without one."""
 
 _SHOWN_CHARACTERS = 12
 
 
 @dataclass(frozen=True)
 class TenantShare:
-    """What one tenant gets: see `TenantConfig`."""
+    """The amounts of one tenant: see `TenantConfig`."""
 
     guaranteed_blocks: int
     limit_blocks: int
@@ -36,7 +35,7 @@ class TenantShare:
 
 @dataclass(frozen=True)
 class TierShares:
-    """What every tenant gets of the `num_blocks` blocks of one tier."""
+    """The amounts of every tenant in a tier of `num_blocks` blocks."""
 
     tier: str
     num_blocks: int
@@ -48,10 +47,10 @@ class TierShares:
     def of(
         cls, config: TenantsConfig, tier: str, num_blocks: int, blocks_per_slot: int = 1
     ) -> TierShares:
-        """Return the shares of a tier of so many blocks.
+        """Return the shares of a tier of `num_blocks`.
 
-        Where a tier's slots have several blocks, these are counted together: `num_blocks` are the
-        slots, and so are all statistics.
+        If a tier's slots have several blocks, slots are counted: `num_blocks` and all statistics
+        are then in slots.
 
         Raises:
             ConfigurationError: more is guaranteed than there is, a guarantee is less than a block,
@@ -72,16 +71,16 @@ class TierShares:
         return cls(tier, num_blocks, config.by == "salt", named, default)
 
     def name_in(self, namespace: Namespace) -> str:
-        """Return which tenant a namespace is of."""
+        """Return the tenant of a namespace."""
         name = namespace.salt if self.by_salt else namespace.tenant
         return NOBODY_IN_PARTICULAR if name is None else name
 
     def share_of(self, name: str) -> TenantShare:
-        """Return what a tenant gets."""
+        """Return the amounts of a tenant."""
         return self.named.get(name, self.default)
 
     def shown_name(self, name: str) -> str:
-        """Return a tenant's name for statistics: a salt is a secret, and shown by its hash."""
+        """Return a tenant's name for statistics: a salt is a secret, and shown as its hash."""
         if not self.by_salt or not name:
             return name
         return "salt-" + sha256(name.encode()).hexdigest()[:_SHOWN_CHARACTERS]
@@ -110,5 +109,5 @@ def _share(
 def _blocks(amount: int | float, num_blocks: int, blocks_per_slot: int = 1) -> int:
     if isinstance(amount, int):
         return amount // blocks_per_slot
-    # As written: 0.29 of 100 blocks are 29, which 0.29 * 100 in floats is not.
+    # By decimal digits: 0.29 of 100 blocks are 29, which 0.29 * 100 in floats is not.
     return int(Fraction(str(amount)) * num_blocks)

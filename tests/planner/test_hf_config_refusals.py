@@ -101,7 +101,7 @@ def test_missing_fields_are_all_named(name: str) -> None:
         (
             public.GPT_OSS_20B,
             {"layer_types": ["full_attention"] * 23 + ["linear_attention"]},
-            "layer_types[23] is 'linear_attention', of which it is not known what it keeps (known "
+            "layer_types[23] is 'linear_attention': its cache is not known (known "
             "are full_attention)",
         ),
         (
@@ -142,8 +142,7 @@ def test_missing_fields_are_all_named(name: str) -> None:
         (
             public.NEMOTRON_NANO_9B,
             {"hybrid_override_pattern": "M" * 55 + "X"},
-            "hybrid_override_pattern[55] is 'X', of which it is not known what it keeps (known are "
-            "*, -, E, M)",
+            "hybrid_override_pattern[55] is 'X': its cache is not known (known are *, -, E, M)",
         ),
         (
             public.NEMOTRON_NANO_9B,

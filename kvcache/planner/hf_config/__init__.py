@@ -1,7 +1,7 @@
-"""Models as published: a Hugging Face `config.json` becomes the layers of a configuration.
+"""From a published model's `config.json` to the layers of a configuration.
 
-fields.py reads the file, blocks.py what many architectures share, architectures.py knows each of
-them, model.py makes the configuration.
+fields.py reads the file, blocks.py the parts that many architectures share, architectures.py the
+rest of each; model.py makes the configuration.
 """
 
 from __future__ import annotations

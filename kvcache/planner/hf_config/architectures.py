@@ -1,9 +1,7 @@
-"""What each architecture's fields say about its layers.
+"""The layers of each architecture, from the fields of its `config.json`.
 
-Stands between the fields of a `config.json` and the layers of a configuration: one function per
-family of models, found by `model_type`. The rules are those of the published models; where a field
-is left out, the value that files of the architecture mean by that is named here. Refuses what
-contradicts itself.
+One function per family of models, found by `model_type`. The rules are those of the published
+models, including the defaults of fields that their files leave out. Refuses contradictory fields.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _HEADS = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 class Architecture:
     """How to read the layers of one family of models.
 
-    `required`: fields it cannot be without; `max_len_field`: the longest request it was made for.
+    `required`: fields that must be present; `max_len_field`: the field with the longest length.
     """
 
     read_layers: ReadLayers
@@ -47,18 +45,18 @@ class Architecture:
 
 
 def _full_attention(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
-    """Llama and its like: every layer reads everything, unless the file says otherwise."""
+    """Llama and similar: every layer reads everything, unless the file says otherwise."""
     return _typed(fields, deployment, lambda index: "full_attention")
 
 
 def _mistral(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
-    """Every layer reads the window, where there is one."""
+    """Every layer reads the window, if there is one."""
     word = "sliding_attention" if fields.has("sliding_window") else "full_attention"
     return _typed(fields, deployment, lambda index: word)
 
 
 def _qwen(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
-    """The first `max_window_layers` read everything; the others too unless windows are used."""
+    """The first `max_window_layers` read everything; so do the others if windows are unused."""
     has_window = fields.flag("use_sliding_window")
     total = num_layers(fields)
     if not has_window and "sliding_attention" in _stated_types(fields, total):
@@ -72,7 +70,7 @@ def _qwen(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
 
 
 def _alternating(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
-    """Gemma 2, GPT-OSS: windows and full attention take turns, a window first."""
+    """Gemma 2, GPT-OSS: windows and full attention alternate, beginning with a window."""
     return _typed(fields, deployment, lambda index: _every(2, index, "sliding_attention"))
 
 
@@ -126,8 +124,8 @@ def _deepseek(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
 def _jamba(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
     """One layer in `attn_layer_period` has attention, the others a state of the first Mamba.
 
-    The state: the last inputs of the convolution, `(channels, d_conv - 1)`, and the recurrence,
-    `(channels, d_state)`; channels are `mamba_expand` times `hidden_size`.
+    The state is the convolution's last inputs, `(channels, d_conv - 1)`, and the recurrence's
+    state, `(channels, d_state)`; channels are `mamba_expand` times `hidden_size`.
     """
     period = fields.count("attn_layer_period")
     offset = fields.count("attn_layer_offset", at_least=0)
@@ -153,9 +151,9 @@ _NEMOTRON_PATTERN = MappingProxyType({"M": "mamba", "*": "attention", "-": "mlp"
 def _nemotron_h(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
     """A letter per layer: M a state of Mamba 2, * attention, - and E nothing.
 
-    The state: the last inputs of the convolution, `(channels, conv_kernel - 1)`, and the
-    recurrence, `(heads, head size, state size)`. Channels are those of the heads and, twice, of
-    the groups.
+    The state is the convolution's last inputs, `(channels, conv_kernel - 1)`, and the recurrence's
+    state, `(heads, head size, state size)`. Channels are those of the heads and twice those of the
+    groups.
     """
     name, spelt = "hybrid_override_pattern", "layers_block_type"
     if not fields.has(name):
@@ -180,7 +178,7 @@ def _head_size_name(fields: HFFields) -> str:
 
 
 def _mamba2_shapes(fields: HFFields, deployment: Deployment) -> list[tuple[int, ...]]:
-    """Return the shapes of both states; the first size of each is divided over ranks."""
+    """Return the shapes of both states; ranks divide the first size of each."""
     heads, head_size = fields.count("mamba_num_heads"), fields.count("mamba_head_dim")
     groups, state_size = fields.count("n_groups"), fields.count("ssm_state_size")
     if heads % groups:
@@ -192,7 +190,7 @@ def _mamba2_shapes(fields: HFFields, deployment: Deployment) -> list[tuple[int, 
             f"n_groups is {groups}, which cannot be spread over {ranks} tensor-parallel ranks: "
             "groups must divide evenly over ranks, or ranks over groups"
         )
-    # With more ranks than groups, each rank keeps a whole group: as if there were one per rank.
+    # With more ranks than groups, each rank keeps a whole group, as with one group per rank.
     channels = heads * head_size + 2 * max(groups, ranks) * state_size
     fields.require_size(
         "mamba_num_heads * mamba_head_dim + 2 * n_groups * ssm_state_size", channels
@@ -224,9 +222,9 @@ def _whisper(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
 
 
 def _stated(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:
-    """A model that says of every layer what it is, whatever its architecture.
+    """A model of any architecture that states the type of every layer.
 
-    Raises ConfigurationError where another field hints that layers keep something else.
+    Raises ConfigurationError if another field suggests that layers keep something else.
     """
     for name in _BEYOND_TYPES:
         if fields.values.get(name):
@@ -247,13 +245,13 @@ _BEYOND_TYPES = (
     "cross_attention_layers",
     "is_encoder_decoder",
 )
-"""Fields that change what layers keep in ways that `layer_types` does not say."""
+"""Fields that change the cache of layers in ways that `layer_types` does not say."""
 
 
 def _typed(
     fields: HFFields, deployment: Deployment, type_of: Callable[[int], str]
 ) -> Sequence[Layer]:
-    """Return layers of the types that the file states, or else of the architecture's rule."""
+    """Return layers of the types in the file, or else by the architecture's rule."""
     total = num_layers(fields)
     types = _stated_types(fields, total) or [type_of(index) for index in range(total)]
     return typed_layers(fields, read_heads(fields, deployment), types)
@@ -347,4 +345,4 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 """How to read a `model_type`."""
 
 STATED = Architecture(_stated, (*_HEADS, "num_key_value_heads", "head_dim", "layer_types"))
-"""How to read a `model_type` that is not known: by what it says of itself, and nothing guessed."""
+"""How to read an unknown `model_type`: only by what the file states, without guessing."""

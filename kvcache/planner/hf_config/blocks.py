@@ -1,6 +1,6 @@
-"""What layers of a model consist of, read from fields that many architectures share.
+"""Parts of layers, read from fields that many architectures share.
 
-Stands between the fields and the architectures. Refuses sizes that contradict each other.
+Refuses sizes that contradict each other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CacheMode = Literal["none", "align"]
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a model is going to be run, as far as that changes what its layers keep.
+    """The settings of a deployment that change the cache of a layer.
 
-    `state_dtype`: of the elements of a state, where the file does not say.
+    `state_dtype`: of a state's elements, if the file does not say.
     """
 
     tensor_parallel_size: int
@@ -51,9 +51,9 @@ def num_layers(fields: HFFields) -> int:
 def read_heads(fields: HFFields, deployment: Deployment, head_size_name: str = "head_dim") -> Heads:
     """Return the heads of grouped-query attention.
 
-    Where `num_key_value_heads` is neither said nor known of the architecture, every head has keys
-    and values of its own; without a head size, heads share `hidden_size` evenly. Raises
-    ConfigurationError where heads do not divide.
+    Without `num_key_value_heads` and an architecture's default, every head has its own keys and
+    values. Without a head size, heads share `hidden_size` evenly. Raises ConfigurationError if
+    heads do not divide.
     """
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count_or_none("num_key_value_heads") or heads
@@ -114,15 +114,14 @@ def typed_layers(fields: HFFields, heads: Heads, types: Sequence[object]) -> lis
 def chosen_layers(
     fields: HFFields, name: str, words: Sequence[object], kinds: Mapping[object, Layer]
 ) -> list[Layer]:
-    """Return the layer that each word of field `name` stands for; raises for words not known."""
+    """Return the layer for each word of field `name`; raises for unknown words."""
     layers = []
     for index, word in enumerate(words):
         layer = kinds.get(word) if isinstance(word, str) else None
         if layer is None:
             known = ", ".join(sorted(map(str, kinds)))
             raise fields.wrong(
-                f"{name}[{index}] is {shown(word)}, of which it is not known what it keeps (known "
-                f"are {known})"
+                f"{name}[{index}] is {shown(word)}: its cache is not known (known are {known})"
             )
         layers.append(layer)
     return layers
@@ -137,7 +136,7 @@ def _size_of(fields: HFFields, layer_type: str, name: str) -> int:
 def mamba_layer(
     fields: HFFields, deployment: Deployment, shapes: Sequence[tuple[int, ...]]
 ) -> MambaLayer:
-    """Return a layer with a convolution's state and a recurrence's, in this order."""
+    """Return a layer with the states of a convolution and a recurrence, in this order."""
     recurrent = deployment.state_dtype
     if fields.has("mamba_ssm_cache_dtype"):
         recurrent = fields.dtype("mamba_ssm_cache_dtype")
@@ -149,12 +148,12 @@ def mamba_layer(
 
 
 def stateless() -> StatelessLayer:
-    """Return a layer that keeps nothing."""
+    """Return a layer without a cache."""
     return StatelessLayer()
 
 
 def in_runs(layers: Sequence[Layer]) -> list[Layer]:
-    """Return `layers` with equal neighbours as one entry with a count."""
+    """Return `layers` with equal consecutive entries merged into one with a count."""
     runs: list[Layer] = []
     for layer in layers:
         if runs and runs[-1].model_copy(update={"count": layer.count}) == layer:

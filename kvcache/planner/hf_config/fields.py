@@ -1,9 +1,8 @@
 """The fields of a `config.json`, read one by one and never guessed.
 
-Stands between the file and the architectures that know which fields mean what. A field that is null
-says that there is no such thing; one that is missing has the value that is known for its
+A field that is null states that the model has no such thing; a missing field has the default of its
 architecture, if there is one. A value of the wrong type is refused by name. Multimodal models keep
-the fields of their language model in `text_config`: those go first, then the ones around them.
+the fields of their language model in `text_config`: those take precedence over the outer ones.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True)
 class HFFields:
-    """What a `config.json` says; `source` names it in errors.
+    """The contents of a `config.json`; `source` names it in errors.
 
-    `values` has no nulls, `nulls` names them. `defaults` are for fields that files of an
-    architecture leave out where they have this value.
+    `values` has no nulls; `nulls` names the null fields. `defaults` are the values of fields that
+    files of an architecture leave out.
     """
 
     source: str
@@ -37,10 +36,10 @@ class HFFields:
 
     @classmethod
     def read(cls, source: str | Path | Mapping[str, object]) -> HFFields:
-        """Return the fields of a file, or of what was read from one.
+        """Return the fields of a file, or of its parsed contents.
 
-        Raises ConfigurationError for a file that cannot be read, holds no JSON object, or says
-        something twice.
+        Raises ConfigurationError for a file that cannot be read, holds no JSON object, or has a key
+        twice.
         """
         check_kind("source", source, (str, PathLike, Mapping), ConfigurationError)
         if isinstance(source, Mapping):
@@ -83,7 +82,7 @@ class HFFields:
         return cls(source, present, nulls, {})
 
     def with_defaults(self, defaults: Mapping[str, object]) -> HFFields:
-        """Return a copy that answers with `defaults` where the file says nothing."""
+        """Return a copy that uses `defaults` for missing fields."""
         return replace(self, defaults=defaults)
 
     def has(self, name: str) -> bool:
@@ -91,11 +90,11 @@ class HFFields:
         return self._value(name) is not None
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that have no value."""
+        """Return those of `names` without a value."""
         return [name for name in names if not self.has(name)]
 
     def count(self, name: str, *, at_least: int = 1, at_most: int = MAX_COUNT) -> int:
-        """Return a whole number; raises ConfigurationError unless there is one in the range."""
+        """Return a whole number; raises ConfigurationError unless it is in the range."""
         value = self._value(name)
         if type(value) is not int or not at_least <= value <= at_most:
             raise self.wrong(
@@ -104,11 +103,11 @@ class HFFields:
         return value
 
     def count_or_none(self, name: str) -> int | None:
-        """Return a whole number of at least 1, None where there is none."""
+        """Return a whole number of at least 1, None if the field has no value."""
         return self.count(name) if self.has(name) else None
 
     def flag(self, name: str) -> bool:
-        """Return true or false; raises ConfigurationError unless it is one of them."""
+        """Return true or false; raises ConfigurationError for another value."""
         value = self._value(name)
         if type(value) is not bool:
             raise self.wrong(f"{name} is {shown(value)}, but must be true or false")
@@ -140,7 +139,7 @@ class HFFields:
     def per_layer(self, name: str, num_layers: int) -> list[object]:
         """Return a list with an entry per layer; raises ConfigurationError unless it is one.
 
-        Text stands for the list of its characters.
+        A text counts as the list of its characters.
         """
         value = self._value(name)
         if not isinstance(value, list | tuple | str):
@@ -152,14 +151,14 @@ class HFFields:
         return list(value)
 
     def wrong(self, problem: str) -> ConfigurationError:
-        """Return the error for what is wrong with the file itself."""
+        """Return the error for a problem of the file itself."""
         return ConfigurationError(
             f"{self.source}: {problem}: give the config.json as it was published, or describe the "
             "layers in a configuration of your own"
         )
 
     def refused(self, problem: str) -> ConfigurationError:
-        """Return the error for what the file and the choices made for it cannot both have."""
+        """Return the error for a contradiction between the file and the choices."""
         return ConfigurationError(f"{self.source}: {problem}")
 
     def _value(self, name: str) -> object:
@@ -169,7 +168,7 @@ class HFFields:
 
 
 def _unrepeated(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object; raises ConfigurationError for one that has a key twice."""
+    """Return a JSON object; raises ConfigurationError if it has a key twice."""
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:

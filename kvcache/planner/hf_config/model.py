@@ -1,7 +1,7 @@
 """From a model's published `config.json` to a configuration that can be planned and launched.
 
-Another entrance of the planner, next to YAML files: both end in the same `ClusterConfig`, so
-that what a layer keeps is said in one place. Reads nothing but the file: no weights, no network.
+An alternative to YAML files; both make a `ClusterConfig`. Reads only the file: no weights, no
+network.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvcache.specs.units import dtype_name
 
 @dataclass(frozen=True)
 class HFChoices:
-    """What a `config.json` leaves open.
+    """Settings that a `config.json` does not have.
 
-    `max_model_len` "auto": as long as memory allows, up to what the model was made for. `dtype`
-    None: keys and values have the model's. `mamba_cache_mode` "align": states can be started from.
-    Raises ConfigurationError for choices that cannot be meant for any model.
+    `max_model_len` "auto": as long as memory allows, up to the model's longest length. `dtype`
+    None: keys and values have the model's. `mamba_cache_mode` "align": requests can start from
+    cached states. Raises ConfigurationError for choices that are invalid for every model.
     """
 
     tensor_parallel_size: int = 1
@@ -38,9 +38,7 @@ class HFChoices:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             check_fields(self, as_int, name, at_least=1)
-        if not isinstance(
-            self.max_model_len, str
-        ):  # of text the section `model` says what is wrong
+        if not isinstance(self.max_model_len, str):  # the section `model` checks texts
             check_fields(self, as_int, "max_model_len", at_least=1)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -54,11 +52,11 @@ class HFChoices:
 def model_from_hf_config(
     source: str | Path | Mapping[str, object], choices: HFChoices | None = None
 ) -> ModelConfig:
-    """Return the layers and lengths that a `config.json`, a path or what was read, stands for.
+    """Return the layers and lengths of a `config.json`: its path, or its parsed contents.
 
-    Sizes are those of the whole model, fit to be divided over `choices.tensor_parallel_size` ranks.
-    Raises ConfigurationError that names the fields which are missing, contradict each other, or do
-    not go with the choices.
+    Sizes are those of the whole model, and can be divided over `choices.tensor_parallel_size`
+    ranks. Raises ConfigurationError that names fields which are missing, contradict each other, or
+    contradict the choices.
     """
     return cluster_from_hf_config(source, choices).model
 
@@ -70,8 +68,8 @@ def cluster_from_hf_config(
 ) -> ClusterConfig:
     """Return the configuration of a cluster that serves the model of a `config.json`.
 
-    `sections`: others than `model` and `parallel`, as they stand in a YAML file. Raises as
-    `model_from_hf_config` does, and for settings that are wrong.
+    `sections`: sections other than `model` and `parallel`, as in a YAML file. Raises the errors of
+    `model_from_hf_config`, and ConfigurationError for invalid settings.
     """
     chosen = HFChoices() if choices is None else choices
     check_kind("choices", chosen, HFChoices, ConfigurationError)
@@ -104,7 +102,7 @@ def _model(fields: HFFields, choices: HFChoices) -> dict[str, object]:
 
 
 def _architecture_of(fields: HFFields) -> Architecture:
-    """Return how to read the file; raises ConfigurationError that names what is missing."""
+    """Return the file's architecture; raises ConfigurationError that names missing fields."""
     if not fields.has("model_type"):
         raise fields.wrong("model_type is missing, so that it is not known which fields matter")
     model_type = fields.text("model_type")
@@ -124,7 +122,7 @@ def _architecture_of(fields: HFFields) -> Architecture:
 
 
 def _model_dtype(fields: HFFields, choices: HFChoices) -> str:
-    """Return the dtype of the model's tensors, which states have and, unless chosen, K and V."""
+    """Return the dtype of the model's tensors, of its states and, by default, of K and V."""
     stated = {fields.dtype(name) for name in ("dtype", "torch_dtype") if fields.has(name)}
     if len(stated) > 1:
         raise fields.wrong(f"dtype and torch_dtype contradict each other: {sorted(stated)}")
