@@ -28,7 +28,7 @@ from kvcache.metrics import (
     coordinator_samples,
     log_line,
 )
-from kvcache.metrics.tenant_samples import TenantLabels
+from kvcache.metrics.coordinator_samples import TenantLabels
 
 LOG_NAME = "kvcache.stats"
 """The logger of the lines for people."""

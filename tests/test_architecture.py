@@ -29,14 +29,13 @@ ORDER: tuple[tuple[str, ...], ...] = (
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
         ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "guard"),
-        ("policy", "cohorts", "look_ahead"),
+        ("policy", "cohorts"),
         ("lru", "history_policy", "use_history"),
         ("arc", "fifo", "hazard", "lfu", "lru2", "outside_policy", "s3fifo", "slru", "twoq"),
         ("registry",),
     ),
     "tenants": (
-        ("shares", "givers"),
-        ("account",),
+        ("shares",),
         ("ledger",),
         ("policy",),
     ),
@@ -100,8 +99,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("hierarchy",),
     ),
     "events": (
-        ("wire_events", "integers", "history", "answers"),
-        ("hashes", "shelf"),
+        ("wire_events", "integers", "answers"),
         ("translation", "mirror"),
         ("codec", "feed_frames"),
         ("decoding", "publisher"),
@@ -111,8 +109,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "metrics": (
         ("metric",),
         ("histogram", "declarations"),
-        ("ages", "step_meter", "worker_samples", "tenant_samples"),
-        ("coordinator_samples", "metered_coordinator", "counters", "log_line", "table"),
+        ("ages", "step_meter", "worker_samples"),
+        ("coordinator_samples", "metered_coordinator"),
         ("inspection",),
     ),
     "recorder": (

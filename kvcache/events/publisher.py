@@ -10,8 +10,10 @@ request is counted, and a client that asks for what is no longer held gets the w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from struct import Struct
 from typing import Final
 
@@ -27,7 +29,6 @@ from kvcache.base.arguments import (
 from kvcache.base.errors import ConfigurationError
 from kvcache.core import CacheEvent
 from kvcache.events.codec import Encoding, EventCodec, require_encoding
-from kvcache.events.history import BatchHistory
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.translation import (
     EventTranslator,
@@ -38,6 +39,45 @@ from kvcache.events.translation import (
     require_published_groups,
 )
 from kvcache.events.wire_events import MAX_RANK, StoredEvent, WireEvent
+
+
+class BatchHistory:
+    """Payloads of consecutive numbers, the newest always among them."""
+
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        """Hold `max_batches` payloads of `max_bytes` together at most, the newest in any case."""
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self._payloads: deque[bytes] = deque()
+        self._next_seq = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    @property
+    def oldest_seq(self) -> int:
+        """The lowest number that is held; the next one to come where nothing is."""
+        return self._next_seq - len(self._payloads)
+
+    def append(self, seq: int, payload: bytes) -> None:
+        """Hold another payload; one that does not follow the last begins a new history."""
+        if seq != self._next_seq:
+            self._payloads.clear()
+            self.num_bytes = 0
+        self._payloads.append(payload)
+        self.num_bytes += len(payload)
+        self._next_seq = seq + 1
+        while len(self) > 1 and (len(self) > self._max_batches or self.num_bytes > self._max_bytes):
+            self.num_bytes -= len(self._payloads.popleft())
+
+    def since(self, seq: int) -> list[tuple[int, bytes]] | None:
+        """Return all payloads from number `seq` on, None if one of them is not held any more."""
+        first = self.oldest_seq
+        if not first <= seq <= self._next_seq:
+            return None
+        return list(enumerate(islice(self._payloads, seq - first, None), start=seq))
+
 
 SEQUENCE: Final = Struct(">Q")
 END_MARK: Final = b"\xff" * SEQUENCE.size

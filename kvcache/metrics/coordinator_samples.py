@@ -5,7 +5,8 @@ Called at an interval, not in a step. Only converts counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.coordinator.offload_statistics import OffloadStatistics
@@ -17,9 +18,94 @@ from kvcache.metrics import declarations as known
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.metric import AnySample, Metric, Sample
 from kvcache.metrics.step_meter import StepMeter
-from kvcache.metrics.tenant_samples import TenantLabels, tenant_samples
 from kvcache.offload.statistics import TierStatistics
 from kvcache.tenants import TenantStatistics
+from kvcache.tenants.shares import DEVICE_TIER
+
+
+def log_line(
+    name: str, before: CoordinatorStatistics, now: CoordinatorStatistics, seconds: float
+) -> str:
+    """Return the summary of `seconds` between two moments, empty if no step ran.
+
+    The hit rate covers this interval, or the time since a new epoch began in it.
+    """
+    num_steps = now.num_steps - before.num_steps
+    manager = now.manager
+    if manager is None or num_steps <= 0 or seconds <= 0:
+        return ""
+    last = before.manager if before.epoch == now.epoch else None
+    core = manager.core
+    num_used = core.num_blocks - core.num_free_blocks
+    evicted = core.num_evictions - (0 if last is None else last.core.num_evictions)
+    parts = [
+        f"{name}: {num_steps / seconds:,.1f} steps/s",
+        f"hit rate {_hit_rate(last, manager)}",
+        f"{num_used / max(1, core.num_blocks):.1%} of {core.num_blocks:,} blocks in use",
+        f"{manager.num_running_requests:,} running",
+        f"{manager.num_preempted_requests:,} preempted",
+        f"{evicted / seconds:,.1f} evictions/s",
+    ]
+    if now.num_refused_steps > before.num_refused_steps:
+        parts.append(f"{now.num_refused_steps - before.num_refused_steps:,} steps refused")
+    if now.problem:
+        parts.append(now.problem)
+    return ", ".join(parts)
+
+
+def _hit_rate(last: ManagerStatistics | None, now: ManagerStatistics) -> str:
+    asked, hit = now.num_asked_tokens, now.num_hit_tokens
+    if last is not None:
+        asked, hit = asked - last.num_asked_tokens, hit - last.num_hit_tokens
+    return f"{hit / asked:.1%}" if asked > 0 else "-"
+
+
+OTHER = "other"
+
+
+class TenantLabels:
+    """The tenants with labels of their own. One user, one thread."""
+
+    def __init__(self, max_labels: int) -> None:
+        """Give labels to the first `max_labels` tenants."""
+        self._max_labels = max_labels
+        self._names: set[str] = set()
+
+    def label(self, name: str) -> str:
+        """Return a tenant's label."""
+        if name not in self._names:
+            if len(self._names) >= self._max_labels:
+                return OTHER
+            self._names.add(name)
+        return name
+
+
+def tenant_samples(
+    cluster: str, tenants: Sequence[TenantStatistics], labels: TenantLabels
+) -> Iterator[Sample]:
+    """Yield the samples of all tenants, added up for tenants that share a label."""
+    sums: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
+    for tenant in tenants:
+        own, tier = labels.label(tenant.name), tenant.tier
+        for state, count in {
+            "held": tenant.num_held_blocks,
+            "cached": tenant.num_cached_blocks,
+            "pinned": tenant.num_pinned_blocks,
+            "guaranteed": tenant.guaranteed_blocks,
+            "limit": tenant.limit_blocks,
+        }.items():
+            sums[known.TENANT_BLOCKS, (own, tier, state)] += count
+        asked, hit = tenant.num_asked_tokens, tenant.num_hit_tokens
+        if tier == DEVICE_TIER:
+            sums[known.TENANT_QUERIED_TOKENS, (own,)] += asked
+            sums[known.TENANT_HIT_TOKENS, (own,)] += hit
+        else:
+            sums[known.TENANT_TIER_QUERIED_TOKENS, (own, tier)] += asked
+            sums[known.TENANT_TIER_HIT_TOKENS, (own, tier)] += hit
+        sums[known.TENANT_EVICTIONS, (own, tier)] += tenant.num_evicted_blocks
+        sums[known.TENANT_REFUSALS, (own, tier)] += tenant.num_refusals
+    for (metric, values), count in sums.items():
+        yield Sample(metric, float(count), (cluster, *values))
 
 
 @dataclass(frozen=True, eq=False)

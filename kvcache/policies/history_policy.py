@@ -12,16 +12,82 @@ the next victim. An entry that cached contents continue is chosen only if there 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from copy import copy
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from kvcache.base.arrays import index_array
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.look_ahead import LookAhead
 from kvcache.policies.policy import EntryBook, EntryInfo
 from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
+
+_Place: TypeAlias = "tuple[Rank, int]"
+
+_SPARE = 64
+
+
+class _Line:
+    """One line. Invariant: an entry ranks below all entries behind it. Places in the heap whose
+    entry has gone or has another rank are stale, and never many more than entries."""
+
+    def __init__(self) -> None:
+        self.ahead: list[_Place] = []
+        self._behind: list[_Place] = []
+        self._ranks_behind: dict[int, Rank] = {}
+        self._num_asked = 0
+
+    def add(self, place: _Place) -> None:
+        if not self.ahead or place > self.ahead[-1]:
+            self._add_behind(place)
+            return
+        insort(self.ahead, place)
+        if len(self.ahead) > 2 * self._num_asked + _SPARE:
+            self._add_behind(self.ahead.pop())
+
+    def remove(self, entry: int, rank: Rank) -> None:
+        if entry not in self._ranks_behind:
+            del self.ahead[bisect_left(self.ahead, (rank, entry))]
+            return
+        del self._ranks_behind[entry]
+        if len(self._behind) > 2 * len(self._ranks_behind) + _SPARE:
+            self._behind = sorted((rank, entry) for entry, rank in self._ranks_behind.items())
+
+    def first(self, count: int) -> list[int]:
+        self._num_asked = count
+        while len(self.ahead) < count and self._ranks_behind:
+            place = heappop(self._behind)
+            if self._ranks_behind.get(place[1]) == place[0]:
+                del self._ranks_behind[place[1]]
+                self.ahead.append(place)
+        return [entry for _, entry in self.ahead[:count]]
+
+    def _add_behind(self, place: _Place) -> None:
+        self._ranks_behind[place[1]] = place[0]
+        heappush(self._behind, place)
+
+
+class LookAhead:
+    """The entries of some lines, by rank; the first ones of each line are kept sorted."""
+
+    def __init__(self, num_lines: int) -> None:
+        """Start without entries."""
+        self._lines = [_Line() for _ in range(num_lines)]
+
+    def add(self, entry: int, line: int, rank: Rank) -> None:
+        """Add a new entry."""
+        self._lines[line].add((rank, entry))
+
+    def remove(self, entry: int, line: int, rank: Rank) -> None:
+        """Remove an entry that was added with this line and rank."""
+        self._lines[line].remove(entry, rank)
+
+    def first(self, count: int) -> list[int]:
+        """Return the first `count` entries of each line, the next of a line first."""
+        return [entry for line in self._lines for entry in line.first(count)]
+
 
 Name: TypeAlias = "bytes | int"
 """The key of an entry in use: its content's name, or the entry's number without a name."""

@@ -13,7 +13,8 @@ byte, and says which block it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.base.clock import Clock
@@ -36,13 +37,137 @@ from kvcache.protocol.step import (
 )
 from kvcache.replay.limits import EngineLimits, require_model_len
 from kvcache.replay.report import ReplayReport
-from kvcache.replay.rows import PlannedRows, ReplayedRequest, RunningRows
+from kvcache.replay.rows import PlannedRows, ReplayedRequest, RowPositions, RunningRows
 from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
 from kvcache.replay.tally import ReplayTally
-from kvcache.replay.undo import Before, StepRecord, UndoLog
-from kvcache.replay.waiting import WaitingRequests
 from kvcache.simulate.tokens import num_encoder_tokens
 from kvcache.simulate.workload import Workload, WorkloadRequest
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """Where a request goes back to: its row, the preempted ones, or the new ones.
+
+    `keeps_row`: its row has run on since before the failed step, if it still has one. `is_new`: the
+    manager forgets it, it starts over.
+    """
+
+    request: ReplayedRequest
+    num_computed: int
+    num_known: int
+    keeps_row: bool
+    is_new: bool
+
+
+@dataclass(frozen=True, eq=False)
+class StepRecord:
+    """What one step changed: rows as they were before it, and whom it admitted."""
+
+    step: int
+    rows: RowPositions
+    admitted: Sequence[Before]
+
+
+class UndoLog:
+    """Records of unfinished steps, oldest first."""
+
+    def __init__(self) -> None:
+        self._records: deque[StepRecord] = deque()
+
+    def add(self, record: StepRecord) -> None:
+        """Remember a step that has just been sent."""
+        self._records.append(record)
+
+    def drop_finished(self, finished_step: int) -> None:
+        """Forget steps up to `finished_step`."""
+        while self._records and self._records[0].step <= finished_step:
+            self._records.popleft()
+
+    def undo(self, failed_step: int) -> list[Before]:
+        """Forget steps from `failed_step` on; return how everybody in them stood before."""
+        failed: deque[StepRecord] = deque()
+        while self._records and self._records[-1].step >= failed_step:
+            failed.appendleft(self._records.pop())
+        before: dict[int, Before] = {}
+        for record in failed:
+            rows = zip(
+                record.rows.requests,
+                record.rows.num_computed_tokens.tolist(),
+                record.rows.num_known_tokens.tolist(),
+                strict=True,
+            )
+            for request, computed, known in rows:
+                before.setdefault(id(request), Before(request, computed, known, True, False))
+            for entry in record.admitted:
+                first = before.setdefault(id(entry.request), entry)
+                before[id(entry.request)] = replace(first, keeps_row=False)
+        return list(before.values())
+
+
+class WaitingRequests:
+    """Preempted and new requests. At most `max_parked` step aside; then later ones have to wait."""
+
+    def __init__(self, arrivals: Iterable[WorkloadRequest], max_parked: int) -> None:
+        self._arrivals = iter(arrivals)
+        self._max_parked = max_parked
+        self._preempted: deque[ReplayedRequest] = deque()
+        self._ready: deque[ReplayedRequest] = deque()
+        self._parked: dict[str, list[ReplayedRequest]] = {}  # by the request they quote
+        self._num_parked = 0
+        self._unanswered: set[str] = set()  # drawn from the workload, not yet finished
+        self.num_drawn = 0
+
+    def look_ahead(self, count: int) -> list[ReplayedRequest]:
+        """Return up to `count` requests that may run now, in order, without taking them."""
+        while len(self._preempted) + len(self._ready) < count and self._draw():
+            pass
+        heads = list(self._preempted)[:count]
+        return heads + [self._ready[i] for i in range(min(count - len(heads), len(self._ready)))]
+
+    def take(self, request: ReplayedRequest) -> None:
+        """Remove a request that `look_ahead` returned: it runs now."""
+        (self._preempted if request.is_known else self._ready).remove(request)
+
+    def put_preempted(self, request: ReplayedRequest) -> None:
+        """Let a request that was preempted run again before all others."""
+        self._preempted.appendleft(request)
+
+    def put_withdrawn(self, requests: Iterable[ReplayedRequest]) -> None:
+        """Let requests that the manager has forgotten start over, before other new ones."""
+        for request in sorted(requests, key=lambda request: request.admission, reverse=True):
+            if request in self._preempted:
+                self._preempted.remove(request)
+            self._ready.appendleft(request)
+
+    def take_preempted(self) -> list[ReplayedRequest]:
+        """Take all preempted requests out, in order: the manager has forgotten them."""
+        preempted = list(self._preempted)
+        self._preempted.clear()
+        return preempted
+
+    def finish(self, request_id: str) -> None:
+        """Let the requests that quote the answer of `request_id` run."""
+        self._unanswered.discard(request_id)
+        ready = self._parked.pop(request_id, [])
+        self._num_parked -= len(ready)
+        self._ready.extend(ready)
+
+    def _draw(self) -> bool:
+        """Draw one request from the workload; False if there is none, or too many stand aside."""
+        if self._num_parked >= self._max_parked:
+            return False
+        arrived = next(self._arrivals, None)
+        if arrived is None:
+            return False
+        self.num_drawn += 1
+        request = ReplayedRequest(arrived, arrived.num_prompt_tokens)
+        if arrived.after is not None and arrived.after in self._unanswered:
+            self._parked.setdefault(arrived.after, []).append(request)
+            self._num_parked += 1
+        else:
+            self._ready.append(request)
+        self._unanswered.add(arrived.request_id)
+        return True
 
 
 @dataclass(frozen=True, eq=False)

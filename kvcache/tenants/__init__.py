@@ -7,8 +7,7 @@ TenantsConfig ─▶ TierShares ─▶ TenantLedger ◀── pools and tiers re
 
 from __future__ import annotations
 
-from kvcache.tenants.account import TenantAccount, TenantStatistics
-from kvcache.tenants.ledger import TenantLedger
+from kvcache.tenants.ledger import TenantAccount, TenantLedger, TenantStatistics
 from kvcache.tenants.policy import TenantBook, TenantPolicy
 from kvcache.tenants.shares import TenantShare, TierShares
 

@@ -14,8 +14,8 @@ from kvcache import NewRequest, StepRequest
 from kvcache.base.arrays import int32_array
 from kvcache.metrics import METRICS
 from kvcache.metrics.step_meter import STRIDE
-from kvcache.metrics.table import exposed_series
 from tests.metrics.exposition import Series, parse_exposition
+from tests.metrics.table import exposed_series
 
 pytestmark = pytest.mark.ray
 

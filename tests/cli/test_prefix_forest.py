@@ -9,10 +9,9 @@ import pytest
 from actors.cli.event_tally import EventTally
 from actors.cli.prefix_forest import PrefixForest, PrefixRow
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.events.hashes import short_hash
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.subscription import Subscription, Update
-from kvcache.events.translation import GroupKind
+from kvcache.events.translation import GroupKind, short_hash
 from tests.events.event_world import BLOCK, WIRE_MEDIA, Cache
 
 SETTINGS = PublisherSettings(topic="kv@test@model")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.metrics import METRICS, Kind
-from kvcache.metrics.table import exposed_series
+from tests.metrics.table import exposed_series
 
 DASHBOARD: dict[str, Any] = json.loads(
     files("actors").joinpath("dashboards/kvcache_grafana.json").read_text("utf-8")

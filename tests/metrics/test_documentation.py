@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvcache.metrics import METRICS
-from kvcache.metrics.table import markdown_table
+from tests.metrics.table import markdown_table
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcache.tenants.givers import Giver, counts_to_give
+from kvcache.tenants.policy import Giver, counts_to_give
 
 
 def one_by_one(givers: list[Giver], num_blocks: int) -> list[int]:

@@ -11,9 +11,9 @@ from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.manager import KVCacheManager
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.requests.request import Request
-from kvcache.simulate.tenant_traffic import TenantTraffic, count_tenants
 from kvcache.tenants import TenantStatistics
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+from tests.tenants.tenant_traffic import TenantTraffic, count_tenants
 
 GUARANTEED = 24
 
