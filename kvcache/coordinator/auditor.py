@@ -1,9 +1,9 @@
-"""Audits while the cluster runs: does every rank know of each block what the coordinator does?
+"""Audits while the cluster runs: do the labels of every rank match the coordinator's state?
 
-Called by the epoch state. An audit travels as the last command of a message, so that every rank
-compares its labels at the very point at which they were read here; it is reported like any other
-job. What differs is logged with the block's history and withdrawn everywhere, with all that was
-cached behind it: service goes on. It does not guess which side is right.
+Called by the epoch state. An audit is the last command of a message, so that every rank compares
+its labels at the very point at which the coordinator read its own state; it is reported like any
+other job. Blocks that differ are logged with their history and dropped everywhere, with all cached
+blocks behind them, and service continues. The auditor does not guess which side is right.
 
     sealed contents ──Audit──▶ every rank ──JobReport──▶ wrong blocks ──▶ evicted, Unlabel
 """
@@ -21,12 +21,12 @@ from kvcache.protocol.commands import Audit, Command
 logger = get_logger(__name__)
 
 AUDITED_BLOCKS = 4096
-"""Blocks compared by one audit of the mode `sample`; the next one goes on behind them."""
+"""Blocks that one audit of the mode `sample` compares; the next one continues after them."""
 
 
 @dataclass
 class Auditor:
-    """The audits of one epoch; one at a time is under way, of the mode `on` any number."""
+    """The audits of one epoch. In mode `sample`, one at a time is in flight."""
 
     settings: AuditSettings
     manager: KVCacheManager
@@ -43,10 +43,10 @@ class Auditor:
         return self.settings.mode == "sample" and is_time and not self._under_way
 
     def audit(self, now_s: float) -> tuple[Command, ...]:
-        """Return what to add to a message whose other commands have been taken: all that the
-        coordinator knows is in them. Empty when no audit is due.
+        """Return the audit for a message whose other commands have been taken, so that they cover
+        all that the coordinator knows. Empty if no audit is due.
 
-        Raises InvariantError where the coordinator's own state is inconsistent.
+        Raises InvariantError if the coordinator's own state is inconsistent.
         """
         if self.settings.mode == "off" or (
             self.settings.mode == "sample" and not self.is_due(now_s)
@@ -67,9 +67,9 @@ class Auditor:
         return (Audit(job_id, first, end, contents.block_ids, contents.groups, contents.digests),)
 
     def on_ended(self, job: EndedJob) -> bool:
-        """Take the reports of all ranks; say whether it was an audit.
+        """Take the reports of all ranks; return whether the job was an audit.
 
-        What was found wrong is in `wrong_blocks`, for the caller to withdraw.
+        `wrong_blocks` then has the blocks that differ, which the caller drops.
         """
         audited = self._under_way.pop(job.job_id, None)
         if audited is None:

@@ -1,7 +1,7 @@
-"""What the coordinator knows of one client: its steps, their answers, and how far they have got.
+"""One client's steps in an epoch: their answers, and how far they have got.
 
-Lives for one epoch. Steps come in through the `StepReceiver`, are executed in order, and are then
-followed here until they are applied and finished on every rank. Refuses to execute anything.
+Steps come in through the `StepReceiver`, are executed in order, and are followed here until they
+are applied and finished on every rank. Executes nothing.
 
     received ──▶ executed, answered ──▶ applied by all ranks ──▶ forward finished on all ranks
 """
@@ -23,7 +23,7 @@ MAX_FAILURES = 32
 
 @dataclass
 class _Executed:
-    """A step under way: the message that carries its commands, and its forward if there is one."""
+    """A step in flight: the message that carries its commands, and its forward, if any."""
 
     step: int
     seq: int
@@ -33,11 +33,11 @@ class _Executed:
 class ClientLedger:
     """The steps of one client in one epoch.
 
-    `is_leaving`: it is served no more. `fence_seq`: number of the message that fences it, or 0.
-    `lost_s`: since when its connection is known to have ended, None while it has one.
-    `has_acknowledged`: it has said, after it attached, that it has nothing to ask just now.
-    Invariant: `acknowledged_step, finished_step <= applied_step < receiver.next_step`, and the
-    steps under way are those above `finished_step` that were executed.
+    `is_leaving`: it is no longer served. `fence_seq`: number of the message that fences it, or 0.
+    `lost_s`: when its connection ended, None while it has one. `has_acknowledged`: after it
+    attached, it has said that it has no step to send now. Invariant: `acknowledged_step,
+    finished_step <= applied_step < receiver.next_step`, and the steps in flight are those above
+    `finished_step` that were executed.
     """
 
     def __init__(self, client_id: str, max_stored: int, next_step: int, now_s: float) -> None:
@@ -69,20 +69,19 @@ class ClientLedger:
         return self._finished_step
 
     def on_heard(self, now_s: float) -> None:
-        """The client has said something: it lives, and has a connection."""
+        """Record a message of the client: it is alive and has a connection."""
         self.heard_s = now_s
         self.lost_s = None
 
     def start_at(self, next_step: int) -> None:
-        """Expect `next_step` first after all. Only while untouched."""
+        """Expect `next_step` first instead. Only while untouched."""
         self.receiver.skip_to(next_step)
         self._first_step = next_step
         self._applied_step = self._finished_step = self._acknowledged_step = next_step - 1
 
     def require_over(self, request: StepMessage) -> None:
-        """Raise `RequestError` unless what the step calls complete or failed is over everywhere.
-
-        A block must not be sealed, or given to somebody else, while a rank may still write it.
+        """Raise `RequestError` unless the steps that it calls complete or failed have ended on all
+        ranks. A block must not be sealed or reused while a rank may still write it.
         """
         finished = self._finished_step
         if request.completed_step > finished:
@@ -105,7 +104,7 @@ class ClientLedger:
         self._under_way.append(_Executed(step, seq, not has_forward))
 
     def on_applied(self, applied_by_all: int) -> bool:
-        """Note how far every rank has applied; say whether the client should hear of it."""
+        """Record how far every rank has applied; return whether to tell the client."""
         before = (self._applied_step, self._finished_step)
         for executed in self._under_way:
             if executed.seq > applied_by_all:
@@ -115,7 +114,7 @@ class ClientLedger:
         return before != (self._applied_step, self._finished_step)
 
     def on_job_ended(self, job: EndedJob) -> bool:
-        """Note that a forward is over; say whether the client should hear of it."""
+        """Record the end of a forward; return whether to tell the client."""
         before = self._finished_step
         self._bytes_checked += job.num_bytes
         self._failures.extend(job.failures[: MAX_FAILURES - len(self._failures)])
@@ -126,13 +125,13 @@ class ClientLedger:
         return self._finished_step != before
 
     def on_acknowledge(self, step: int) -> None:
-        """The client knows everything about its steps up to `step`."""
+        """Record that the client knows everything about its steps up to `step`."""
         self.has_acknowledged = True
         self.receiver.on_acknowledge(step)
         self._acknowledged_step = max(self._acknowledged_step, min(step, self._finished_step))
 
     def has_news(self) -> bool:
-        """Say whether the client may not know how far its steps have got."""
+        """Return whether the client may not know how far its steps have got."""
         return self._acknowledged_step < max(self._finished_step, self._applied_step)
 
     def progress(self, epoch: int, now_s: float) -> Progress:
@@ -161,7 +160,7 @@ class ClientLedger:
             )
 
     def _settle(self) -> None:
-        """Move `finished_step` over steps that are applied and whose forward is over."""
+        """Move `finished_step` past steps that are applied and whose forward has ended."""
         while self._under_way:
             first = self._under_way[0]
             if not first.is_finished or first.step > self._applied_step:

@@ -1,8 +1,7 @@
-"""Who is attached, who is leaving, and who has left for good.
+"""The coordinator's clients in one epoch: attached, leaving and gone.
 
-The coordinator's table of its clients in one epoch. A client that leaves is kept until every rank
-has applied its fence; its name is not taken again, because messages of the old one may be late.
-Refuses more clients than configured.
+A client that leaves is kept until every rank has applied its fence. Its name is never used again,
+because its messages may arrive late. Refuses more clients than configured.
 
     attach ──▶ attached ──Detach, silence, or a connection that ended and did not come back──▶
     leaving ──fence applied everywhere──▶ forgotten
@@ -20,16 +19,16 @@ from kvcache.protocol.step_delivery import ReceivedMessage
 
 MAX_CLIENT_ID_CHARS = 256
 MAX_STEP = 2**53
-"""No step has a number above this: what a client begins with cannot push it to where it ends."""
+"""Highest step number: a client cannot begin close to the end of the numbers."""
 
 _MAX_GONE = 1024
 
 
 class Clients:
-    """The ledgers of all clients; who was served last comes last."""
+    """The ledgers of all clients, the one served last at the end."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        """Know no client. The limits are in `settings`."""
+        """Start without clients. The limits are in `settings`."""
         self._settings = settings
         self._ledgers: dict[str, ClientLedger] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -39,11 +38,11 @@ class Clients:
         return len(self._ledgers)
 
     def get(self, client_id: str) -> ClientLedger | None:
-        """Return the ledger of a client, leaving ones included, or None."""
+        """Return the ledger of a client, also of a leaving one, or None."""
         return self._ledgers.get(client_id)
 
     def has_gone(self, client_id: str) -> bool:
-        """Say whether a client was detached or given up: its id is not used again."""
+        """Return whether a client was detached or given up: its id is not used again."""
         ledger = self._ledgers.get(client_id)
         return client_id in self._gone or (ledger is not None and ledger.is_leaving)
 
@@ -57,15 +56,15 @@ class Clients:
         return self._num_leaving > 0
 
     def leaving(self) -> list[ClientLedger]:
-        """Return the ledgers of the clients that are to be forgotten."""
+        """Return the ledgers of the clients that can be forgotten."""
         return [ledger for ledger in self._ledgers.values() if ledger.is_leaving]
 
     def attach(self, message: Attach, now_s: float) -> str:
-        """Attach a client, again or for the first time; return why not, empty when done.
+        """Attach a client, for the first time or again; return the refusal, empty if done.
 
-        Numbers below its next one that were not executed are void. A client that holds itself to be
-        attached nowhere, after steps of it were executed, holds them to be void: it is let go.
-        An introduction with a lower number than that is an old one that arrives late.
+        Unexecuted numbers below its next one are void. A client that believes to be attached
+        nowhere, after steps of it were executed, considers them void: it is released. An
+        introduction with a lower number is an old one that arrives late.
         """
         client_id, next_step = message.client_id, message.next_step
         if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or not 0 < next_step <= MAX_STEP:
@@ -76,7 +75,7 @@ class Clients:
         if ledger is None:
             if len(self._ledgers) >= self._settings.max_clients:
                 return (
-                    f"{len(self._ledgers)} clients are attached, no more are let in: detach one or "
+                    f"{len(self._ledgers)} clients are attached, no more can attach: detach one or "
                     "raise transport.max_clients"
                 )
             max_stored = self._settings.max_client_steps
@@ -89,8 +88,8 @@ class Clients:
         return ""
 
     def take_ready(self) -> tuple[ClientLedger, ReceivedMessage] | None:
-        """Return the next step in order of the client that has waited longest; None if none is
-        ready. The client is asked last from now on."""
+        """Return the next step of the client that has waited longest; None if none is ready. That
+        client is asked last from now on."""
         for ledger in self._ledgers.values():
             message = None if ledger.is_leaving else ledger.receiver.take_ready()
             if message is not None:
@@ -99,15 +98,15 @@ class Clients:
         return None
 
     def let_go(self, client_id: str) -> None:
-        """Serve the client no more; it is forgotten later."""
+        """Stop serving the client; it is forgotten later."""
         ledger = self._ledgers[client_id]
         self._num_leaving += not ledger.is_leaving
         ledger.is_leaving = True
 
     def detach(self, client_id: str) -> bool:
-        """Serve the client no more; say whether it is known.
+        """Stop serving the client; return whether it is known.
 
-        The name of one that is not known is taken from now on: its `Attach` may arrive later.
+        The name of an unknown client is taken from now on: its `Attach` may arrive later.
         """
         if client_id in self._ledgers:
             self.let_go(client_id)
@@ -126,7 +125,7 @@ class Clients:
         self._take_name(client_id)
 
     def clear(self) -> list[str]:
-        """Forget all of them, because their epoch is over; return who was attached."""
+        """Forget all clients, because their epoch has ended; return the attached ones."""
         attached = [ledger.client_id for ledger in self.attached()]
         for ledger in self.leaving():
             self.forget(ledger.client_id)
@@ -135,7 +134,7 @@ class Clients:
         return attached
 
     def _take_name(self, client_id: str) -> None:
-        """No client of this name is attached any more. The oldest names are free again."""
+        """Reserve the name of a client that has gone. The oldest names become free again."""
         self._gone[client_id] = None
         while len(self._gone) > _MAX_GONE:
             self._gone.popitem(last=False)

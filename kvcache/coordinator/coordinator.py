@@ -1,15 +1,15 @@
 """The plain Coordinator: takes messages, returns messages, decides through the manager.
 
 Three phases. *Fencing*: an epoch above every known one is saved, and every rank is asked to grant
-it. *Collecting*: all have granted, nothing of an older epoch runs, and each says what its blocks
-hold. *Running*: a `EpochState` serves steps from the cache that all agree on. Another process for a
-rank, or the loss of one, ends the epoch; clients attach again. A coordinator that begins after a
-crash and one that has lost a worker go the same way.
+it. *Collecting*: all have granted it, no older epoch runs, and each rank sends its labels.
+*Running*: an `EpochState` serves steps, with the cached blocks on which all ranks agree. A new
+process of a rank, or the loss of one, ends the epoch; clients attach again. A coordinator that
+starts after a crash, and one that has lost a worker, go through the same phases.
 
-    start ──▶ FENCING ──all granted──▶ COLLECTING ──all told──▶ RUNNING ──another one──▶ SUPERSEDED
+    start ──▶ FENCING ──all granted──▶ COLLECTING ──all sent──▶ RUNNING ──another one──▶ SUPERSEDED
                  ◀──another process, or a loss──┴──────────────────┘
 
-A state machine with one owner. It sends nothing itself, and refuses what is not of its epoch.
+A state machine with one owner. It sends nothing itself, and refuses messages of other epochs.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ logger = get_logger(__name__)
 
 
 REPEATED_REPORTS = (Finished, LabelReport)
-"""What a worker says again until it is acknowledged, or asked again for."""
+"""Reports that a worker repeats until they are acknowledged or requested again."""
 
 NAMED_CLIENTS = 8
-"""As many are named in a line of the log."""
+"""Most clients that a log line names."""
 
 
 class Coordinator:
-    """One coordinator. `on_*` take what arrived or the clock, and return what to send, in order.
+    """One coordinator. `on_*` take a message or the time, and return messages to send, in order.
 
     Invariant: an epoch state exists exactly while running, and everything in it belongs to `epoch`.
     """
@@ -105,10 +105,10 @@ class Coordinator:
         offload: OffloadParts | None = None,
         events: EventFeed | None = None,
     ) -> None:
-        """Take no epoch yet. `nonce` tells this coordinator from all others, past and future;
-        `offload` says what tiers there are below the device, `events` hears what is cached.
+        """Take no epoch yet. `nonce` identifies this coordinator among all past and future ones;
+        `offload` describes the tiers below the device, `events` gets the cache events.
 
-        Raises what loading the state raises: a state that cannot be read is not guessed.
+        Raises the errors of loading the state: an unreadable state is not guessed.
         """
         self.settings = settings
         self._make_manager = manager_factory
@@ -134,7 +134,7 @@ class Coordinator:
 
     @property
     def phase(self) -> Phase:
-        """How far it is."""
+        """The present phase."""
         return self._phase
 
     @property
@@ -144,7 +144,7 @@ class Coordinator:
 
     @property
     def manager(self) -> KVCacheManager | None:
-        """The manager of the present epoch, None unless running. For looking, not for changing."""
+        """The manager of the present epoch, None unless running. For reading only."""
         return None if self._epoch_state is None else self._epoch_state.manager
 
     def missing_ranks(self) -> list[int]:
@@ -152,7 +152,7 @@ class Coordinator:
         return self._members.missing()
 
     def problem(self) -> str:
-        """Say which ranks do not answer, and since when, or who rules; empty if all is well."""
+        """Return which ranks do not answer, and since when, or who rules; empty if all is well."""
         if self._phase not in OBEYED:
             return self._reason if self._phase is Phase.SUPERSEDED else ""
         now_s, silence_s = self._clock.now(), self.settings.worker_silence_s
@@ -162,13 +162,12 @@ class Coordinator:
         )
 
     def start(self, incarnations: Mapping[int, str] | None = None) -> list[Outgoing]:
-        """Take an epoch and ask the worker processes known already to grant it.
+        """Take an epoch and ask the known worker processes to grant it.
 
         Others are asked when they introduce themselves.
 
         Raises:
-            ClusterError: the epoch cannot be saved; it may be called again then.
-            RequestError: it has been started already.
+            ClusterError: the epoch cannot be saved; call it again later.
         """
         if self._phase is not Phase.NEW:
             raise RequestError(
@@ -182,7 +181,7 @@ class Coordinator:
         return self._grants()
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
-        """Take a message that came from the worker of `rank`. Counts and drops what is foreign."""
+        """Take a message from the worker of `rank`. Counts and drops foreign messages."""
         if self._phase not in OBEYED:
             return []
         if message.rank != rank:
@@ -210,9 +209,9 @@ class Coordinator:
             return []
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
-        """Take an `Ack`, not decoded yet, of the worker of `rank`; say whether it was taken.
+        """Take an undecoded `Ack` of the worker of `rank`; return whether it was taken.
 
-        What came of it is in `settle`. Not taken is what has to be looked at more closely.
+        `settle` has the consequences. Messages that need a closer look are not taken.
         """
         epoch_state, now_s = self._epoch_state, self._clock.now()
         if epoch_state is None or not epoch_state.on_plain_applied(rank, payload, now_s):
@@ -221,11 +220,11 @@ class Coordinator:
         return True
 
     def settle(self) -> list[Outgoing]:
-        """Return what has become possible by what `on_plain_applied` took."""
+        """Return the messages that follow from what `on_plain_applied` took."""
         return [] if self._epoch_state is None else self._guarded(self._epoch_state.settle)
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
-        """Take a message of the client it names. Counts and drops what is foreign."""
+        """Take a message of the client that it names. Counts and drops foreign messages."""
         if self._phase is Phase.CLOSED:
             return []
         client_id, epoch_state = message.client_id, self._epoch_state
@@ -243,14 +242,14 @@ class Coordinator:
     def _on_attached_client(
         self, epoch_state: EpochState, message: ReceivedMessage | Acknowledge
     ) -> list[Outgoing]:
-        """Take a message that only an attached client may send; send others away."""
+        """Take a message that only an attached client may send; refuse others."""
         ledger = self._clients.get(message.client_id)
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
             return self._part_from([message.client_id])
         return self._guarded(lambda: epoch_state.on_client_message(ledger, message))
 
     def _on_detach(self, client_id: str) -> list[Outgoing]:
-        """Serve a client no more, whatever epoch it was attached in: no id is used twice."""
+        """Stop serving a client, in whatever epoch it attached: no id is used twice."""
         epoch_state = self._epoch_state
         if epoch_state is None:
             self._clients.detach(client_id)
@@ -259,15 +258,15 @@ class Coordinator:
         return [confirmed, *freed]
 
     def on_client_lost(self, client_id: str) -> None:
-        """A client's last connection has ended, and all that came over it has been handed over.
+        """Record that a client's last connection has ended, after all its messages were handled.
 
-        It keeps what it has if it is heard again within `settings.client_return_s`.
+        The client keeps its requests if it returns within `settings.client_return_s`.
         """
         if self._epoch_state is not None:
             self._epoch_state.on_client_lost(client_id)
 
     def on_worker_lost(self, rank: int, incarnation: str, reason: str) -> list[Outgoing]:
-        """A process is proven dead: begin a new epoch, which runs when the rank is served again.
+        """Record that a process is proven dead: begin a new epoch, which waits for another process.
 
         No effect for a process that does not serve the rank.
         """
@@ -277,7 +276,7 @@ class Coordinator:
         return self._begin_epoch(f"rank {rank} is lost, process {incarnation}: {reason}")
 
     def on_tick(self) -> list[Outgoing]:
-        """Repeat what is not acknowledged, ping who is silent, serve what had to wait."""
+        """Repeat unacknowledged messages, ping silent ranks, serve steps that had to wait."""
         self._note_problem()
         if self._phase is Phase.FENCING:
             return self._grants()
@@ -295,10 +294,10 @@ class Coordinator:
         return out + self._guarded(self._epoch_state.on_tick)
 
     def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
-        """Take a payload that cannot be decoded, for `reason`: its sender would repeat it.
+        """Take an undecodable payload; `reason` says why. Its sender would repeat it.
 
-        A step or call is refused under its number, a worker is asked to say less. Whatever does not
-        say what it is, or is not from whom it says, gets no answer.
+        A step or call is refused under its number, a worker is told to send a smaller report. A
+        payload of unknown kind, or not from its stated sender, gets no answer.
         """
         leading = leading_fields(payload)
         if leading is None:
@@ -323,10 +322,10 @@ class Coordinator:
         return self._on_attached_client(epoch_state, unread)
 
     def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
-        """Return what to send in the place of a message that cannot travel, for `reason`.
+        """Return the replacement for a message that cannot be sent, for `reason`.
 
-        Answers become errors: their step was executed all the same. Commands that no rank can get
-        end the epoch, or all that come behind them would wait.
+        Answers become errors: their step was executed all the same. If no rank can get its
+        commands, the epoch ends, because all later commands would wait.
         """
         message = item.message
         match message:
@@ -351,8 +350,8 @@ class Coordinator:
         return []
 
     def on_error(self, reason: str) -> list[Outgoing]:
-        """An error ended a decision, which may have left the state half written: begin a new epoch,
-        whose state is made from what the ranks hold. `reason` says what it was."""
+        """Begin a new epoch after an error in a decision, which may have left the state half
+        written. The new state is made from the labels. `reason` describes the error."""
         if self._phase not in OBEYED:
             return []
         return self._begin_epoch(f"an error of the coordinator's own: {reason}")
@@ -388,14 +387,14 @@ class Coordinator:
             (Phase.COLLECTING, self._collection),
         ):
             if (self._phase is phase) != (books is not None):
-                raise InvariantError(f"phase {self._phase.value} with the wrong books")
+                raise InvariantError(f"phase {self._phase.value} with the wrong state")
         self._jobs.check()
         self._clients.check()
         if self._epoch_state is not None:
             self._epoch_state.check()
 
     def _as_introduction(self, message: FromWorker) -> FromWorker:
-        """What a process says to another coordinator introduces it, while its rank is not taken."""
+        """Let a process that talks to another coordinator introduce itself, if its rank is free."""
         if isinstance(message, Hello) or message.nonce == self._members.nonce:
             return message
         if message.rank not in self._members.missing():
@@ -448,7 +447,7 @@ class Coordinator:
         return self._collection.begin(self._clock.now())
 
     def _on_labels(self, report: LabelReport) -> list[Outgoing]:
-        """Take a rank's labels; begin to run when all are there."""
+        """Take a rank's labels; start running when all are there."""
         who, now_s = (report.rank, report.incarnation, report.nonce), self._clock.now()
         self._members.heard(*who, report.epoch, now_s)
         collection, epoch_state = self._collection, self._epoch_state
@@ -464,7 +463,7 @@ class Coordinator:
         return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
 
     def _run(self, collection: LabelCollection) -> list[Outgoing]:
-        """Serve steps from now on, with what the ranks still hold."""
+        """Start serving steps, with the blocks that the ranks still hold."""
         members = self._members
         if not members.knows_model_epoch:
             members.save_model_epoch(collection.settle_model_epoch())
@@ -515,13 +514,13 @@ class Coordinator:
         return []
 
     def _on_higher_epoch(self, reason: str) -> list[Outgoing]:
-        """While fencing, take a higher one. Afterwards, somebody else has taken over."""
+        """While fencing, take a higher epoch. Afterwards, another coordinator has taken over."""
         if self._phase is Phase.FENCING:
             return self._begin_epoch(reason)
         return self._give_way(reason)
 
     def _guarded(self, act: Callable[[], list[Outgoing]]) -> list[Outgoing]:
-        """Return what `act` does; where the epoch cannot go on, begin another one, or give way."""
+        """Return what `act` returns; if the epoch cannot go on, begin another one, or give way."""
         try:
             return act()
         except SupersededError as error:
@@ -532,7 +531,7 @@ class Coordinator:
             return self._begin_epoch(str(error))
 
     def _give_way(self, reason: str) -> list[Outgoing]:
-        """Another coordinator has taken over: send all clients away, for good."""
+        """Stop because another coordinator has taken over: send all clients away for good."""
         clients = self._end_epoch()
         logger.warning(
             "epoch %d was superseded, coordinator %s serves no more: %s%s",
@@ -556,7 +555,7 @@ class Coordinator:
         return [] if epoch_state is None else self._guarded(lambda: epoch_state.on_report(message))
 
     def _begin_epoch(self, reason: str) -> list[Outgoing]:
-        """Void the present epoch and fence the next one. Clients must attach again."""
+        """End the present epoch and fence the next one. Clients must attach again."""
         clients = self._end_epoch()
         logger.warning("epoch %d ends: %s%s", self.epoch, reason, _who_attaches_again(clients))
         self._phase, self._reason = Phase.FENCING, reason
@@ -565,7 +564,7 @@ class Coordinator:
         return self._part_from(clients) + grants
 
     def _grants(self) -> list[Outgoing]:
-        """Return the grants that are due; take the epoch first where there is none yet."""
+        """Return the grants that are due; take the epoch first if it was not taken."""
         now_s = self._clock.now()
         if self._members.is_epoch_doubted:
             try:
@@ -574,7 +573,7 @@ class Coordinator:
             except SupersededError as error:
                 return self._give_way(str(error))
             except ClusterError as error:
-                self._drop(str(error), logging.DEBUG)  # said where it is saved
+                self._drop(str(error), logging.DEBUG)  # logged where it is saved
                 return []
         due = self._members.grants_due(now_s, self.settings.resend_s)
         return [Outgoing((WorkerAddress(rank),), grant) for rank, grant in due.items()]
@@ -594,7 +593,7 @@ class Coordinator:
         return clients
 
     def _part_from(self, client_ids: Iterable[str]) -> list[Outgoing]:
-        """Send clients away; they attach again."""
+        """Tell clients that they are not attached, so that they attach again."""
         missing = ""
         if self._phase is Phase.FENCING:
             missing = f"waiting for ranks {self._members.missing()}"
@@ -611,7 +610,7 @@ class Coordinator:
         self._counts = self._counts.plus_dropped(reason)
 
     def _note_taken(self) -> None:
-        """An epoch was taken."""
+        """Log that an epoch was taken."""
         self._began_s = self._clock.now()
         logger.info(
             "epoch %d begins: coordinator %s asks %d ranks to obey, processes %s are known",
@@ -622,7 +621,7 @@ class Coordinator:
         )
 
     def _note_problem(self) -> None:
-        """Say when something begins to be wrong, and when it is over."""
+        """Log when ranks begin to be silent, and when they answer again."""
         problem = self.problem()
         if problem and not self._has_problem:
             logger.warning("epoch %d: steps are refused: %s", self.epoch, problem)
@@ -632,7 +631,7 @@ class Coordinator:
 
 
 def _who_attaches_again(clients: list[str]) -> str:
-    """Return what to say of the clients of an epoch that ends."""
+    """Return the log text about the clients of an epoch that ends."""
     if not clients:
         return ""
     more = len(clients) - NAMED_CLIENTS

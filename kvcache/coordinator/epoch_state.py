@@ -1,9 +1,8 @@
 """One epoch in which all ranks obey: steps in, commands out, progress back.
 
-What the Coordinator does while it runs: it makes an `EpochState` when every rank granted the epoch,
-and drops it, with everything in it, when the epoch ends. Begins with what was kept of the cache,
-and then waits for the clients that were there before. Refuses nothing by epoch, sender or process:
-the coordinator has checked all that before it hands a message over.
+The Coordinator makes an `EpochState` when every rank has granted the epoch, and drops it when the
+epoch ends. It begins with the cached blocks that were kept, and waits for the earlier clients. The
+coordinator has already checked the epoch, sender and process of every message.
 
     client ──StepRequest / Call──▶ ClientLedger ─▶ StepServer ─▶ commands ─▶ CommandWindow ──▶ ranks
            ◀──answer, Progress────                                        ◀──Ack, Finished──────
@@ -61,17 +60,17 @@ from kvcache.protocol.step import StepRequest, StepResult
 from kvcache.protocol.step_delivery import ReceivedMessage, UnreadableStep, stamped
 
 MAX_STEPS_AT_ONCE = 256
-"""Steps executed for one incoming message; the rest waits for the next one."""
+"""Most steps executed per incoming message; the others wait for the next one."""
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class EpochIdentity:
-    """What every command message of an epoch carries, and which processes granted it.
+    """Common fields of an epoch's command messages, and the processes that granted it.
 
-    `first_event` is the lowest event number that is the epoch's own. `applied_steps` says, by
-    client, how far every rank had come before; `returning` are the clients that ran something then.
+    `first_event` is the epoch's lowest event number. `applied_steps` says, by client, which steps
+    every rank had applied before; `returning` are the clients that ran steps then.
     """
 
     epoch: int
@@ -103,8 +102,8 @@ class EpochState:
         offload: OffloadParts | None = None,
         events: EventFeed,
     ) -> None:
-        """Rule with a `manager` that has not been used yet. `problem` says why steps
-        are refused now, if they are; `events` hears what is cached."""
+        """Serve steps with a new `manager`. `problem` says why steps are refused now, empty if
+        they are not; `events` gets the cache events."""
         self.manager = manager
         self._applied_steps = identity.applied_steps
         self.window = CommandWindow(
@@ -122,7 +121,7 @@ class EpochState:
             for rank, incarnation in identity.incarnations.items()
         }
         self._settled_seq = 0
-        self._has_released = False  # and what follows for the ranks may not have been sent
+        self._has_released = False  # its commands may not have been sent yet
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
         self._jobs = jobs
@@ -140,7 +139,7 @@ class EpochState:
         self._save_model_epoch = save_model_epoch
 
     def begin(self, recovery: Recovery, collection: LabelCollection) -> list[Outgoing]:
-        """Make every rank forget what was not kept: one message, the first of the epoch."""
+        """Make every rank drop what was not kept: the first message of the epoch."""
         commands: tuple[Command, ...] = (Reset(self.manager.model_epoch),)
         below = self._offloading
         tier_state = None if below is None else below.tiers.present_events
@@ -213,7 +212,7 @@ class EpochState:
     def on_client_message(
         self, ledger: ClientLedger, message: ReceivedMessage | Acknowledge
     ) -> list[Outgoing]:
-        """Take a message of an attached client. Raises ClusterError when the state store fails."""
+        """Take a message of an attached client. Raises ClusterError if the state store fails."""
         ledger.on_heard(self._clock.now())
         out: list[Outgoing] = []
         match message:
@@ -224,14 +223,14 @@ class EpochState:
         return out + self.work()
 
     def detach(self, client_id: str) -> list[Outgoing]:
-        """Serve a client no more. Raises ClusterError as `on_client_message` does."""
+        """Stop serving a client. Raises ClusterError as `on_client_message` does."""
         if self._clients.detach(client_id):
             logger.info("epoch %d: client %s has detached", self._epoch, client_id)
             self.reattachment.forget(client_id)
         return self.work()
 
     def on_client_lost(self, client_id: str) -> None:
-        """A client's connection has ended: unless it is heard again soon, a tick gives it up."""
+        """Record that a client's connection has ended: if it stays silent, a tick gives it up."""
         ledger = self._clients.get(client_id)
         if ledger is not None and not ledger.is_leaving and ledger.lost_s is None:
             ledger.lost_s = self._clock.now()
@@ -244,7 +243,7 @@ class EpochState:
             )
 
     def _why_given_up(self, ledger: ClientLedger, now_s: float) -> str:
-        """Return why a client is served no more, empty for one that is."""
+        """Return why a client is no longer served, empty if it is."""
         silent_s, settings = now_s - ledger.heard_s, self._settings
         if silent_s > settings.client_silence_s:
             return f"it has been silent for {silent_s:.1f} s"
@@ -264,8 +263,8 @@ class EpochState:
     # --- ranks
 
     def on_report(self, message: Ack | Nack | Rejected | Finished | Heartbeat) -> list[Outgoing]:
-        """Take a report of a rank. Raises ProtocolError for numbers that were never given, and
-        ClusterError for a message that the rank cannot obey."""
+        """Take a report of a rank. Raises ProtocolError for unknown numbers, and ClusterError for
+        commands that the rank cannot obey."""
         now_s, who = self._clock.now(), (message.rank, message.incarnation, message.epoch)
         match message:
             case Ack() | Heartbeat():
@@ -288,10 +287,10 @@ class EpochState:
                 return self._on_finished(message)
 
     def on_plain_applied(self, rank: int, payload: bytes, now_s: float) -> bool:
-        """Take an encoded `Ack` of the process that granted this epoch; say whether it is one.
+        """Take an encoded `Ack` of the process that granted this epoch; return whether it is one.
 
-        Its first bytes say all that `on_report` and the coordinator would ask. A number that was
-        never sent is not taken. `settle` returns what came of it.
+        Its first bytes contain all that `on_report` and the coordinator would check. A number that
+        was never sent is not taken. `settle` returns the consequences.
         """
         header = self._applied_headers.get(rank)
         seq = None if header is None else header.number(payload)
@@ -310,13 +309,13 @@ class EpochState:
             self._offloading.check()
 
     def on_tier_labels(self, report: LabelReport) -> list[Outgoing]:
-        """Take what a rank has in a tier below the device."""
+        """Take the tier contents that a rank reports."""
         if self._offloading is None:
             return []
         return [*self._offloading.on_labels(report), *self.work()]
 
     def settle(self) -> list[Outgoing]:
-        """Tell clients what every rank has applied since the last time, and work on."""
+        """Tell clients what every rank has applied since the last time, and continue."""
         applied = self.window.applied_by_all
         if applied == self._settled_seq:
             return []
@@ -325,7 +324,7 @@ class EpochState:
         return [*[self._progress(ledger) for ledger in changed], *self.work()]
 
     def _on_finished(self, message: Finished) -> list[Outgoing]:
-        """Note the reports one by one; acknowledge all, or the worker repeats them without end."""
+        """Take the reports one by one; acknowledge all, or the worker would repeat them forever."""
         told: dict[str, ClientLedger] = {}
         for report in message.jobs:
             try:
@@ -358,7 +357,7 @@ class EpochState:
     # --- time and work
 
     def on_tick(self) -> list[Outgoing]:
-        """Repeat what is not acknowledged, give up silent clients, serve what had to wait."""
+        """Repeat unacknowledged messages, give up silent clients, serve steps that had to wait."""
         self._recorder.on_tick()
         self._events.on_tick()
         now_s = self._clock.now()
@@ -387,7 +386,7 @@ class EpochState:
         return out + self.work()
 
     def work(self) -> list[Outgoing]:
-        """Execute what is ready, client by client in turn, while the command window has room."""
+        """Execute ready steps, client by client in turn, while the command window has room."""
         out = self._let_clients_go() if self._clients.has_leaving else []
         if self._has_released and not self.window.is_full:
             self._has_released = False
@@ -404,7 +403,7 @@ class EpochState:
         if self.reattachment.is_waiting and not self.reattachment.look(self._clock.now()):
             return out
         if self.reattachment.gone and not self.window.is_full:
-            # Ranks remember them no more: the next epoch shall not wait for them again.
+            # Ranks forget them: the next epoch must not wait for them again.
             gone = self.reattachment.take_gone()
             logger.warning(
                 "epoch %d: clients %s have not come back in time: they need new ids",
@@ -447,7 +446,7 @@ class EpochState:
         return out
 
     def _let_clients_go(self) -> list[Outgoing]:
-        """Fence clients that leave; free what they had once no rank can run a step of theirs."""
+        """Fence clients that leave; free their requests once no rank can run a step of theirs."""
         out: list[Outgoing] = []
         for ledger in self._clients.leaving():
             if not ledger.fence_seq and not self.window.is_full:
@@ -466,9 +465,9 @@ class EpochState:
     def _send_audited(
         self, client_id: str, step: int, commands: tuple[Command, ...]
     ) -> tuple[int, Outgoing]:
-        """Send commands behind which none waits, and an audit with them if one is due.
+        """Send commands that do not belong to a step, and a due audit with them.
 
-        Raises ClusterError if the audit finds the state here inconsistent.
+        Raises ClusterError if the audit finds the coordinator's own state inconsistent.
         """
         try:
             audit = self._auditor.audit(self._clock.now())
@@ -496,7 +495,7 @@ class EpochState:
         return message.seq, Outgoing(self._ranks, message)
 
     def add_statistics(self, counts: CoordinatorStatistics) -> CoordinatorStatistics:
-        """Return the coordinator's statistics with those of this epoch."""
+        """Return the coordinator's statistics with those of this epoch added."""
         return replace(
             counts.with_epoch(self.counts, self.window.num_resent),
             last_seq=self.window.next_seq - 1,

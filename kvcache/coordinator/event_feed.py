@@ -1,8 +1,8 @@
-"""What routers are told of a cache: the events of one coordinator, epoch after epoch, in batches.
+"""The cache events of one coordinator, epoch after epoch, in batches for the publisher.
 
-Between the managers, whose event sink it is, and the publisher, which is in another process. Knows
-what every block is labelled with, because a new subscriber has to be told everything. Refuses to
-wait for a publisher: one that is not there, or too slow, is told the whole state later.
+The managers send their events here; the publisher is in another process. Knows the label of every
+block, because a new subscriber needs the whole state. Never waits for a publisher: a publisher that
+is missing or slow gets the whole state later.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvcache.protocol.labels import LabelTable
 logger = get_logger(__name__)
 
 UNSAID_NUMBERS: Final = 1 << 20
-"""More than a publisher uses before it says so."""
+"""More numbers than a publisher uses before it reports them."""
 
 MILLISECOND_NUMBERS: Final = 1 << 12
-"""More than a publisher uses in a millisecond. Numbers begin at the time's own: a cluster that was
-launched anew knows of no other before it, but those who followed that one do."""
+"""More numbers than a publisher uses in a millisecond. Numbers begin at the present time: a new
+launch does not know an earlier cluster of its name, but its followers do."""
 
 _ON_DEVICE: Final = EVENT_MEDIA[DEVICE_MEDIUM]
 
 TierState = Callable[[], Sequence[OffloadingEvent]]
-"""Returns what the tiers below the device hold, parents first."""
+"""Returns the contents of the tiers below the device, parents first."""
 
 
 class EventFeed(Protocol):
-    """Whom a coordinator tells what is cached. Called inside a step: never blocks."""
+    """The receiver of a coordinator's cache events. Called inside a step: never blocks."""
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event."""
@@ -49,23 +49,23 @@ class EventFeed(Protocol):
     def begin(
         self, manager: KVCacheManager, first_seq: int, known: Label | None, tiers: TierState | None
     ) -> None:
-        """An epoch begins with `manager`; numbers from `first_seq` on are its own. Blocks are
-        labelled as `known` says; what events have said before does not count."""
+        """Begin an epoch with `manager`; numbers from `first_seq` on are its own. Blocks have the
+        labels `known`; earlier events no longer count."""
 
     def follow(self, commands: Sequence[Command]) -> None:
-        """Know what ranks are told, in order."""
+        """Take the commands for the ranks, in order."""
 
     def flush(self) -> None:
-        """Hand over what has happened, as one batch."""
+        """Send the events so far as one batch."""
 
     def on_tick(self) -> None:
-        """Go on with what waits."""
+        """Send frames that wait."""
 
     def statistics(self) -> dict[str, Any] | None:
-        """Return statistics of the publisher, None where there is none."""
+        """Return statistics of the publisher, None if there is none."""
 
     def close(self) -> None:
-        """Publish nothing any more."""
+        """Stop publishing."""
 
 
 class NullEventFeed:
@@ -97,7 +97,7 @@ class NullEventFeed:
 
 
 class LinkedEventFeed:
-    """Tells a publisher at the other end of a link. One owner, one thread."""
+    """Sends events to a publisher over a link. One user, one thread."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class LinkedEventFeed:
         *,
         block_size: int = 0,
     ) -> None:
-        """Tell the publisher at the end of `link`; `wall_time` returns seconds since 1970.
-        `block_size` is that of the group that routers are told of, for the statistics."""
+        """Send to the publisher at the end of `link`; `wall_time` returns seconds since 1970.
+        `block_size` is that of the published group, for the statistics."""
         self._block_size = block_size
         self._link = link
         self._wall_time = wall_time
-        # Invariant: what `_labels` say, and then `_ahead` and `_pending[_num_followed:]`, is what
-        # the device has cached. Blocks are told of at once, and labelled with the next message.
+        # Invariant: `_labels`, followed by `_ahead` and `_pending[_num_followed:]`, are the cached
+        # blocks of the device. Events are sent at once, labels come with the next message.
         self._pending: list[CacheEvent] = []
         self._num_followed = 0
         self._ahead: list[CacheEvent] = []
@@ -131,7 +131,7 @@ class LinkedEventFeed:
     def begin(
         self, manager: KVCacheManager, first_seq: int, known: Label | None, tiers: TierState | None
     ) -> None:
-        """State everything at the next flush, as the first batch of an epoch."""
+        """Send the whole state at the next flush, as the first batch of an epoch."""
         below = manager.tiers
         self._block_sizes, self._none_hash = below.block_sizes, below.none_hash
         self._labels = LabelTable(
@@ -148,7 +148,7 @@ class LinkedEventFeed:
         self._link.forget_state()
 
     def follow(self, commands: Sequence[Command]) -> None:
-        """Know what every block is labelled with."""
+        """Follow the labels of every block."""
         labels = self._labels
         if labels is None:
             return
@@ -166,7 +166,7 @@ class LinkedEventFeed:
             self._are_followed()
 
     def flush(self) -> None:
-        """Hand over what has happened, or everything to a publisher that knows nothing."""
+        """Send events, or the whole state to a publisher without one."""
         if self._labels is None:
             return
         if self._link.needs_state and not self._is_given_up:
@@ -178,12 +178,12 @@ class LinkedEventFeed:
         self._num_followed = 0
 
     def on_tick(self) -> None:
-        """Look after the publisher."""
+        """Restart the publisher if needed."""
         self._link.poll()
         self.flush()
 
     def statistics(self) -> dict[str, Any] | None:
-        """Return what the publisher said last."""
+        """Return the publisher's last statistics."""
         own = {"block_size": self._block_size, "num_unsendable_frames": self._num_unsendable}
         return {**self._link.statistics(), **own}
 
@@ -193,14 +193,14 @@ class LinkedEventFeed:
         self._link.close()
 
     def _state(self, labels: LabelTable) -> None:
-        """State everything: what is labelled, and what has happened to it since."""
+        """Send the whole state: labels, and events since."""
         now_s = self._wall_time()
         ids = int32_array(np.arange(labels.num_blocks))
         ids = ids[labels.are_labelled(ids)]
         on_device = OffloadingEvent((), DEVICE_MEDIUM, False, labels.labels_of(ids))
         below = () if self._tiers is None else self._tiers()
         shape = (self._block_sizes, self._none_hash)
-        # Numbers only go forward, also where the publisher is another one by now.
+        # Numbers only rise, also for a new publisher.
         by_time = int(1000 * now_s) * MILLISECOND_NUMBERS
         first_seq = max(self._first_seq, self._link.last_seq + UNSAID_NUMBERS, by_time)
         state = pack_state((on_device, *below), *shape)
@@ -212,8 +212,8 @@ class LinkedEventFeed:
             self._send("batch", now_s, pack_events(ahead))
 
     def _send(self, kind: str, *values: Any) -> None:
-        """Hand a frame over. One that the publisher could not read is not: then it is told the
-        whole state, and nothing until the next epoch where that is the frame."""
+        """Send a frame, unless the publisher could not read it. Then send the whole state later;
+        if that is the frame, send nothing until the next epoch."""
         try:
             frame = pack_frame(kind, *values)
         except MalformedMessageError as error:

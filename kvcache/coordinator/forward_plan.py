@@ -1,14 +1,14 @@
-"""The content-checked forward of a step: which bytes every rank must find and write.
+"""The content-checked forward of a step: the bytes that every rank must find and write.
 
-Between the manager's answer and the message to the workers, when content checking is on. Keeps, for
-each running row, how far it is computed and which of its tokens the ranks have been told, so that a
-decode step sends one token per row. Refuses to decide: it follows what the manager answered.
+Used between the manager's answer and the message to the workers, with content checking. Keeps for
+each running row how far it is computed and which of its tokens the ranks have, so that a decode
+step sends one token per row. Decides nothing: it follows the manager's answers.
 
     verify [0, computed) of rows that go ──▶ write [start, start + count) of rows that run
                                              verify [0, start) of rows that come (their hit)
 
-Rows that a failed step withdraws are not verified: a state that a forward has overwritten, or
-not, is nothing to compare with.
+Rows that a failed step withdraws are not verified: it is not known whether a forward has
+overwritten their states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RequestLookup = Callable[[str], Request | None]
 
 @dataclass(frozen=True)
 class _Before:
-    """How a row stood before an unfinished step, None where the step brought it."""
+    """A row before an unfinished step, None if the step admitted it."""
 
     step: int
     statistics: tuple[int, int, int] | None
@@ -40,9 +40,9 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Encoder:
-    """The encoder tokens of a request, which it gets again when it is resumed, and its forks share.
+    """A request's encoder tokens; it gets them again when it is resumed, and its forks share them.
 
-    `key` is empty where there are none.
+    `key` is empty if there are none.
     """
 
     client_id: str
@@ -57,8 +57,8 @@ _NO_ENCODER = _Encoder("", 0, b"")
 class _Row:
     """One running row, as the ranks know it.
 
-    `num_computed` positions are written or will be, drafts included; `num_told` of its own tokens
-    the ranks know; the first `num_right` positions hold what the last told tokens demand.
+    `num_computed` positions are written or will be, including drafts; the ranks have `num_told` of
+    its own tokens; the first `num_right` positions hold the bytes of the last sent tokens.
     """
 
     request_id: str
@@ -69,14 +69,14 @@ class _Row:
     before: deque[_Before] = field(default_factory=deque)
 
     def remember(self, step: int, completed_step: int, is_new: bool = False) -> None:
-        """Keep the statistics for the case that `step` fails."""
+        """Remember the present state in case `step` fails."""
         while self.before and self.before[0].step <= completed_step:
             self.before.popleft()
         statistics = None if is_new else (self.num_computed, self.num_told, self.num_right)
         self.before.append(_Before(step, statistics))
 
     def take_back(self, from_step: int) -> bool:
-        """Undo the steps from `from_step` on; say whether the row was there before them."""
+        """Undo the steps from `from_step` on; return whether the row existed before them."""
         lowest_write = self.num_right
         while self.before and self.before[-1].step >= from_step:
             statistics = self.before.pop().statistics
@@ -90,7 +90,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _RowStart:
-    """What a new row has in addition to its tokens."""
+    """The additional fields of a new row."""
 
     content_key: bytes
     num_external_tokens: int
@@ -100,7 +100,7 @@ class _RowStart:
 
 @dataclass
 class _Rows:
-    """The rows of a `WriteExpected`, as they are collected."""
+    """The rows of a `WriteExpected` under construction."""
 
     slots: list[int] = field(default_factory=list)
     is_new: list[int] = field(default_factory=list)
@@ -118,7 +118,7 @@ class _Rows:
     def run_on(
         self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array, num_drafts: int
     ) -> None:
-        """Add a running row that writes `span` and brings its tokens from `told` on."""
+        """Add a running row that writes `span` and sends its tokens from `told` on."""
         self._add(slot, span, told, tokens)
         self.is_new.append(0)
         self.content_keys.append(b"")
@@ -128,7 +128,7 @@ class _Rows:
         self.encoder_keys.append(b"")
 
     def admit(self, slot: int, span: tuple[int, int], tokens: Int32Array, start: _RowStart) -> None:
-        """Add a row that comes: it writes `span` and brings all of its tokens."""
+        """Add a new row: it writes `span` and sends all of its tokens."""
         self._add(slot, span, 0, tokens)
         self.is_new.append(1)
         self.content_keys.append(start.content_key)
@@ -150,7 +150,7 @@ class ForwardPlanner:
     """Makes the content-checked forwards of all clients' steps, in the order of the steps."""
 
     def __init__(self, lookup: RequestLookup) -> None:
-        """`lookup` returns a known request with all its tokens."""
+        """Create it; `lookup` returns a known request with all its tokens."""
         self._lookup = lookup
         self._rows: dict[int, _Row] = {}
         self._slots: dict[str, int] = {}
@@ -201,7 +201,7 @@ class ForwardPlanner:
                 self._encoders.pop(request_id, None)
 
     def _let_go(self, request: StepRequest) -> tuple[list[int], list[int]]:
-        """Forget rows that finish or are preempted; return what is to be verified of them."""
+        """Drop rows that finish or are preempted; return what to verify of them."""
         slots, lengths = [], []
         for ids in (request.finished, request.preempted_recompute, request.preempted_swap):
             for request_id in ids:
@@ -262,7 +262,7 @@ class ForwardPlanner:
             row.num_told = own_end
 
     def _admit(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
-        """Add the rows that come. External tokens have no other writer, so they are written too."""
+        """Add new rows. External tokens are written too, as no forward writes them."""
         names = [r.request_id for r in request.resumed] + [r.request_id for r in request.new]
         external = [0] * len(request.resumed)
         external += [r.num_external_computed_tokens for r in request.new]
@@ -307,21 +307,21 @@ class ForwardPlanner:
 
 
 def content_key(request: Request) -> bytes:
-    """Return what sets a request's content apart from equal tokens: never empty."""
+    """Return a key that distinguishes contents with equal tokens: never empty."""
     space = request.namespace
     return json.dumps([space.model_epoch, space.lora, space.salt, space.tenant]).encode()
 
 
 def encoder_key(request: Request) -> bytes:
-    """Return what sets a request's encoder tokens apart: only forks of it share them."""
+    """Return the key of a request's encoder tokens: only its forks share it."""
     return json.dumps([content_key(request).decode(), request.request_id]).encode()
 
 
 def content_tokens(request: Request, start: int, end: int) -> Int32Array:
     """Return the tokens `[start, end)` with placeholders of images replaced by ids of the image.
 
-    So the content depends on an image exactly from its first placeholder on, as a block's digest
-    depends on it exactly from the block it touches.
+    So the content depends on an image exactly from its first placeholder on, and a block's digest
+    exactly from the block that the image touches.
     """
     tokens = request.all_token_ids[start:end]
     for position, mm_hash in zip(request.mm_positions, request.mm_hashes, strict=True):
@@ -336,5 +336,5 @@ def content_tokens(request: Request, start: int, end: int) -> Int32Array:
 
 
 def _if_any(counts: list[int]) -> Int32Array:
-    """Return `counts`, or nothing where all are 0."""
+    """Return `counts`, or an empty array if all are 0."""
     return int32_array(counts) if any(counts) else EMPTY_INT32

@@ -1,8 +1,8 @@
-"""Jobs that end later than their command is applied, and which ranks have reported them.
+"""Jobs that end after their command is applied, and the ranks that have reported them.
 
-A job is over when every rank has reported it, and good only when it was good everywhere. Ranks are
-kept as a set, because reports are repeated until they are acknowledged. Refuses to know what a job
-does. Bounded by the command window: each message brings few jobs.
+A job has ended when every rank has reported it, and succeeded only if it did everywhere. Ranks are
+a set, because reports are repeated until they are acknowledged. Does not know what a job does. The
+command window bounds the jobs: each message has few.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Job:
 
 @dataclass(frozen=True)
 class EndedJob:
-    """A job that every rank has reported. `failures` is empty when it was good everywhere;
-    `block_ids` are those that some rank reports as wrong or failed; `is_wholly_failed`
-    that a rank failed without saying which, or says more than a report holds. `lost_ids` of them
-    cannot be had any more, `has_unread`: some may be had another time."""
+    """A job that every rank has reported. `failures` is empty if it succeeded everywhere;
+    `block_ids` are those that some rank reports as wrong or failed; `is_wholly_failed`: a rank
+    failed without naming blocks, or names more than a report holds. `lost_ids` of them are lost for
+    good; `has_unread`: others may be read later."""
 
     job_id: int
     client_id: str
@@ -47,10 +47,10 @@ class EndedJob:
 
 
 class JobTable:
-    """Open jobs of one epoch. Numbers are never given twice, over epochs neither."""
+    """Open jobs of one epoch. Numbers are never reused, not even in later epochs."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Know no job."""
+        """Start without jobs."""
         self._num_ranks = num_ranks
         self._last_id = 0
         self._open: dict[int, _Job] = {}
@@ -65,16 +65,16 @@ class JobTable:
         return self._last_id
 
     def cancel(self, job_id: int) -> None:
-        """Forget an open job that no rank was told of; raises RequestError if it is not open."""
+        """Drop an open job that was not sent to any rank; raises RequestError if it is not open."""
         if self._open.pop(job_id, None) is None:
             raise RequestError(f"job {job_id} is not open: cancel what was opened and never sent")
 
     def report(self, rank: int, report: JobReport) -> EndedJob | None:
-        """Note one rank's report; return the job when it was the last one missing.
+        """Record one rank's report; return the job if it was the last one missing.
 
-        A repeat, or a report of a job that is over, changes nothing.
+        A repeat, or a report of a finished job, changes nothing.
 
-        Raises MalformedMessageError for a number that was never given.
+        Raises MalformedMessageError for a number that was never used.
         """
         if not 0 < report.job_id <= self._last_id:
             raise MalformedMessageError(
@@ -108,11 +108,11 @@ class JobTable:
         )
 
     def clear(self) -> None:
-        """Forget all open jobs: their epoch is over."""
+        """Drop all open jobs: their epoch has ended."""
         self._open.clear()
 
     def check(self) -> None:
-        """Raise `InvariantError` if a job is open that every rank has reported."""
+        """Raise `InvariantError` if an open job was reported by every rank."""
         for job_id, job in self._open.items():
             if len(job.reported) >= self._num_ranks:
                 raise InvariantError(f"job {job_id} is open, but all ranks have reported it")

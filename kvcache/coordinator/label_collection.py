@@ -1,9 +1,9 @@
-"""What all ranks hold, asked of them when a new epoch begins.
+"""Collects the labels of all ranks when a new epoch begins.
 
-Between fencing, when every rank has granted the epoch and nothing of an older one runs any more,
-and the epoch state, whose manager is rebuilt from the labels. Each rank is asked piece by piece;
-what is not answered is asked again. Refuses to repair anything: where a rank speaks of other bytes
-than the plan, or cannot be understood, the epoch begins cold.
+Runs after fencing, when every rank has granted the epoch and no older one runs. The epoch state's
+manager is rebuilt from the labels. Each rank is asked piece by piece; a question without an answer
+is repeated. If labels describe another layout than the plan, or cannot be understood, the epoch
+begins cold.
 
     CollectLabels(0) ──▶ rank ──LabelReport 0..n──▶ CollectLabels(n) ──▶ ... ──▶ label sets of all
 """
@@ -23,10 +23,10 @@ from kvcache.protocol.messages import CollectLabels, LabelReport, Outgoing, Work
 
 @dataclass(frozen=True)
 class ExpectedLabels:
-    """What the labels of every rank must be about, or they are not used.
+    """What the labels of every rank must match to be used.
 
-    `layout_fingerprints` are by rank; an empty one is not compared. A layout says what the bytes of
-    a block mean: model, hash algorithm and seed, groups, and where the rank stands.
+    `layout_fingerprints` are by rank; an empty one is not compared. A layout defines the meaning of
+    a block's bytes: model, hash algorithm and seed, groups, and the rank's coordinates.
     """
 
     model_epoch: int
@@ -39,7 +39,7 @@ class ExpectedLabels:
 
 @dataclass
 class _Rank:
-    """How far one rank has told its labels."""
+    """The labels that one rank has sent so far."""
 
     next_block: int = 0
     num_blocks: int | None = None
@@ -55,7 +55,7 @@ class _Rank:
 class LabelCollection:
     """The labels of all ranks in one epoch, as they arrive.
 
-    `problem` is empty, or says why they cannot be used; then nothing more is asked.
+    `problem` is empty, or says why they cannot be used; then no more are requested.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LabelCollection:
         resend_s: float,
         medium: str = DEVICE_MEDIUM,
     ) -> None:
-        """Know nothing of any rank yet. `medium` is where the labelled blocks are."""
+        """Start empty. `medium` is the medium of the labelled blocks."""
         self._medium = medium
         self._expected = expected
         self._nonce = nonce
@@ -82,16 +82,16 @@ class LabelCollection:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to ask."""
+        """Whether all labels have arrived, or are not needed."""
         return bool(self.problem) or all(rank.is_complete for rank in self._ranks.values())
 
     @property
     def clients(self) -> frozenset[str]:
-        """The clients of whom some rank has applied a step and that were not given up since."""
+        """The clients with a step that some rank has applied, and that were not given up since."""
         return frozenset(self._client_steps)
 
     def applied_steps(self) -> dict[str, int]:
-        """Return, by client, up to which of its steps every rank has applied all."""
+        """Return, by client, the last step that every rank has applied."""
         num_ranks = len(self._ranks)
         known = self._client_steps.items()
         return {client: min(steps.values()) for client, steps in known if len(steps) == num_ranks}
@@ -103,15 +103,15 @@ class LabelCollection:
         return [self._ask(rank, now_s) for rank in self._ranks]
 
     def on_report(self, report: LabelReport, now_s: float) -> list[Outgoing]:
-        """Take a piece of the rank and epoch it says, which the caller has checked; ask for the
-        next one. A piece that was not asked for, like a repeat, changes nothing."""
+        """Take a piece of its rank and epoch, which the caller has checked; request the next one.
+        A piece that was not requested, such as a repeat, changes nothing."""
         rank = self._ranks[report.rank]
         self.highest_model_epoch = max(self.highest_model_epoch, report.model_epoch)
         if self.is_over or report.first_block != rank.next_block or rank.is_complete:
             return []
         is_reading = self._medium == FILE_MEDIUM and report.first_block < report.num_blocks
         if is_reading and report.end_block == report.first_block:
-            rank.since_s = now_s  # it lives, and reads; it is asked again later
+            rank.since_s = now_s  # it is alive and reading; ask again later
             return []
         try:
             piece = self._read(report)
@@ -127,7 +127,7 @@ class LabelCollection:
         return [] if rank.is_complete else [self._ask(report.rank, now_s)]
 
     def on_tick(self, now_s: float, patience_s: float) -> list[Outgoing]:
-        """Ask ranks again that have not answered for a while; give up after `patience_s`."""
+        """Ask again ranks that have not answered for a while; give up after `patience_s`."""
         late = self.problem_at(now_s, patience_s)
         if late:
             self.problem = self.problem or late
@@ -139,11 +139,11 @@ class LabelCollection:
         ]
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not told everything."""
+        """Return the ranks whose labels are incomplete."""
         return [rank for rank, state in self._ranks.items() if not state.is_complete]
 
     def problem_at(self, now_s: float, silence_s: float) -> str:
-        """Say which ranks have told nothing new for longer than `silence_s`; empty if none."""
+        """Return the ranks that have sent nothing new for longer than `silence_s`, as a text."""
         silent = {rank: now_s - self._ranks[rank].since_s for rank in self.missing()}
         return "; ".join(
             f"rank {rank} has not told its labels for {silent_s:.1f} s"
@@ -152,8 +152,8 @@ class LabelCollection:
         )
 
     def settle_model_epoch(self) -> int:
-        """Return the model epoch that holds where none was saved: the first one if no rank holds
-        anything. Otherwise that may be of weights that are loaded no more, and is not used."""
+        """Return the model epoch if none was saved: the first one if no rank has labels.
+        Otherwise a label's epoch may be that of earlier weights, and is not used."""
         pieces = [piece for rank in self._ranks.values() for piece in rank.pieces]
         if not self.highest_model_epoch and not any(len(p.labels.block_ids) for p in pieces):
             return 0
@@ -161,11 +161,11 @@ class LabelCollection:
         return self.highest_model_epoch + 1
 
     def take_any_model_epoch(self) -> None:
-        """All labels will be forgotten, so their weights do not matter."""
+        """Decide that all labels will be dropped, so that their weights do not matter."""
         self._is_any_model_epoch_good = True
 
     def label_sets(self) -> list[LabelSet]:
-        """Return the labels of all ranks, in order; empty where they cannot be used."""
+        """Return the labels of all ranks, in order; empty if they cannot be used."""
         if self.problem or not self.is_over:
             return []
         try:
@@ -181,7 +181,7 @@ class LabelCollection:
         return Outgoing((WorkerAddress(rank),), message)
 
     def _read(self, report: LabelReport) -> LabelSet:
-        """Return the labels of a piece; raises ProtocolError where they mean something else."""
+        """Return the labels of a piece; raises ProtocolError if they have another meaning."""
         expected = self._expected
         model_epoch = report.model_epoch if self._is_any_model_epoch_good else expected.model_epoch
         layout = expected.layout_of(report.rank)
@@ -203,7 +203,7 @@ class LabelCollection:
             )
         labels = report.labels
         if self._medium == FILE_MEDIUM:
-            # Files have no numbers: they get some that are all different.
+            # Files have no numbers: they get different ones.
             before = sum(len(p.labels.block_ids) for p in self._ranks[report.rank].pieces)
             numbers = np.arange(before, before + len(labels.block_ids), dtype=np.int32)
             labels = replace(labels, block_ids=numbers)

@@ -1,8 +1,8 @@
-"""Which processes serve the ranks, and in which epoch they obey this coordinator.
+"""The worker processes of all ranks, and the epochs that they obey.
 
-The coordinator's table of its workers: who introduced itself, who has granted the epoch, who has
-been silent for how long. An epoch is saved before anybody hears of it. Refuses to be talked back:
-a process that was replaced stays replaced, however late its messages come.
+The coordinator's table of its workers: introductions, grants, and times of silence. An epoch is
+saved before it is announced. A process that was replaced stays replaced, however late its messages
+arrive.
 
     Hello ──▶ known ──Grant / Granted──▶ granted      all ranks granted: the epoch can run
                  ◀── a higher epoch, or another process of the rank ──┘
@@ -27,8 +27,8 @@ from kvcache.protocol.state_store import SmallState, StateStore
 logger = get_logger(__name__)
 
 EPOCH_EVENTS = 1 << 40
-"""Event numbers that an epoch reserves, more than it can use. They go forward with the epoch even
-where the state that says what was reserved is lost."""
+"""Event numbers that an epoch reserves, more than it can use. They rise with the epoch even if the
+saved state is lost."""
 
 MAX_EVENT = 2**63 - 1
 
@@ -38,8 +38,8 @@ _MAX_ATTEMPTS = 16
 
 @dataclass
 class _Member:
-    """One rank: its process, None while no process serves it, and when it was heard and spoken
-    to."""
+    """One rank: its process, None if it has none, and when a message came from it or went to
+    it."""
 
     incarnation: str | None = None
     is_granted: bool = False
@@ -62,7 +62,7 @@ class Membership:
         *,
         patience_s: float,
     ) -> None:
-        """Know no worker. The state is loaded now; no epoch is taken before `take_epoch`.
+        """Start without workers. Loads the state; takes no epoch before `take_epoch`.
 
         `patience_s`: longer than a message may be late.
         """
@@ -87,7 +87,7 @@ class Membership:
 
     @property
     def knows_model_epoch(self) -> bool:
-        """Whether the saved model epoch is the one that holds. If not, it has to be settled."""
+        """Whether the saved model epoch is valid. If not, it must be determined."""
         return self._state.knows_model_epoch
 
     @property
@@ -97,15 +97,15 @@ class Membership:
 
     @property
     def incarnations(self) -> dict[int, str]:
-        """Process of each rank that somebody serves."""
+        """The process of each rank that has one."""
         members = self._members.items()
         return {rank: m.incarnation for rank, m in members if m.incarnation is not None}
 
     def take_epoch(self, now_s: float) -> None:
-        """Take an epoch above every one known, save it, and ask all ranks for it.
+        """Take an epoch above every known one, save it, and ask all ranks to grant it.
 
-        Raises ClusterError when it cannot be saved; the old epoch is kept then. SupersededError
-        when another coordinator has saved one since this one took its own.
+        Raises ClusterError if it cannot be saved; the old epoch is kept then. SupersededError if
+        another coordinator has saved one since this one took its own.
         """
         for attempt in range(_MAX_ATTEMPTS):
             epoch = 1 + max(self._state.epoch, self._highest_seen, self.epoch)
@@ -117,7 +117,7 @@ class Membership:
             except SupersededError:
                 if self.epoch or attempt + 1 == _MAX_ATTEMPTS:
                     raise
-                # Two begin at once: the later one begins above the other.
+                # Two coordinators begin at the same time: the later one begins above the other.
                 self._saved = self._store.load()
                 self._state = self._saved or SmallState(knows_model_epoch=False)
         self.epoch, self.first_event = epoch, first_event
@@ -129,24 +129,24 @@ class Membership:
             member.asked_s = float("-inf")
 
     def doubt_epoch(self) -> None:
-        """The present epoch is over, but the next one could not be saved: no rank is asked."""
+        """End the present epoch without a next one, which could not be saved: ask no rank."""
         self.is_epoch_doubted = True
         for member in self._members.values():
             member.is_granted = False
 
     def save_model_epoch(self, model_epoch: int) -> None:
-        """Save another model epoch. Raises ClusterError; SupersededError when it is for another
-        coordinator to say which one holds."""
+        """Save another model epoch. Raises ClusterError; SupersededError if another coordinator now
+        decides about it."""
         if model_epoch != self._state.model_epoch or not self.knows_model_epoch:
             self._save(replace(self._state, model_epoch=model_epoch, knows_model_epoch=True))
 
     def serve(self, rank: int, incarnation: str, now_s: float) -> bool:
-        """Note which process serves `rank`; say whether it replaces one that granted the epoch.
+        """Record the process of `rank`; return whether it replaces one that granted the epoch.
 
-        A process that was replaced is taken back only when its successor does not answer: then
-        the successor's introduction was an old one that arrived late.
+        A replaced process is accepted again only if its successor does not answer: then the
+        successor's introduction was an old one that arrived late.
 
-        Raises StaleEpochError for a process that was replaced and is not taken back.
+        Raises StaleEpochError for a replaced process that is not accepted again.
         """
         member = self._member(rank)
         if member.incarnation == incarnation:
@@ -163,21 +163,21 @@ class Membership:
         return has_granted
 
     def was_replaced(self, rank: int, incarnation: str, nonce: str) -> bool:
-        """Say whether a process that once obeyed this coordinator was replaced meanwhile."""
+        """Return whether a process that once obeyed this coordinator was replaced since."""
         return nonce == self.nonce and incarnation in self._member(rank).retired
 
     def retire(self, rank: int) -> None:
-        """No process serves `rank` any more."""
+        """Record that `rank` has no process any more."""
         member = self._member(rank)
         if member.incarnation is not None:
             member.retired.append(member.incarnation)
         member.incarnation, member.is_granted = None, False
 
     def on_hello(self, hello: Hello, now_s: float) -> bool:
-        """Note an introduction; say whether a higher epoch than ours holds there.
+        """Record an introduction; return whether the rank has granted a higher epoch than ours.
 
         Raises:
-            MalformedMessageError: no such rank, or an impossible epoch.
+            MalformedMessageError: unknown rank, or impossible epoch.
             StaleEpochError: a process that was replaced already.
         """
         if not 0 <= hello.highest_epoch <= MAX_EPOCH:
@@ -190,7 +190,7 @@ class Membership:
         return hello.highest_epoch > self.epoch
 
     def on_granted(self, granted: Granted, now_s: float) -> bool:
-        """Note a grant of the present epoch; say whether it is news. Raises as `heard`."""
+        """Record a grant of the present epoch; return whether it is new. Raises as `heard`."""
         self.heard(granted.rank, granted.incarnation, granted.nonce, granted.epoch, now_s)
         member = self._members[granted.rank]
         is_news = not member.is_granted
@@ -198,7 +198,7 @@ class Membership:
         return is_news
 
     def on_refused(self, refused: Refused, now_s: float) -> bool:
-        """Note a refusal; say whether a higher epoch must be taken for it.
+        """Record a refusal; return whether to take a higher epoch because of it.
 
         Raises as `heard` does, and MalformedMessageError for an impossible epoch.
         """
@@ -213,16 +213,16 @@ class Membership:
         return refused.highest_epoch >= self.epoch
 
     def heard(self, rank: int, incarnation: str, nonce: str, epoch: int, now_s: float) -> None:
-        """Note a sign of life of a rank's present process, in our epoch.
+        """Record a message of a rank's present process, in our epoch.
 
         Raises:
-            MalformedMessageError: no such rank.
+            MalformedMessageError: unknown rank.
             StaleEpochError: another process, coordinator or epoch.
         """
         member = self._member(rank)
         present = (member.incarnation, self.nonce, self.epoch)
         if self.is_epoch_doubted and (incarnation, nonce) == present[:2]:
-            member.heard_s = now_s  # it lives, though nothing it says can be taken now
+            member.heard_s = now_s  # it is alive, but the message cannot be used
         if self.is_epoch_doubted or (incarnation, nonce, epoch) != present:
             raise StaleEpochError(
                 f"rank {rank}: process {incarnation}, coordinator {nonce}, epoch {epoch}; present "
@@ -231,7 +231,7 @@ class Membership:
         member.heard_s = now_s
 
     def heard_again(self, rank: int, now_s: float) -> None:
-        """Note a sign of life that `heard` is known to accept."""
+        """Record a message that `heard` would accept."""
         self._members[rank].heard_s = now_s
 
     def grants_due(self, now_s: float, resend_s: float) -> dict[int, Grant]:
@@ -263,7 +263,7 @@ class Membership:
         return due
 
     def problem(self, now_s: float, silence_s: float) -> str:
-        """Say what cannot be saved, which ranks do not answer, and since when; empty if nothing."""
+        """Return what cannot be saved, and which ranks do not answer since when; empty if none."""
         problems = [self.save_problem] if self.save_problem else []
         for rank, member in self._members.items():
             silent_s = now_s - member.heard_s
@@ -285,7 +285,7 @@ class Membership:
         try:
             self._store.save(state, self._saved)
         except SupersededError:
-            # An attempt of ours may have been saved though it was answered with an error.
+            # Our own attempt may have been saved although it returned an error.
             saved = self._store.load()
             if saved is None or saved.owner != self.nonce:
                 raise
@@ -313,7 +313,7 @@ class Membership:
 
 
 def _first_event(epoch: int) -> int:
-    """Return a number above all that earlier epochs have used. Where there are none left, what was
-    saved has to do."""
+    """Return a number above all that earlier epochs have used. If there are none left, return
+    the saved one."""
     first = epoch * EPOCH_EVENTS
     return first if first < MAX_EVENT else 0

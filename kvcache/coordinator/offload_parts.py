@@ -1,6 +1,6 @@
-"""What the tiers of an epoch are made from, and when they are used.
+"""The settings and factories from which an epoch's tiers are made.
 
-Between the configuration and `Offloading`, which is made again for each epoch.
+Each epoch makes a new `Offloading` from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Statistics of the tiers at work, as a coordinator reports them. Data only."""
+"""Statistics of the tiers, as a coordinator reports them. Data only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvcache.offload.statistics import HierarchyStatistics
 class OffloadStatistics:
     """Statistics of the tiers and of the requests that wait for them.
 
-    `num_loaded_tokens` were not computed because the tiers had them, `num_fetched_tokens` of them
-    came from files. `num_adopted_blocks` were there when the epoch began.
+    `num_loaded_tokens` were loaded instead of computed, `num_fetched_tokens` of them from files.
+    `num_adopted_blocks` were there when the epoch began.
 
-    Of `num_swapped_out` preempted requests something was kept that has no content hash;
-    `num_swapped_in` of them went on where they had been, and `num_swap_saved_tokens` were not
-    computed again for it, in addition to what was found by its content.
+    `num_swapped_out` preempted requests had unhashed blocks stored; `num_swapped_in` of them
+    continued from those; `num_swap_saved_tokens` were not computed again because of that, in
+    addition to hits.
     """
 
     tiers: HierarchyStatistics

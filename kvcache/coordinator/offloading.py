@@ -1,10 +1,10 @@
-"""The tiers below the device, at work: what steps seal goes down, what requests want comes up.
+"""The tiers below the device at work: sealed blocks go down, requested prefixes come up.
 
-The step server hands over each step's commands before they are sent; the epoch state hands over how
-jobs ended. The truth about what can be stored is in the commands: a `Label` says that a block is
-sealed, and what it holds; an `Unlabel`, that it will be written. So a store begins in the very
-message that seals a block, and no core knows of tiers. Refuses to move bytes, and to make a step
-wait: a request whose prefix is in a tier comes again.
+The step server passes each step's commands before they are sent; the epoch state passes the results
+of jobs. The commands say what can be stored: a `Label` says that a block is sealed, and its
+content; an `Unlabel` says that it will be written. So a store begins in the very message that seals
+a block, and the core does not know tiers. Moves no bytes, and makes no step wait: a request whose
+prefix is in a tier is sent again.
 
     Label ──▶ plan_store ──▶ Store ──all ranks ok──▶ SealSlots      look_up ──▶ PrefixLoading
     Reset ──▶ everything is forgotten                               plan_spills ──▶ Spill
@@ -59,17 +59,17 @@ from kvcache.requests.request import Request
 logger = get_logger(__name__)
 
 MAX_DISCARDED_KEYS = 16384
-"""Files to be removed that one message names; the others follow."""
+"""Most files to remove that one message names; the others follow."""
 
 SPARE_PART = 16
-"""One in so many blocks of the device is left to running requests when others are loaded."""
+"""One in this many device blocks is left to running requests when prefixes are loaded."""
 
 MAX_STORED_AGAIN = 4096
-"""Blocks that are looked at again at once because there is room now."""
+"""Blocks that are reconsidered at a time when there is room again."""
 
 
 class Offloading:
-    """The tiers of one epoch, as both hooks of its manager. One owner, one thread."""
+    """The tiers of one epoch, as both hooks of its manager. One user, one thread."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Offloading:
         clock: Clock,
         recorder: StepRecorder | None = None,
     ) -> None:
-        """Serve `manager`, which has not been used yet; jobs are numbered by `jobs`.
-        `recorder` hears of all that is done to the manager."""
+        """Serve a new `manager`; jobs are numbered by `jobs`. `recorder` gets every change of the
+        manager."""
         settings = parts.settings
         self._recorder = recorder or StepRecorder()
         self._link = link = manager.tiers
@@ -127,14 +127,14 @@ class Offloading:
     # --- hooks of the manager
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
-        """Say whether `request` shall come again, because more of it is on its way."""
+        """Return whether `request` must wait, because more of it is being loaded."""
         return self._loading.look_up(request, num_device_tokens, self._clock.now())
 
     def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Let them go: they were stored when they were sealed."""
+        """Do nothing: evicted blocks were stored when they were sealed."""
 
     def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Wait for the label, which says what they hold."""
+        """Do nothing: the label, which describes the content, comes later."""
 
     def on_swap_out(
         self,
@@ -143,7 +143,7 @@ class Offloading:
         num_cached_tokens: int,
         block_ids: tuple[list[int], ...],
     ) -> None:
-        """Store what only these tables hold, where the rule says so."""
+        """Store the blocks that only these tables hold, if the rule says so."""
         now_s = self._clock.now()
         store = self._tails.swap_out(request, num_tokens, num_cached_tokens, block_ids, now_s)
         if store is not None:
@@ -151,14 +151,14 @@ class Offloading:
             self._pending.append(store)
 
     def on_request_finished(self, request_id: str) -> None:
-        """Wish for nothing more on its behalf."""
+        """Forget the request's wish."""
         self._loading.on_gone(request_id)
 
-    # --- what every rank has to do
+    # --- commands for all ranks
 
     @property
     def has_work(self) -> bool:
-        """Whether `commands` would have something to say although no step has run."""
+        """Whether `commands` would return some although no step has run."""
         return bool(
             self._pending
             or self._may_store_more
@@ -176,11 +176,11 @@ class Offloading:
         *,
         is_confirmed: bool = True,
     ) -> list[Command]:
-        """Return what to add to a message, behind `taken`, which the manager's core has said.
+        """Return the commands to add to a message, after `taken`, the commands of the core.
 
-        `step` and its `result` go with them, if it was a step. What is labelled before its bytes
-        are there, as by per-request calls on their caller's word, is not `is_confirmed`: it is
-        never stored.
+        `step` and its `result` are passed if it was a step. Blocks that are labelled before their
+        bytes are complete, as by per-request calls on their caller's word, are not `is_confirmed`:
+        they are never stored.
         """
         now_s = self._clock.now()
         told, self._pending = self._pending, []
@@ -194,7 +194,7 @@ class Offloading:
         if self._may_store_more:
             self._store_more(told, now_s)
         told += self._note(self._loading.advance(now_s))
-        evicted = self._manager.take_commands()  # what loads that have begun take blocks from
+        evicted = self._manager.take_commands()  # of blocks that loads have taken
         if evicted:
             self._recorder.record(Withdrawn((), evicted))
         self.follow(evicted)
@@ -206,26 +206,26 @@ class Offloading:
             for key in spill.keys:
                 self._to_discard.pop(key, None)
         self._discard(told)
-        if spill is not None:  # behind the discards: files that go make room for those that come
+        if spill is not None:  # after discards, whose files make room
             packed = pack_keys(spill.keys, len(spill.keys[0]))
             told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
         self._emit()
         return told
 
     def suspect(self, block_ids: Sequence[int]) -> None:
-        """Some rank holds something else in these blocks: forget what was stored of them."""
+        """Forget stored copies of these blocks, because a rank holds something else."""
         ids = int32_array([b for b in block_ids if 0 < b < self._labels.num_blocks])
         ids = ids[self._labels.are_labelled(ids)]
         if len(ids):
             self.tiers.forget(label_keys(self._labels.labels_of(ids)))
 
     def know(self, labels: Label) -> None:
-        """These blocks are labelled from before the epoch."""
+        """Note that these blocks have labels from before the epoch."""
         self._labels.validate(labels)
         self._labels.apply(labels)
 
     def on_ended(self, job: EndedJob) -> bool:
-        """Take the reports of all ranks; say whether it was a job of the tiers."""
+        """Take the reports of all ranks; return whether it was a job of the tiers."""
         kind = self._kinds.pop(job.job_id, None)
         if kind is None:
             return False
@@ -261,7 +261,7 @@ class Offloading:
     def begin(
         self, num_ranks: int, expected: ExpectedLabels, nonce: str, epoch: int, resend_s: float
     ) -> list[Outgoing]:
-        """Ask every rank what it still has of the tiers of the epoch before."""
+        """Ask every rank for its tier contents from the previous epoch."""
         self._adoption = TierAdoption(
             self.tiers,
             num_ranks,
@@ -274,7 +274,7 @@ class Offloading:
         return self._adoption.begin(self._clock.now())
 
     def on_labels(self, report: LabelReport) -> list[Outgoing]:
-        """Take what a rank has; ask for more."""
+        """Take a rank's contents; request more."""
         if self._adoption is None:
             return []
         asked = self._adoption.on_report(report, self._clock.now())
@@ -283,7 +283,7 @@ class Offloading:
         return asked
 
     def on_tick(self) -> list[Outgoing]:
-        """Give up what takes too long; ask again what was not answered."""
+        """Give up overdue jobs; repeat questions without an answer."""
         now_s = self._clock.now()
         asked: list[Outgoing] = []
         if self._adoption is not None:
@@ -332,7 +332,7 @@ class Offloading:
             self._pending.append(Discard(HOST_MEDIUM, slots, b""))
 
     def follow(self, commands: Sequence[Command], *, is_confirmed: bool = True) -> None:
-        """Know what blocks are labelled with, and whether that can be believed."""
+        """Follow the labels of blocks, and whether they are confirmed."""
         for command in commands:
             match command:
                 case Label():
@@ -351,9 +351,9 @@ class Offloading:
                         self._adoption.forget()
 
     def _announce(self, taken: Sequence[Command], result: StepResult | None) -> list[Command]:
-        """Have ranks wait before they write blocks without a label that a store still reads.
+        """Make ranks wait before they write blocks without a label that a store still reads.
 
-        Any other write is announced by the label's withdrawal, or is no forward's.
+        Any other write is announced by the label's removal, or is not by a forward.
         """
         entered = [c.block_ids for c in taken if isinstance(c, BlockTablePatch)]
         if result is not None:
@@ -365,7 +365,7 @@ class Offloading:
     def _after_step(
         self, step: StepRequest, result: StepResult, told: list[Command], now_s: float
     ) -> None:
-        """What admitted requests found on the device is in use; what was loaded for them, too."""
+        """Touch the blocks that admitted requests hit or loaded."""
         names = [r.request_id for r in step.resumed] + [r.request_id for r in step.new]
         slots, hits = result.admitted_slots.tolist(), result.num_hit_tokens.tolist()
         for request_id, slot, num_hit_tokens in zip(names, slots, hits, strict=False):
@@ -377,7 +377,7 @@ class Offloading:
     def _restore(
         self, request_id: str, num_hit_tokens: int, told: list[Command], now_s: float
     ) -> None:
-        """Store what the tiers have lost, or did not want yet, of a hit; touch what they have."""
+        """Store the parts of a hit that the tiers do not have; touch those that they have."""
         for table, size in zip(
             self._manager.get_block_ids(request_id), self._link.block_sizes, strict=True
         ):
@@ -385,7 +385,7 @@ class Offloading:
             self._store(ids[self._labels.are_labelled(ids)], told, now_s)
 
     def _store_more(self, told: list[Command], now_s: float) -> None:
-        """Store what found no room when it was sealed, as far as it is still there."""
+        """Store blocks that found no room when they were sealed, if they are still there."""
         self._may_store_more = False
         ids = int32_array(np.flatnonzero(self._unstored)[:MAX_STORED_AGAIN])
         self._unstored[ids] = False
@@ -394,9 +394,9 @@ class Offloading:
     def _store(
         self, block_ids: Int32Array, told: list[Command], now_s: float, *, is_new: bool = True
     ) -> None:
-        """Store labelled blocks that are not in the tiers; count that they were seen, if they were.
+        """Store labelled blocks that are not in the tiers; count a sighting if they were hit.
 
-        What finds no room is tried again when something has been written to files.
+        Blocks without room are tried again when something has been written to files.
         """
         block_ids = block_ids[self._is_storable[block_ids]]
         if not len(block_ids):

@@ -1,17 +1,16 @@
-"""Preemption by swap: what a preempted request would lose goes to host memory, and comes back.
+"""Preemption by swap: unhashed blocks of a preempted request go to host memory, and come back.
 
-Between a step that preempts a request and the load that brings it back. What is sealed is in the
-tiers anyway, under its content; what lies behind it (the partly filled block; in models with
-several block sizes all behind the last common end of blocks) has no content hash, and is stored
-under private keys. Such content is never sealed, never spilled, and dropped where
-room is needed: then it is computed again. Refuses to load, and to keep what a restart leaves: an
-epoch begins without tails.
+Sealed blocks are in the tiers anyway, by their content. The blocks after them (the partly filled
+block; in models with several block sizes, all after the last common end of blocks) have no content
+hash, and are stored under private keys. Such content is never sealed or spilled, and is dropped
+when its room is needed; then the tokens are computed again. Does not load. An epoch begins without
+tails.
 
-    tokens  0 ........... first_token .. num_tokens .. | what was under way: computed again
+    tokens  0 ........... first_token .. num_tokens .. | unfinished: computed again
             sealed: keys of content  │  tail: private keys
 
-A store reads blocks that are free again, and that have no label whose withdrawal would announce a
-write. So this class is told which request gets such a block while it is read, and each rank waits.
+A store reads blocks that are already free, and that have no label whose removal would announce a
+write. So this class is told when a request gets such a block during the read, and each rank waits.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from kvcache.protocol.commands import Store
 from kvcache.requests.request import Request
 
 MAX_HOST_SHARE = 4
-"""One in so many slots of host memory may hold tails."""
+"""One in this many slots of host memory may hold tails."""
 
 
 class SwapWhen(Enum):
-    """Whether what a preempted request would lose is swapped. `AUTO`: when that is cheaper."""
+    """Whether a preempted request is swapped. `AUTO`: if that is cheaper."""
 
     NEVER = "never"
     AUTO = "auto"
@@ -48,12 +47,12 @@ class SwapWhen(Enum):
 
 @dataclass(frozen=True)
 class SwapRule:
-    """When a request is swapped whose preemption asks for it.
+    """Decides whether to swap a request that asks for it.
 
     Recomputing costs `lost tokens / prefill_tokens_per_s` seconds of every rank. Swapping moves
     each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, during
-    forwards, all ranks at once; `block_bytes` are those of a block on the largest rank. The lesser
-    one is done. What was swapped is kept for `hold_s`.
+    forwards, on all ranks at once; `block_bytes` is the size of a block on the largest rank. The
+    cheaper one is done. Swapped blocks are kept for `hold_s`.
     """
 
     when: SwapWhen = SwapWhen.AUTO
@@ -63,7 +62,7 @@ class SwapRule:
     hold_s: float = 600.0
 
     def is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Say whether to move so many blocks instead of computing so many tokens."""
+        """Return whether to move `num_blocks` instead of computing `num_tokens`."""
         if self.when is not SwapWhen.AUTO:
             return self.when is SwapWhen.ALWAYS
         move_s = 2 * num_blocks * self.block_bytes / self.transfer_bytes_per_s
@@ -91,7 +90,7 @@ class SwappedTail:
 
 
 class PartialBlockSwap:
-    """The tails of one epoch, by request. Its owner sends the stores and says how they ended."""
+    """The tails of one epoch, by request. The caller sends the stores and reports their results."""
 
     def __init__(
         self,
@@ -103,10 +102,10 @@ class PartialBlockSwap:
         *,
         digest_bytes: int,
     ) -> None:
-        """Keep nothing yet. `cancel_job` ends jobs that no rank was told of."""
+        """Start without tails. `cancel_job` ends jobs that no rank was told of."""
         self._rule = rule
-        # With EAGLE a hit's last block is computed again for the draft model: a tail never helps.
-        # A state that is not at a block's end is written over in place: no tail has a copy of it.
+        # With EAGLE, a hit's last block is computed again for the draft model: a tail never helps.
+        # A state inside a block is overwritten in place: no tail has a copy of it.
         self._is_off = rule.when is SwapWhen.NEVER or finder.use_eagle or finder.has_states
         self._finder = finder
         self._tiers = tiers
@@ -134,10 +133,9 @@ class PartialBlockSwap:
         block_ids: Sequence[Sequence[int]],
         now_s: float,
     ) -> Store | None:
-        """Keep what of the first `num_tokens` tokens only these tables hold; return the store.
-
-        None, with nothing kept, where the rule says no, a block's bytes may not be there yet, or
-        there is no room. What was kept of the request before is forgotten.
+        """Keep the blocks of the first `num_tokens` tokens that only these tables hold; return the
+        store. None, with nothing kept, if the rule says no, a block's bytes may be incomplete, or
+        there is no room. An earlier tail of the request is forgotten.
         """
         self.forget(request.request_id)
         if self._is_off or self._tiers.host.is_adopting:
@@ -170,32 +168,32 @@ class PartialBlockSwap:
         return Store(job.job_id, HOST_MEDIUM, ids, job.destinations)
 
     def of(self, request: Request) -> SwappedTail | None:
-        """Return what is kept of this very request, whether or not it is there still."""
+        """Return the tail of this very request, whether or not it is still stored."""
         tail = self._tails.get(request.request_id)
         return tail if tail is not None and tail.request is request else None
 
     def came_back(self, tail: SwappedTail) -> None:
-        """Count a request that goes on where it was."""
+        """Count a request that continues from its tail."""
         self.num_swapped_in += 1
         self.num_saved_tokens += tail.num_tokens - tail.first_token
 
     def forget(self, request_id: str) -> None:
-        """Keep nothing of a request any more."""
+        """Drop the tail of a request."""
         tail = self._tails.pop(request_id, None)
         if tail is not None:
             self._tiers.forget(tail.keys)
 
     def clear(self) -> None:
-        """The tiers are emptied: forget all tails."""
+        """Forget all tails, because the tiers are emptied."""
         self._tails.clear()
 
     def expire(self, now_s: float) -> None:
-        """Forget what was kept for too long."""
+        """Drop tails that were kept for too long."""
         for request_id in [r for r, tail in self._tails.items() if tail.until_s <= now_s]:
             self.forget(request_id)
 
     def check(self) -> None:
-        """Raise `InvariantError` if host memory keeps something for a request that would never load
+        """Raise `InvariantError` if host memory keeps a tail for a request that would never load
         it."""
         private = self._key_bytes + GROUP_BYTES
         in_host = self._tiers.host.keys()
@@ -207,37 +205,37 @@ class PartialBlockSwap:
                 f"none of the {len(self._tails)} requests that are swapped out"
             )
 
-    # --- blocks that are read, or are to be copied
+    # --- blocks that are read, or will be copied
 
     def on_stored(self, job_id: int) -> None:
-        """Every rank has reported a store: nothing is read for it any more."""
+        """Record that every rank has reported a store: it reads no block any more."""
         self._being_read.pop(job_id, None)
 
     def read_among(self, block_ids: Sequence[Int32Array]) -> Int32Array:
-        """Return those of the blocks that a store reads, rising: their next writer must wait."""
+        """Return those of the blocks that a store reads, ascending: their next writer must wait."""
         if not self._being_read or not block_ids:
             return EMPTY_INT32
         read = np.concatenate(list(self._being_read.values()))
         return int32_array(np.intersect1d(read, np.concatenate(block_ids)))
 
     def on_copies(self, block_ids: Int32Array) -> None:
-        """The steps under way begin with copies from or to these blocks.
+        """Record that the steps in flight begin with copies from or to these blocks.
 
-        A store would make ranks copy at once, before forwards have written what is to be copied.
+        A store would make ranks copy at once, before forwards have written the content.
         """
         self._copied = [entry for entry in self._copied if not self._loads.are_over(entry[1])]
         self._copied.append((block_ids, self._loads.under_way()))
 
     def _num_taken_slots(self) -> int:
-        """Return how many slots hold something of a tail: not those of stores that failed, nor of
-        what was dropped since."""
+        """Return how many slots hold blocks of a tail, without those of failed stores and dropped
+        tails."""
         keys = [key for tail in self._tails.values() for key in tail.keys]
         addresses = self._tiers.host.addresses_of(keys)
         there = addresses[addresses >= 0]
         return len(np.unique(there // self._tiers.host.options.blocks_per_slot))
 
     def _num_slots_for(self, places: Sequence[tuple[int, int]]) -> int:
-        """Return how many slots a tail takes: it shares none with others, nor do its groups."""
+        """Return how many slots a tail takes: tails and groups share none."""
         size = self._tiers.host.options.blocks_per_slot
         groups = [group for group, _ in places]
         return sum(-(-groups.count(group) // size) for group in set(groups))
@@ -249,6 +247,6 @@ class PartialBlockSwap:
         )
 
     def _private_key(self, group: int) -> OffloadKey:
-        """Return a key that no content has, and no other tail."""
+        """Return a key that no content and no other tail has."""
         self._num_keys += 1
         return make_offload_key(self._num_keys.to_bytes(self._key_bytes, "big"), group)

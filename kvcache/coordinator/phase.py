@@ -1,4 +1,4 @@
-"""How far a coordinator is: one word for what it serves and whom it listens to."""
+"""The phase of a coordinator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """How far the coordinator is."""
+    """What a coordinator is doing."""
 
     NEW = "new"
     FENCING = "fencing"
@@ -17,4 +17,4 @@ class Phase(Enum):
 
 
 OBEYED = (Phase.FENCING, Phase.COLLECTING, Phase.RUNNING)
-"""The phases in which workers are listened to."""
+"""The phases in which the coordinator accepts messages of workers."""

@@ -1,16 +1,16 @@
-"""Requests that wait until a longer prefix of theirs has come up from the tiers.
+"""Requests that wait until the tiers have loaded a longer prefix.
 
-Between the look-up of a request, which finds that tiers hold more than the device, and the load
-that makes it a hit on the device. A wish is one request's: found, fetched to the host where the
-disk has it, loaded into blocks of a placeholder request, and kept until the request was let in.
-What goes wrong, or takes too long, is computed: who was disappointed once does not wait again.
+A look-up may find that tiers hold more of a request than the device. Then a *wish* of the request
+is fetched to host memory if it is on disk, loaded into blocks of a placeholder request, and kept
+until the request is admitted. If a load fails or takes too long, the tokens are computed; a request
+waits only once.
 
     look_up ▶ WANTED ─▶ FETCHING ─▶ LOADING ─▶ LOADED ─▶ (request admitted) ▶ gone
                  └───────────┴───────────┴──▶ GIVEN_UP ─▶ (request admitted) ▶ gone
 
-A load is said to workers only when no step from before can read the blocks it writes any more.
-A request that was swapped out wishes for its tail, too: all of it or, where some of it is gone, for
-what any request of its content would.
+A load is sent to workers only when no earlier step can still read the blocks that it writes. A
+request that was swapped out also wishes for its tail: all of it or, if some of it is gone, for the
+prefix that any request of its content would.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ MISS = OffloadHit(OffloadAnswer.MISS)
 RETRY = OffloadHit(OffloadAnswer.RETRY)
 
 MAX_WISHES = 256
-"""Requests that may wait at once; others are computed."""
+"""Most requests that wait at a time; others are computed."""
 
 READY_PLACES = (Place.HOST, Place.DISK)
 PENDING_PLACES = (Place.HOST_PENDING, Place.DISK_PENDING)
 
 MAX_FETCHES = 2
-"""Fetches for one wish: what is evicted from the host meanwhile may be fetched once more."""
+"""Most fetches for one wish: blocks evicted from the host meanwhile may be fetched once more."""
 
 
 class _Stage(Enum):
@@ -60,7 +60,7 @@ class _Stage(Enum):
 
 @dataclass(eq=False)
 class _Wish:
-    """What one request waits for, or no longer waits for. `until_s` is when it is forgotten."""
+    """What one request waits for, or no longer waits for. `until_s`: when it is forgotten."""
 
     request: Request
     stage: _Stage
@@ -76,7 +76,7 @@ class _Wish:
     tail: SwappedTail | None = None
 
     def is_of(self, request: Request) -> bool:
-        """Whether another object is the same request, asked for again."""
+        """Return whether another object is the same request, sent again."""
         mine = self.request
         return mine is request or (
             mine.namespace == request.namespace
@@ -86,7 +86,7 @@ class _Wish:
 
 
 class PrefixLoading:
-    """All wishes of one epoch. Its owner sends the commands and hands in how jobs ended."""
+    """All wishes of one epoch. The caller sends the commands and reports how jobs ended."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class PrefixLoading:
         wait_s: float,
         num_spare_blocks: int = 0,
     ) -> None:
-        """Load prefixes by `loads` where at least `min_load_tokens` come from the tiers.
+        """Load prefixes by `loads` if at least `min_load_tokens` come from the tiers.
 
-        `cancel_job` ends jobs that no rank was told of. What was loaded is held for a request for
-        `hold_s` at most, and a request waits `wait_s`. While requests run, `num_spare_blocks` stay
+        `cancel_job` ends jobs that no rank was told of. A request waits at most `wait_s`, and its
+        loaded blocks are held for at most `hold_s`. While requests run, `num_spare_blocks` stay
         free for them.
         """
         self._finder = finder
@@ -141,7 +141,7 @@ class PrefixLoading:
         return sum(wish.stage in waits for wish in self._wishes.values())
 
     def look_up(self, request: Request, num_device_tokens: int, now_s: float) -> OffloadHit:
-        """Say whether the request shall wait; begin to wish for what the tiers have of it."""
+        """Return whether the request must wait; begin to load its prefix."""
         wish = self._wishes.get(request.request_id)
         if wish is not None:
             if not wish.is_of(request) or wish.stage in (_Stage.LOADED, _Stage.GIVEN_UP):
@@ -180,7 +180,7 @@ class PrefixLoading:
     def _look_up_tail(
         self, request: Request, tail: SwappedTail, num_device_tokens: int, now_s: float
     ) -> OffloadHit | None:
-        """Wish for a tail and all before it; None if some of it is gone."""
+        """Wish for a tail and all blocks before it; None if some of it is gone."""
         before = self._finder.keys_between(
             request, tail.num_tokens, num_device_tokens, tail.first_token
         )
@@ -202,13 +202,13 @@ class PrefixLoading:
         return self._want(wish)
 
     def _want(self, wish: _Wish) -> OffloadHit:
-        """Begin to wish; the request is to wait."""
+        """Add a wish; its request waits."""
         self._wishes[wish.request.request_id] = wish
         self._wanted.append(wish)
         return OffloadHit(OffloadAnswer.HIT_PENDING, wish.num_tokens - wish.num_device_tokens)
 
     def advance(self, now_s: float) -> list[Command]:
-        """Begin fetches and loads that can begin now; return what every rank has to do."""
+        """Begin fetches and loads that are possible now; return the commands for all ranks."""
         wanted, self._wanted = self._wanted, []
         commands: list[Command] = []
         unsaid, self._unsaid = self._unsaid, []
@@ -223,14 +223,14 @@ class PrefixLoading:
         return commands
 
     def on_fetched(self, job_id: int) -> None:
-        """A fetch has ended, well or badly: look again at what is there now."""
+        """Record the end of a fetch, successful or not: look up again."""
         wish = self._by_job.pop(job_id, None)
         if wish is not None and wish.stage is _Stage.FETCHING:
             wish.stage = _Stage.WANTED
             self._wanted.append(wish)
 
     def on_loaded(self, job_id: int, now_s: float, *, is_ok: bool) -> None:
-        """Every rank has reported a load: cache its blocks, or give them back."""
+        """Record that every rank has reported a load: cache its blocks, or free them."""
         self._forget_keys(job_id)
         orphan = self._orphans.pop(job_id, None)
         if orphan is not None:
@@ -253,7 +253,7 @@ class PrefixLoading:
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
 
     def on_overdue(self, job_id: int, now_s: float) -> None:
-        """A job takes too long: its request waits no more. Blocks stay until every rank reports."""
+        """Let the request of an overdue job wait no longer. Its blocks stay until the reports."""
         wish = self._by_job.get(job_id)
         if wish is None:
             return
@@ -262,7 +262,7 @@ class PrefixLoading:
         self._give_up(wish, now_s)
 
     def on_admitted(self, request: Request | None, num_hit_tokens: int) -> None:
-        """The request runs: forget what it wished for, and count what it asked for and hit."""
+        """Forget the wish of a request that runs; count its queried tokens and hits."""
         if request is not None:
             wish = self._wishes.get(request.request_id)
             loaded = NOTHING_LOADED if wish is None else wish.loaded
@@ -270,7 +270,7 @@ class PrefixLoading:
             self.on_gone(request.request_id)
 
     def on_gone(self, request_id: str) -> None:
-        """The request runs, or will never come: forget what it wished for, and its tail."""
+        """Forget the wish and the tail of a request that runs, or will never come."""
         self._tails.forget(request_id)
         self._forget(request_id)
 
@@ -293,8 +293,9 @@ class PrefixLoading:
             wish = self._wishes[request_id]
             if wish.stage in (_Stage.LOADED, _Stage.GIVEN_UP):
                 if wish.stage is _Stage.LOADED and wish.tail is not None:
-                    # It found no room beside what others hold: loaded again and again, two requests
-                    # could keep each other out. What is cached can be evicted, a held tail cannot.
+                    # It found no room because others hold blocks: loading again and again, two
+                    # requests could keep each other out. Cached blocks can be evicted, a held tail
+                    # cannot.
                     self._tails.forget(request_id)
                 self._forget(request_id)
             elif wish.stage is _Stage.LOADING:
@@ -304,7 +305,7 @@ class PrefixLoading:
 
     def _begin(self, wish: _Wish, now_s: float) -> list[Command]:
         if any(key in self._loading for key in wish.keys):
-            self._parked.append(wish)  # what another request has loaded is a hit for this one too
+            self._parked.append(wish)  # a load of another request is a hit for it, too
             return []
         wish.num_device_tokens = self._loads.num_device_tokens(wish.request)
         least = self._min_load_tokens if wish.tail is None else 1
@@ -326,7 +327,7 @@ class PrefixLoading:
         keys = self._keys_of(wish, load)
         job = self._tiers.plan_load(keys, now_s) if keys else None
         if job is None or len(job.keys) < len(keys):
-            # The device has lost what the look-up counted on.
+            # The device has lost blocks that the look-up counted on.
             self._loads.release(load.load_id)
             if job is not None:
                 self._tiers.loaded(job.job_id, ok=True)
@@ -341,9 +342,9 @@ class PrefixLoading:
         return []
 
     def _take_blocks(self, wish: _Wish) -> PrefixLoad | None:
-        """Begin a load of what host memory has of a wish; None if that is too little, or no room.
+        """Begin a load of the part of a wish in host memory; None if it is too short, or no room.
 
-        What the host has no room for stays on disk: a shorter prefix may do.
+        If the rest does not fit into host memory, it stays on disk: a shorter prefix may do.
         """
         if wish.tail is not None and not _is_in_host(self._tiers.locate(wish.keys)).all():
             wish.tail = None
@@ -360,7 +361,7 @@ class PrefixLoading:
         )
 
     def _keys_of(self, wish: _Wish, load: PrefixLoad) -> list[OffloadKey]:
-        """Return the key of what goes into each block of a load."""
+        """Return the key of the content of each block of a load."""
         keys: list[OffloadKey] = []
         for group, columns in enumerate(load.columns):
             private = [None if wish.tail is None else wish.tail.key_at(group, c) for c in columns]
@@ -370,7 +371,7 @@ class PrefixLoading:
         return keys
 
     def _desert(self, wish: _Wish, load: PrefixLoad) -> None:
-        """No request waits for a load any more: end it, or let it end if ranks were told of it."""
+        """End a load that no request waits for; if ranks were told of it, when they report."""
         job_id = wish.job_id
         del self._by_job[job_id]
         kept = [(load_id, command) for load_id, command in self._unsaid if load_id != load.load_id]
@@ -384,7 +385,7 @@ class PrefixLoading:
         self._cancel_job(job_id)
 
     def _forget_keys(self, job_id: int) -> None:
-        """A load is over: those who waited for the same keys may go on."""
+        """Let requests that waited for the keys of a finished load continue."""
         for key in [key for key, loading in self._loading.items() if loading == job_id]:
             del self._loading[key]
         self._wanted += self._parked
@@ -397,7 +398,7 @@ class PrefixLoading:
 
 
 class _Places:
-    """Where keys are, and whether any of them is on its way or not known yet."""
+    """Where keys are, and whether any of them is in transit or unknown."""
 
     def __init__(self, tiers: TierHierarchy) -> None:
         self._tiers = tiers

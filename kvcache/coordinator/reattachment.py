@@ -1,10 +1,9 @@
-"""The clients of the epoch before: whose first step is waited for before anything is taken.
+"""The clients of the previous epoch, whose first steps are awaited.
 
-After a warm start no request holds blocks: what running requests had is cached like everything
-else. Until the clients that ran steps before are back, or a deadline has passed, no step is
-executed, so that none of them takes blocks that another one comes back for. Then the hits of all
-requests that they bring with their first steps are held, and let go step by step as these are
-executed. Refuses to wait without end.
+After a warm start no request holds blocks: the blocks of running requests are cached like all
+others. Until the clients that ran steps before are back, or a deadline has passed, no step is
+executed, so that no client takes blocks for which another one comes back. Then the hits of all
+requests in their first steps are held, and released step by step as these are executed.
 
     attach ──▶ first step: all running requests as new ones, with all their tokens so far
                  └── every expected client, or the deadline ──▶ hold all hits ──▶ execute
@@ -20,9 +19,9 @@ from kvcache.protocol.step import StepRequest
 
 
 class Reattachment:
-    """Who is waited for at the beginning of one epoch, and what is held for them.
+    """Awaited clients at the beginning of one epoch, and the hits held for them.
 
-    `gone`: who has not come back in time, until that is taken.
+    `gone`: clients that did not return in time, until they are taken.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Reattachment:
         return sorted(name for name in self._expected if not self._is_back(name))
 
     def look(self, now_s: float) -> bool:
-        """Say whether steps may be executed; hold what their first ones hit when waiting ends."""
+        """Return whether steps may be executed; when waiting ends, hold the hits of first steps."""
         if not self._is_waiting:
             return True
         if now_s < self._give_up_s and self.missing():
@@ -63,24 +62,24 @@ class Reattachment:
         return True
 
     def take_gone(self) -> tuple[str, ...]:
-        """Return, once, the clients that were waited for and have not come back."""
+        """Return, once, the awaited clients that have not returned."""
         gone, self.gone = self.gone, ()
         return gone
 
     def on_executed(self, client_id: str, step: int) -> None:
-        """Let go of what was held for a client's first step: its requests have their blocks now."""
+        """Release the hits held for a client's first step: its requests have their blocks now."""
         if self._first_steps and step >= self._first_steps.get(client_id, step + 1):
             del self._first_steps[client_id]
             self._server.let_go(client_id)
 
     def forget(self, client_id: str) -> None:
-        """A client has gone: wait for it no longer, hold nothing for it."""
+        """Stop waiting for a client that has gone; release its hits."""
         self._expected.discard(client_id)
         if self._first_steps.pop(client_id, None) is not None:
             self._server.let_go(client_id)
 
     def _is_back(self, client_id: str) -> bool:
-        """Whether a client has said what it wants: a step, nothing at present, or to go."""
+        """Return whether a client has sent a step, or said that it has none, or left."""
         ledger = self._clients.get(client_id)
         if ledger is None:
             return self._clients.has_left(client_id)

@@ -1,8 +1,8 @@
-"""The manager of a new epoch: rebuilt from what the ranks hold, or empty where that is no use.
+"""The manager of a new epoch: rebuilt from the ranks' labels, or empty.
 
-Between the collected labels and the epoch state. Warm is what every rank agrees on; whatever does
-not fit is dropped, and where nothing can be used the epoch begins cold, which is always right.
-Refuses to guess, and to fail: a rebuild that does not work out is a cold start with its reason.
+Keeps the labels on which every rank agrees. Labels that do not fit are dropped, and if none can be
+used the epoch begins cold, which is always correct. A rebuild that fails is a cold start with its
+reason.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ ManagerFactory = Callable[[int], KVCacheManager]
 
 @dataclass(frozen=True)
 class Recovery:
-    """How an epoch began. `num_labels` is the most that one rank brought; `reason` is empty, or
-    says why nothing was kept."""
+    """How an epoch began. `num_labels` is the most that one rank sent; `reason` is empty, or says
+    why nothing was kept."""
 
     num_kept_blocks: int = 0
     num_labels: int = 0
     reason: str = ""
 
     def describe(self) -> str:
-        """Return what was kept, in words."""
+        """Return a text about what was kept."""
         if self.reason:
             return f"cold, {self.reason}"
         return f"{self.num_kept_blocks} blocks are kept, a rank has labels of {self.num_labels}"
 
     @property
     def is_cold(self) -> bool:
-        """Whether the ranks have to forget everything."""
+        """Whether the ranks have to drop everything."""
         return bool(self.reason)
 
 
 def recover(
     make_manager: ManagerFactory, model_epoch: int, collection: LabelCollection
 ) -> tuple[KVCacheManager, Recovery]:
-    """Return the manager with which an epoch begins, and how much of the cache it has."""
+    """Return the manager of a new epoch, and how much of the cache it kept."""
     manager = make_manager(model_epoch)
     label_sets = collection.label_sets()
     num_labels = max((len(labels.labels.block_ids) for labels in label_sets), default=0)

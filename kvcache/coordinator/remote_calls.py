@@ -1,14 +1,14 @@
 """The manager's per-request methods, by name and over a wire.
 
-A `Call` names a method of the table below and brings its arguments as a msgpack map; the result
-goes back as msgpack. Arrays of ids are little-endian int32 in a msgpack bin, as in wire.py. Refuses
-methods that are not in the table, and requests of another client.
+A `Call` names a method of the table below and brings its arguments as a msgpack map; the result is
+msgpack, too. Arrays of ids are little-endian int32 in a msgpack bin, as in wire.py. Refuses methods
+that are not in the table, and requests of another client.
 
-A request travels as `request: {request_id, start, token_ids, num_computed_tokens}`: its tokens from
-position `start` on, which is how many are known here already. With `start` 0 it is made, and may
+A request is sent as `request: {request_id, start, token_ids, num_computed_tokens}`: its tokens from
+position `start` on, the number of tokens known here already. With `start` 0 it is created, and may
 also have `num_prompt_tokens, lora_name, lora_path, mm_hashes, mm_offsets, mm_lengths, cache_salt,
-tenant, skip_reading_prefix_cache`. It is known until `free`. A fork brings
-its parent in the same form, as `parent`.
+tenant, skip_reading_prefix_cache`. It is known until `free`. A fork has its parent in the same
+form, as `parent`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REQUEST_KEYS = {
 def pack_values(values: object) -> bytes:
     """Return arguments or a result as bytes: plain values, dataclasses, blocks and int32 arrays.
 
-    Raises RequestError for anything else, numbers beyond 64 bits and text that is no Unicode.
+    Raises RequestError for anything else, numbers beyond 64 bits and text that is not Unicode.
     """
     try:
         packed: bytes = msgpack.packb(values, default=_plain)
@@ -61,7 +61,7 @@ def pack_values(values: object) -> bytes:
 
 
 def unpack_values(data: bytes) -> Any:
-    """Return what `pack_values` made, arrays as bytes; raises `RequestError` for anything else."""
+    """Return the values from `pack_values`, arrays as bytes; raises `RequestError` for others."""
     try:
         return msgpack.unpackb(
             data, strict_map_key=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS
@@ -81,7 +81,7 @@ class _Arguments:
         self._values: dict[str, Any] = values
 
     def take(self, name: str, kind: type[Any], default: Any = None) -> Any:
-        """Return an argument of exactly `kind`, or the default if there is none."""
+        """Return an argument of exactly `kind`, or the default if it is missing."""
         value = self._values.pop(name, default)
         if type(value) is not kind and not (kind is float and type(value) is int):
             raise RequestError(f"{self._method}: {name} is {shown(value)}: pass {kind.__name__}")
@@ -90,7 +90,7 @@ class _Arguments:
         return value
 
     def take_names(self, name: str) -> list[str]:
-        """Return a list of texts, empty if there is none."""
+        """Return a list of texts, empty if it is missing."""
         values: list[str] = self.take(name, list, [])
         for value in values:
             if type(value) is not str:
@@ -99,7 +99,7 @@ class _Arguments:
         return values
 
     def _require_short(self, name: str, value: str) -> None:
-        """As long as in the fields of messages: blocks' labels repeat some of them."""
+        """The limit of texts in messages' fields: labels repeat some of them."""
         if len(value) > MAX_NAME_CHARS:
             raise RequestError(
                 f"{self._method}: {name} has {len(value)} characters, at most {MAX_NAME_CHARS} "
@@ -120,7 +120,7 @@ class _Arguments:
         return None if name is None else LoRARequest(name, path or "")
 
     def require_empty(self) -> None:
-        """Raise unless everything was taken."""
+        """Raise if an argument was not taken."""
         if self._values:
             raise RequestError(
                 f"{self._method} does not know {', '.join(sorted(self._values))}: leave it out"
@@ -142,8 +142,8 @@ class RemoteCalls:
     def call(self, call: Call) -> bytes:
         """Execute one call; return its result, packed.
 
-        Raises what the method raises, and `RequestError` for an unknown method or wrong arguments;
-        nothing was changed then, but that a request's new tokens may be known.
+        Raises the errors of the method, and `RequestError` for an unknown method or wrong
+        arguments; nothing was changed then, except that a request's new tokens may be known.
         """
         method = METHODS.get(call.method)
         if method is None:
@@ -194,7 +194,7 @@ class RemoteCalls:
         arguments.require_empty()
         child_id = of_child.get("request_id")
         if isinstance(child_id, str) and self._manager.get_request(child_id) is not None:
-            # Bringing it up to date would append the child's tokens to the known one.
+            # Updating it would append the child's tokens to the known one.
             raise RequestError(f"request {child_id} is to be a child but known: use another id")
         parent, child = self._bring(client_id, of_parent), self._bring(client_id, of_child)
         blocks = self._manager.fork(parent, child)
@@ -267,13 +267,13 @@ class RemoteCalls:
         return self._manager.statistics()
 
     def _take_request(self, client_id: str, arguments: _Arguments) -> Request:
-        """Return the request that the arguments describe, made or brought up to date."""
+        """Return the request in the arguments, created or updated."""
         values = arguments.take("request", dict)
         arguments.require_empty()
         return self._bring(client_id, values)
 
     def _bring(self, client_id: str, values: dict[str, Any]) -> Request:
-        """Return the request that `values` describe, made or brought up to date."""
+        """Return the request in `values`, created or updated."""
         if not set(values) <= _REQUEST_KEYS:
             raise RequestError(f"request does not know {sorted(map(str, set(values)))}")
         what = _Arguments("request", pack_values(values))
@@ -282,13 +282,13 @@ class RemoteCalls:
         own = self._requests.setdefault(client_id, {})
         request = own.get(request_id)
         if start == 0 and request is not None and self._manager.get_request(request_id) is None:
-            # A refused call left it behind: the client sends all of it again.
+            # A refused call left it behind: the client sends the whole request again.
             request = None
         if request is None:
             if start or (request_id not in own and len(own) >= MAX_REQUESTS_PER_CLIENT):
                 raise RequestError(
                     f"request {request_id!r} is not known, or {len(own)} are, the limit: send it "
-                    "from token 0, and free what is done"
+                    "from token 0, and free finished requests"
                 )
             request = self._make_request(request_id, token_ids, what)
             _advance(request, request.num_tokens, token_ids[request.num_tokens :], computed)
@@ -337,11 +337,11 @@ METHODS: Mapping[str, _Method] = {
     "make_prefix_cache_stats": RemoteCalls._make_prefix_cache_stats,
     "statistics": RemoteCalls._statistics,
 }
-"""Every method a call may name."""
+"""The methods that a call may name."""
 
 
 def _advance(request: Request, start: int, token_ids: Int32Array, num_computed: int) -> None:
-    """Append what is new and note how far the request is computed; unchanged when wrong."""
+    """Append new tokens and set the number of computed ones; unchanged if invalid."""
     if not 0 <= start <= request.num_tokens or start + len(token_ids) < request.num_tokens:
         raise RequestError(
             f"request {request.request_id}: tokens [{start}, {start + len(token_ids)}) do not go "
@@ -376,7 +376,7 @@ def _packed(blocks: KVCacheBlocks, *, unhashed: bool = False) -> list[bytes]:
 
 
 def _plain(value: object) -> object:
-    """What msgpack can pack instead of `value`."""
+    """Return a value that msgpack can pack in place of `value`."""
     if isinstance(value, KVCacheBlocks):
         return _packed(value)
     if isinstance(value, np.ndarray):

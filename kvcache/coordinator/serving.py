@@ -43,8 +43,8 @@ from kvcache.protocol.step_delivery import ReceivedMessage, StepAnswer, Unreadab
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """An answer without epoch and number, and what the ranks must do. `is_executed` is False when
-    nothing was changed; `has_forward` when a job will report a forward's end."""
+    """An answer without epoch and number, and the commands for the ranks. `is_executed` is False
+    when nothing was changed; `has_forward` when a job will report a forward's end."""
 
     answer: StepAnswer
     commands: tuple[Command, ...] = ()
@@ -63,9 +63,9 @@ class StepServer:
         recorder: StepRecorder | None = None,
         offloading: Offloading | None = None,
     ) -> None:
-        """Serve from `manager`; forwards are opened as jobs in `jobs`; `recorder` hears of all.
+        """Use `manager`; forwards are opened as jobs in `jobs`; `recorder` gets all events.
 
-        `offloading` adds to each message what the tiers below the device need, if there are any.
+        `offloading` adds commands of the tiers below the device, if there are any.
         """
         self.manager = manager
         self._is_content_checking = settings.is_content_checking
@@ -76,7 +76,7 @@ class StepServer:
         self._offloading = offloading
 
     def serve(self, ledger: ClientLedger, message: ReceivedMessage) -> Served:
-        """Execute the message, or refuse it and leave everything as it was."""
+        """Execute the message, or refuse it and change nothing."""
         if isinstance(message, UnreadableStep):
             return self.refuse(message, message.reason, MalformedMessageError.__name__)
         try:
@@ -95,7 +95,7 @@ class StepServer:
         return Served(error_answer(message, error_type, reason))
 
     def release(self, client_id: str) -> None:
-        """Free everything a client had. Call it when no rank can run a step of it any more."""
+        """Free all requests of a client. Call it when no rank can run a step of it any more."""
         try:
             self._calls.release_client(client_id)
             self.manager.release_client(client_id)
@@ -104,17 +104,17 @@ class StepServer:
         self._forwards.forget_client(client_id)
 
     def hold(self, client_id: str, requests: Sequence[NewRequest]) -> None:
-        """Hold what is cached of `requests` until `let_go`, so that it is not evicted."""
+        """Hold the cached blocks of `requests` until `let_go`, so that they are not evicted."""
         num_tokens = self.manager.holds.hold(client_id, requests)
         self._recorder.record(Held(client_id, requests, num_tokens))
 
     def let_go(self, client_id: str) -> None:
-        """Hold nothing for a client any more."""
+        """Release the blocks held for a client."""
         self.manager.holds.let_go(client_id)
         self._recorder.record(LetGo(client_id))
 
     def withdraw(self, block_ids: Sequence[int] = ()) -> tuple[Command, ...]:
-        """Have these blocks forgotten; return all commands that wait to be sent, outside a step."""
+        """Drop the content of these blocks, outside a step; return all commands to be sent."""
         if block_ids:
             if self._offloading is not None:
                 self._offloading.suspect(block_ids)
@@ -163,9 +163,9 @@ class StepServer:
         *,
         is_confirmed: bool = True,
     ) -> Sequence[Command]:
-        """Return what the tiers have to add to `commands`.
+        """Return the commands that the tiers add to `commands`.
 
-        Raises InvariantError where they fail: the manager has gone on already, nothing is refused.
+        Raises InvariantError if the tiers fail: the manager cannot go back.
         """
         if self._offloading is None:
             return ()
@@ -176,7 +176,7 @@ class StepServer:
 
 
 def _require_draft_ids(request: StepRequest) -> None:
-    """Raise `RequestError` unless every draft has its id: what to write could not be told."""
+    """Raise `RequestError` unless every draft has its id, which content checking needs."""
     running = request.running
     num_drafts = int(running.num_draft_tokens.sum(dtype=np.int64))
     if len(running.draft_token_ids) != num_drafts:

@@ -1,6 +1,6 @@
-"""What a coordinator is made from, and what it says about itself: frozen records.
+"""Settings and statistics of a coordinator: frozen records.
 
-Stands before coordinator.py. Every queue has its limit here, every wait its time in seconds.
+Every queue has its limit here, every wait its time in seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ AUDIT_MODES = ("off", "sample", "on")
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """`sample`: some blocks every `interval_s`. `on`: all blocks and all books with every message.
+    """`sample`: some blocks every `interval_s`. `on`: all blocks and all state with every message.
 
-    Raises ConfigurationError for an unknown mode, or an interval that is none.
+    Raises ConfigurationError for an unknown mode or an invalid interval.
     """
 
     mode: str = "off"
@@ -38,7 +38,7 @@ class AuditSettings:
 
 @dataclass
 class AuditCounts:
-    """What audits came to: how many have ended, the blocks found wrong, and what was last said."""
+    """Results of audits: finished ones, wrong blocks, and the last finding."""
 
     num_audits: int = 0
     num_wrong_blocks: int = 0
@@ -50,14 +50,14 @@ class CoordinatorSettings:
     """The plan's identity, limits and times.
 
     `max_unacknowledged`: command messages that some rank has not applied; beyond it clients wait.
-    `max_client_steps`: steps of one client that it has not acknowledged; beyond it they wait.
-    A rank that is silent for `worker_silence_s` makes steps fail with an error that names it; a
-    client that is silent for `client_silence_s` is given up. `resend_s`: how long a message goes
+    `max_client_steps`: steps of one client that it has not acknowledged; beyond it they wait. A
+    rank that is silent for `worker_silence_s` makes steps fail with an error that names it; a
+    client that is silent for `client_silence_s` is given up. `resend_s`: how long a message stays
     unanswered before it is repeated; `heartbeat_s`: how long a rank is silent before it is asked.
-    After a warm start steps wait `reattach_s` at most for the clients of the epoch before; a client
-    whose connection has ended may take as long to come back (see `client_return_s`). A rank that
-    tells nothing new of its blocks for `labels_s` makes the epoch begin cold.
-    `layout_fingerprints`, by rank, are what labels must be about to be kept; empty: not compared.
+    After a warm start steps wait at most `reattach_s` for the clients of the previous epoch; a
+    client whose connection has ended has as long to return (see `client_return_s`). If a rank sends
+    no new labels for `labels_s`, the epoch begins cold. `layout_fingerprints`, by rank, must match
+    those of labels; empty ones are not compared.
     """
 
     num_ranks: int
@@ -96,14 +96,14 @@ class CoordinatorSettings:
     def client_return_s(self) -> float:
         """How long a client may be silent after its connection has ended before it is given up.
 
-        One that has connected again says so within a heartbeat: it gets time for two.
+        At least two heartbeats, because a client that has connected again sends one.
         """
         return min(self.client_silence_s, max(self.reattach_s, 2 * self.heartbeat_s))
 
 
 @dataclass
 class EpochCounts:
-    """What became of steps, messages and forwards in one epoch; counted by its epoch state."""
+    """Counts of steps, messages and forwards in one epoch; counted by its epoch state."""
 
     num_steps: int = 0
     num_refused_steps: int = 0
@@ -118,10 +118,10 @@ class CoordinatorStatistics:
     """Statistics at one moment; the counters are since the coordinator was made.
 
     `num_dropped` messages were foreign, stale or impossible, `last_dropped` says why the last one
-    was; `num_unattached` were sent back to clients that must attach first. `num_kept_blocks` were
-    cached when the epoch began, and `cold_reason` says why none was; `waiting_for_clients` are back
-    before the first step of a warm epoch is executed. `num_audits` have compared labels with the
-    coordinator's books, and found `num_wrong_blocks`; `last_finding` says what they were.
+    was; `num_unattached` came from clients that must attach first. `num_kept_blocks` were cached
+    when the epoch began, and `cold_reason` says why none was; `waiting_for_clients` are awaited
+    before the first step of a warm epoch. `num_audits` have compared labels with the coordinator's
+    state, and found `num_wrong_blocks`; `last_finding` describes the last ones.
     """
 
     phase: str = "new"
@@ -152,7 +152,7 @@ class CoordinatorStatistics:
     recorder: RecorderStatistics | None = None
 
     def plus(self, *, epochs_run: int = 0, unattached: int = 0) -> CoordinatorStatistics:
-        """Return these statistics with counters moved on."""
+        """Return these statistics with counters increased."""
         return replace(
             self,
             num_epochs_run=self.num_epochs_run + epochs_run,

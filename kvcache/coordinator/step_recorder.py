@@ -21,12 +21,12 @@ from kvcache.protocol.step_delivery import StepAnswer, StepMessage
 from kvcache.requests.request import Request
 
 LabelSource = Callable[[], Sequence[LabelSet]]
-"""Returns the labels of all ranks, which takes a while where there are many."""
+"""Returns the labels of all ranks; slow if there are many."""
 
 
 @dataclass(frozen=True, eq=False)
 class EpochBegun:
-    """`manager` is new, and all that follows happens to it.
+    """`manager` is new; all later events are about it.
 
     It was restored from `labels` if there is a source of them, and then its first `commands` were
     taken. A recorder asks the source at once or not at all.
@@ -40,7 +40,7 @@ class EpochBegun:
 
 @dataclass(frozen=True, eq=False)
 class EpochEnded:
-    """The manager is given up; nothing more happens to it."""
+    """The manager is dropped; no later event is about it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Executed:
 
 @dataclass(frozen=True)
 class Released:
-    """Everything a client had was freed."""
+    """All requests of a client were freed."""
 
     client_id: str
 
@@ -70,14 +70,14 @@ class Held:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Nothing is held for a client any more."""
+    """No blocks are held for a client any more."""
 
     client_id: str
 
 
 @dataclass(frozen=True, eq=False)
 class Withdrawn:
-    """Blocks were forgotten outside steps, and the commands that waited were taken."""
+    """Blocks were dropped outside steps, and the waiting commands were taken."""
 
     block_ids: Sequence[int]
     commands: Sequence[Command]
@@ -85,7 +85,7 @@ class Withdrawn:
 
 @dataclass(frozen=True)
 class LookedUp:
-    """The tiers were asked what they have behind a request's hit, and answered."""
+    """The tiers were asked for the prefix after a request's hit, and answered."""
 
     request_id: str
     num_device_tokens: int
@@ -103,7 +103,7 @@ class SwappedOut:
 
 @dataclass(frozen=True)
 class Gone:
-    """The tiers were told that a request has gone, and released these loads at that moment."""
+    """The tiers were told that a request has ended, and released these loads at that time."""
 
     request_id: str
     released_loads: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class LoadBegun:
 
 @dataclass(frozen=True)
 class LoadFinished:
-    """What was loaded is cached."""
+    """Loaded blocks were cached."""
 
     load_id: int
 
@@ -155,9 +155,9 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class RecorderStatistics:
-    """What a recorder has written since it was made.
+    """Counts of a recorder since it was made.
 
-    `problem` is empty while it records, and says why it does not. `num_lost_records` happened
+    `problem` is empty while it records, and says why it does not. `num_lost_records` were lost
     meanwhile; `num_failures` is how often it had to stop.
     """
 
@@ -171,20 +171,20 @@ class RecorderStatistics:
 
 
 class StepRecorder:
-    """Hears of all that happens to the managers of one coordinator, epoch after epoch.
+    """Receives the events of one coordinator's managers, epoch after epoch.
 
     This one records nothing. No method raises, waits, or changes what it is handed.
     """
 
     def record(self, event: Event) -> None:
-        """Take note of an event. Events come in the order in which they happened."""
+        """Record an event. Events come in order."""
 
     def on_tick(self) -> None:
-        """Look at the clock: what waits too long goes to disk."""
+        """Flush records that have waited too long."""
 
     def close(self) -> None:
-        """Write down the state of a manager that is left, and end. Repeatable."""
+        """Record the state of the present manager, if any, and end. Repeatable."""
 
     def statistics(self) -> RecorderStatistics | None:
-        """Return frozen statistics; None where nothing is ever recorded."""
+        """Return frozen statistics; None if nothing is ever recorded."""
         return None

@@ -1,11 +1,10 @@
-"""The tiers of the epoch before, taken over: what every rank still has of them.
+"""Takes over the tier contents that every rank has from the previous epoch.
 
-Between the ranks, whose host memory and files outlive a coordinator and a worker, and the tiers'
-books, which begin empty in every epoch. Runs between steps, which are served meanwhile: a request
-that asks for what is not known yet hears that it is not. Refuses what ranks do not agree on, which
-they are told to forget, and to let a request wait without end: slots that have not been told in
-time are forgotten; files are asked for as long as ranks read their directories, but waited for no
-longer.
+Host memory and files of the ranks outlive a coordinator and a worker, but the tiers' state begins
+empty in every epoch. Adoption runs between steps, which are served meanwhile: a look-up of a key
+that is not known yet is answered with "retry". Ranks drop contents on which they do not agree. No
+request waits without end: slots that are not reported in time are dropped; files are requested as
+long as ranks read their directories, but waited for no longer.
 
     begin ▶ CollectLabels(host, file) ▶ rank ▶ LabelReport ... ▶ all agree ▶ adopt, discard the rest
 """
@@ -32,11 +31,11 @@ from kvcache.protocol.messages import LabelReport, Outgoing
 logger = get_logger(__name__)
 
 ASK_S = 0.05
-"""How long after an answer "not read yet" a rank is asked again."""
+"""Pause after a rank's answer "not read yet"."""
 
 
 class TierAdoption:
-    """What ranks tell of their tiers at the beginning of one epoch."""
+    """The tier contents that ranks report at the beginning of one epoch."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class TierAdoption:
         resend_s: float,
         patience_s: float,
     ) -> None:
-        """Take over for `tiers`, which are empty. Requests wait for it for `patience_s` at most."""
+        """Fill `tiers`, which are empty. Requests wait at most `patience_s` for it."""
         self._tiers = tiers
         self._epoch = epoch
         self._patience_s = patience_s
@@ -73,11 +72,11 @@ class TierAdoption:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is taken over that ever will be."""
+        """Whether adoption has ended."""
         return not self._open
 
     def begin(self, now_s: float) -> list[Outgoing]:
-        """Ask every rank. Until they have answered the tiers do not know what they hold."""
+        """Ask every rank. Until the answers arrive, the tiers do not know their contents."""
         self._tiers.begin_adoption()
         logger.info(
             "epoch %d: ranks are asked what they hold in tiers: %s",
@@ -88,7 +87,7 @@ class TierAdoption:
         return [message for each in self._open.values() for message in each.begin(now_s)]
 
     def on_report(self, report: LabelReport, now_s: float) -> list[Outgoing]:
-        """Take what a rank tells; ask for more."""
+        """Take a rank's report; request more."""
         collection = self._open.get(report.medium)
         if collection is None:
             return []
@@ -114,20 +113,20 @@ class TierAdoption:
         return asked
 
     def forget(self) -> None:
-        """The cache was emptied meanwhile: take nothing over of what was there before."""
+        """Adopt nothing from before, because the cache was reset."""
         self._is_forgotten = True
         for collection in self._open.values():
             collection.take_any_model_epoch()
 
     def take_discards(self) -> tuple[Int32Array, list[OffloadKey]]:
-        """Return the slots and keys that ranks have to forget because not all of them have them."""
+        """Return the slots and keys that ranks must drop because not all ranks have them."""
         slots: Int32Array = np.concatenate([EMPTY_INT32, *self._slots])
         keys, self._slots, self._keys = self._keys, [], []
         return slots, keys
 
     def _wait_no_longer(self) -> None:
-        """Slots are forgotten then: their memory is written again. Files would stay, and take the
-        room of others: they are there when all is known."""
+        """Stop waiting. Slots are dropped, and their memory is reused. Files would stay and take
+        room, so they are adopted when all are known."""
         if HOST_MEDIUM in self._open:
             collection = self._open[HOST_MEDIUM]
             collection.problem = collection.problem or "it takes too long"
@@ -171,7 +170,7 @@ class TierAdoption:
         self._tiers.adopt_host(agreed)
 
     def _adopt_files(self, label_sets: Sequence[LabelSet]) -> None:
-        """Files have no numbers: they are the same where their keys are."""
+        """Files have no numbers: equal keys are equal files."""
         keys = [label_keys(label_set.labels) for label_set in label_sets]
         common: set[OffloadKey] = set()
         if keys and not self._is_forgotten:
@@ -185,6 +184,6 @@ class TierAdoption:
 
 
 def _rows_of(labels: Label, keys: Sequence[OffloadKey], wanted: set[OffloadKey]) -> Label:
-    """Return the rows of `labels` whose keys are wanted, the first one of each."""
+    """Return the rows of `labels` with wanted keys, the first one of each."""
     first = {key: row for row, key in reversed(list(enumerate(keys))) if key in wanted}
     return label_rows(labels, np.array(sorted(first.values()), dtype=np.intp))

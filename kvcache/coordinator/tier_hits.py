@@ -1,8 +1,8 @@
-"""How far tiers could continue what the device has of a request, over all groups.
+"""How far tiers can continue a request's device hit, over all groups.
 
-Between a request that was looked up on the device and the tiers' books, which know single blocks. A
-group needs the blocks that its attention still reads behind the prefix's end: all of them, or those
-of a window or chunk. Refuses to load, and to hash what no request will ask for.
+The tiers know single blocks only. A group needs the blocks that its attention reads after the
+prefix's end: all of them, or those of a window or chunk. Does not load, and hashes only the blocks
+that a request may need.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 BoolArray = npt.NDArray[np.bool_]
 
 Locate = Callable[[Sequence[OffloadKey]], npt.NDArray[np.uint8]]
-"""Says of each key where it is; see `kvcache.offload.hierarchy.Place`."""
+"""Returns the place of each key; see `kvcache.offload.hierarchy.Place`."""
 
 
 @dataclass(frozen=True, eq=False)
 class TierHit:
-    """A prefix of `num_tokens` tokens that the tiers could complete.
+    """A prefix of `num_tokens` tokens that the tiers can complete.
 
-    `keys` are those of the blocks that are needed behind the device hit, group by group.
+    `keys` are those of the blocks needed beyond the device hit, group by group.
     """
 
     num_tokens: int
@@ -42,7 +42,7 @@ class _Group:
     spec: KVCacheSpec
 
     def first_needed(self, num_tokens: int, num_device_tokens: int) -> int:
-        """Return the first column that is needed for a prefix, and that the device has not."""
+        """Return the first column that is needed for a prefix and missing on the device."""
         size = self.spec.block_size
         return max(num_device_tokens, self.spec.num_skipped_tokens(num_tokens)) // size
 
@@ -53,13 +53,13 @@ class TierHitFinder:
     def __init__(
         self, config: KVCacheConfig, hash_block_size: int, *, use_eagle: bool = False
     ) -> None:
-        """Find hits of whole blocks of every group; digests come one per `hash_block_size` tokens.
+        """Find hits of whole blocks of every group; one digest has `hash_block_size` tokens.
 
-        With `use_eagle` the end of a hit will be computed again: it is worth nothing, but a window
-        has to be there before it, too.
+        With `use_eagle` the end of a hit will be computed again: it gains nothing, but a window
+        must exist before it, too.
 
         Raises:
-            ConfigurationError: a kind of attention whose blocks cannot be loaded by content.
+            ConfigurationError: an attention kind whose blocks cannot be loaded by content.
         """
         self._groups = tuple(
             _Group(index, group.kv_cache_spec) for index, group in enumerate(config.kv_cache_groups)
@@ -112,7 +112,7 @@ class TierHitFinder:
         locate: Locate,
         is_there: Callable[[npt.NDArray[np.uint8]], BoolArray],
     ) -> TierHit | None:
-        """Return the longest hit behind the device's, None if there is none. Changes nothing.
+        """Return the longest hit beyond the device's, None if there is none. Changes nothing.
 
         `is_there` says which places count. The last token of a request is never hit.
         """
@@ -133,7 +133,7 @@ class TierHitFinder:
             keys.append(self.keys_of(request, group.index, range(first, longest // size)))
             present = is_there(locate(keys[-1]))
             if not group.spec.num_skipped_tokens(longest - dropped):
-                # Every block is needed: nothing behind the first one that is missing counts.
+                # Every block is needed: none counts after the first missing one.
                 num_leading = int(np.argmin(present)) if not present.all() else len(present)
                 longest = min(longest, (first + num_leading) * size // step * step)
                 if longest <= least:
@@ -165,10 +165,10 @@ class TierHitFinder:
         locate: Locate,
         is_there: Callable[[npt.NDArray[np.uint8]], BoolArray],
     ) -> bool:
-        """Say whether the first block of a hit is there in every group that needs all of them.
+        """Return whether the first block of a hit is there in every group that needs all of them.
 
-        A request that waits is asked about in every step, and mostly the tiers have nothing of it:
-        then this is all that is looked at, however long it is.
+        Every step asks about each waiting request, and mostly the tiers have nothing of it. Then
+        this is the only check, however long the request is.
         """
         return all(
             bool(is_there(locate(self.keys_of(request, group.index, (first,))))[0])
@@ -179,7 +179,7 @@ class TierHitFinder:
 
 
 def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:
-    """Return, for each place, how many in a row up to it are present."""
+    """Return, for each place, how many consecutive ones up to it are present."""
     indices = np.arange(1, len(present) + 1)
     last_gap = np.maximum.accumulate(np.where(present, 0, indices))
     streaks: npt.NDArray[np.int64] = indices - last_gap

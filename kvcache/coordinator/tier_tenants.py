@@ -1,14 +1,13 @@
-"""Whose blocks are stored; and what tenants asked the tiers for, and got: counted once per
-request, when it is admitted.
+"""The tenants of stored blocks; and the queried tokens and hits of tenants in tiers, counted once
+per request at its admission.
 
     tokens of a request    |  hit on the device   | loaded: host memory | loaded: disk | computed |
     asked of the device    |-------------------------- all of them ------------------------------|
     asked of host memory                          |----------------------------------------------|
     asked of the disk                                                   |------------------------|
 
-The prefix loading knows what came up for which request. A request that comes back after a
-preemption, or does not read the cache, is not counted, as on the device. Refuses to know what lies
-where.
+Prefix loading knows which tokens were loaded for which request. A request that comes back after a
+preemption, or does not read the cache, is not counted, as on the device.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvcache.tenants import TenantLedger
 
 
 class LoadedTokens(NamedTuple):
-    """What was loaded on behalf of one request, and how much of that came from files."""
+    """Tokens loaded for one request, and how many of them came from files."""
 
     num_loaded: int = 0
     num_fetched: int = 0
@@ -41,7 +40,7 @@ def count_for_tenant(
 ) -> None:
     """Add an admitted request to the statistics of its tenant in each tier, if there are tenants.
 
-    `num_hit_tokens` are those that it found when it was admitted, `loaded` among them.
+    `num_hit_tokens` are its hits at admission, including `loaded` tokens.
     """
     host = tiers.host.tenants
     if host is None or request.num_preemptions or request.skip_reading_prefix_cache:
@@ -62,9 +61,9 @@ def count_for_tenant(
 def rows_by_tenant(
     labels: Label, tenants: TenantLedger | None
 ) -> Iterator[tuple[IndexArray, Namespace | None]]:
-    """Yield, for each tenant, the rows that are its own, rising, and a namespace that says so.
+    """Yield, for each tenant, its rows in ascending order, and a namespace of the tenant.
 
-    Without tenants, all rows at once, of no tenant.
+    Without tenants, all rows at once.
     """
     if tenants is None:
         yield np.arange(len(labels.block_ids)), None

@@ -1,9 +1,8 @@
 """What a coordinator waits for, since when, and what has waited for too long.
 
-Reads the coordinator's state on every look, in the thread that owns it, and
-changes nothing. Most books do not say since when, so the watchdog remembers when it saw each thing
-first; an age is right to within the time between two looks. What begins to be stuck is one line of
-the log. Refuses to do anything about it.
+Reads the coordinator's state at every look, in its thread, and changes nothing. Most tables have no
+times, so the watchdog remembers when it first saw each wait; ages are accurate to the time between
+two looks. A wait that becomes too long is logged once. Takes no action.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """How long something may be waited for, in seconds, before it is stuck: a rank's word, the
-    clients of the epoch before, a step that could be executed, the end of a forward."""
+    """How long a wait may last, in seconds, before it is stuck: for a rank's message, the clients
+    of the previous epoch, a step that could be executed, the end of a forward."""
 
     rank_s: float
     client_s: float
@@ -32,8 +31,8 @@ class WatchLimits:
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Something that is waited for. `kind` is one word, `what` says the rest, `age_s` since when;
-    it is stuck when that is more than `limit_s`."""
+    """A wait. `kind` is one word, `what` describes it, `age_s` is its age; it is stuck when that is
+    more than `limit_s`."""
 
     kind: str
     what: str
@@ -42,22 +41,22 @@ class PendingWork:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it has been waited for longer than anybody meant to."""
+        """Whether it has lasted longer than it should."""
         return self.age_s > self.limit_s
 
 
 class Watchdog:
-    """Looks at one coordinator again and again."""
+    """Watches one coordinator."""
 
     def __init__(self, limits: WatchLimits) -> None:
-        """Have seen nothing yet."""
+        """Start without known waits."""
         self._limits = limits
         self._seen_s: dict[tuple[str, str], float] = {}
         self._stuck: set[tuple[str, str]] = set()
 
     def look(self, coordinator: Coordinator, now_s: float) -> tuple[PendingWork, ...]:
-        """Return everything that is waited for now, the oldest first. `now_s` is by the clock of
-        the coordinator."""
+        """Return all present waits, the oldest first. `now_s` is by the clock of the
+        coordinator."""
         pending = []
         stuck: set[tuple[str, str]] = set()
         seen_s: dict[tuple[str, str], float] = {}
@@ -80,7 +79,7 @@ class Watchdog:
         return tuple(sorted(pending, key=lambda work: -work.age_s))
 
     def _waits(self, coordinator: Coordinator) -> Iterator[tuple[str, str, float, float | None]]:
-        """Yield kind, words, limit, and since when where a book says so."""
+        """Yield kind, text, limit, and the start if a table has it."""
         limits, epoch = self._limits, coordinator.epoch
         if coordinator.phase is Phase.FENCING:
             served = signs_of_life(coordinator)
@@ -101,7 +100,7 @@ class Watchdog:
     def _waits_of(
         self, epoch_state: EpochState, coordinator: Coordinator
     ) -> Iterator[tuple[str, str, float, float | None]]:
-        """Yield what a running epoch waits for."""
+        """Yield the waits of a running epoch."""
         limits = self._limits
         if epoch_state.reattachment.is_waiting:
             for client in epoch_state.reattachment.missing():
@@ -141,8 +140,8 @@ class Watchdog:
 
 
 def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
-    """Return, by rank, which process serves it and when that was heard last, by the coordinator's
-    clock. Ranks without a process are left out."""
+    """Return, by rank, its process and when its last message came, by the coordinator's clock.
+    Omits ranks without a process."""
     members = coordinator._members._members
     return {
         rank: (member.incarnation, member.heard_s)
@@ -152,8 +151,8 @@ def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
 
 
 def signs_of_progress(coordinator: Coordinator) -> dict[int, tuple[str, float]]:
-    """Return what changes as long as a rank does what it is asked: by rank, which process serves
-    it, and when that was heard last or, while it has something to apply, how far it has got."""
+    """Return values that change as long as a rank makes progress: by rank, its process, and when
+    its last message came or, while it has commands to apply, the last applied number."""
     signs = signs_of_life(coordinator)
     window = None if coordinator._epoch_state is None else coordinator._epoch_state.window
     if window is not None:

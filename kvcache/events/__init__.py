@@ -1,4 +1,4 @@
-"""What is cached where, told to routers and followed by them. See ARCHITECTURE.md, Cache events."""
+"""Cache events: published to routers, and followed. See ARCHITECTURE.md, Cache events."""
 
 from kvcache.events.codec import EventCodec
 from kvcache.events.decoding import decode_batch

@@ -1,8 +1,8 @@
-"""Answers to requests, handed over a few messages at a time, as fast as the client reads them.
+"""Answers to requests, sent a few messages at a time, as fast as the client reads them.
 
-Inside the publisher's process. No answer delays the live stream, and no client that does not read
-makes this process grow: a client has one answer at a time, a socket's queue is short, and of long
-messages there is one in it. Refuses to wait.
+Part of the publisher's process. No answer delays the live stream, and a client that does not read
+cannot make this process grow: a client has one answer at a time, a socket's queue is short, and has
+at most one long message. Never blocks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PATIENCE_S: Final = 30.0
 
 
 class Answers:
-    """What clients of a ROUTER socket have asked for and not got yet. One owner, one thread."""
+    """Unsent answers to clients of a ROUTER socket. One user, one thread."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer by `socket`, which is not bound yet."""
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # says when a queue is full
+        """Send answers by `socket`, which is not bound yet."""
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # reports a full queue
         socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self._socket = socket
         self._answers: dict[bytes, deque[list[bytes]]] = {}
@@ -44,18 +44,18 @@ class Answers:
 
     @property
     def has_room(self) -> bool:
-        """Whether more requests can be taken: others wait where they are."""
+        """Whether more requests can be taken: others wait in the socket."""
         return max(len(self._answers), len(self._unread)) < _MAX_ANSWERS
 
     def put(self, replies: Iterable[list[bytes]], now_s: float) -> None:
-        """Take an answer; it replaces what is left of an earlier one to that client."""
+        """Add an answer; it replaces the rest of an earlier one to that client."""
         answer = deque(replies)
         if answer:
             client = answer[0][0]
             self._answers[client], self._moved_s[client] = answer, now_s
 
     def go_on(self, now_s: float) -> bool:
-        """Hand over some messages; say whether more can be handed over at once."""
+        """Send some messages; return whether more can be sent at once."""
         self._unread = {c: tracker for c, tracker in self._unread.items() if not tracker.done}
         share = max(1, _AT_ONCE // max(1, len(self._answers)))
         can_go_on = False
@@ -91,7 +91,7 @@ class Answers:
         return True
 
     def _send(self, client: bytes, message: list[bytes]) -> bool:
-        """Send a message; say whether the client has room for it. Raises zmq.ZMQError."""
+        """Send a message; return whether the client has room for it. Raises zmq.ZMQError."""
         if len(message[-1]) < _LONG_BYTES:
             self._socket.send_multipart(message, zmq.DONTWAIT)
             return True

@@ -1,15 +1,13 @@
-"""Cache events as the payload that routers read: msgpack, field names and values theirs.
+"""Encodes cache events as routers read them: msgpack, with vLLM's field names.
 
-Stands behind the translation: a batch of events becomes one payload. Refuses to filter, number or
-send: which groups and media are published, and when, is the publisher's choice.
+A batch of translated events becomes one payload. The publisher chooses groups, media and numbers.
 
     payload   [time, [event, ...], data parallel rank]
     event     {"type": "BlockStored", "block_hashes": [...], ...}       encoding "map"
               ["BlockStored", [...], ...]                               encoding "array"
 
-Lists of integers make up nearly all of a payload. They are written by numpy (`integers.py`) and
-copied once, into the payload; of packed digests no object is made per block. Everything else is
-packed by msgpack.
+Most of a payload is lists of integers. numpy writes them (`integers.py`), and they are copied once,
+into the payload; no object is made per packed digest. msgpack packs everything else.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ STORED_KEYS: Final = (
 REMOVED_KEYS: Final = ("block_hashes", "medium", "group_idx", "locality")
 
 NUM_ALWAYS: Final = {"BlockStored": 7, "BlockRemoved": 2, "AllBlocksCleared": 0}
-"""How many keys of each event are there even when they hold nothing."""
+"""How many keys of each event are always there, even if they are empty."""
 
 _NIL: Final = b"\xc0"
 _PLACE: Final = b"\xc1"
-"""Where something is put in later: msgpack never uses this byte, and none is in words or counts."""
+"""Marks where values are inserted: msgpack never uses this byte, and no constant contains it."""
 _MAX_FRAMES: Final = 64
 _Frame: TypeAlias = tuple[bytes, bytes, bytes, bytes]
 _UINT64: Final = Struct(">BQ")
@@ -78,8 +76,8 @@ def require_encoding(value: object) -> None:
 
 
 class EventCodec:
-    """Encodes the events of one data-parallel rank. From payload to payload it remembers nothing
-    but how the kinds of events look that were there last."""
+    """Encodes the events of one data-parallel rank. Between payloads it remembers only the constant
+    parts of the last events."""
 
     def __init__(
         self,
@@ -94,10 +92,10 @@ class EventCodec:
             groups: the KV cache groups of the plan, as events number them.
             data_parallel_rank: the rank whose cache this is.
             encoding: events as maps with key names, or as positional arrays for consumers that
-                were built before there were maps.
+                were built before maps.
 
         Raises:
-            ConfigurationError: a rank that no subscriber reads, or an unknown encoding.
+            ConfigurationError: a rank that subscribers cannot read, or an unknown encoding.
         """
         groups = as_tuple("groups", groups, ConfigurationError, KVCacheGroupSpec)
         rank = as_int("data_parallel_rank", data_parallel_rank, 0, MAX_RANK, ConfigurationError)
@@ -120,8 +118,8 @@ class EventCodec:
             events: parents before children, as a core emits them.
 
         Raises:
-            InvalidInputError: an event of a group or medium that does not exist, or whose tokens
-                do not fill its blocks.
+            InvalidInputError: an event of an unknown group or medium, or whose tokens do not fill
+                its blocks.
         """
         time_s = as_number("time_s", time_s)
         return self.encode_wire(time_s, self._translator.translate(events))
@@ -143,7 +141,7 @@ class EventCodec:
         return b"".join([head, self._packer.pack_array_header(len(events)), *parts, self._rank])
 
     def _put_stored(self, event: StoredEvent, parts: Parts) -> None:
-        """Encode what was stored."""
+        """Encode a `BlockStored`."""
         head, before_parent, before_tokens, tail = self._frame_of(event)
         parent = _NIL
         if event.parent_block_hash is not None:
@@ -153,9 +151,9 @@ class EventCodec:
         parts += (head, *hashes, before_parent, parent, before_tokens, *tokens, tail)
 
     def _frame_of(self, event: StoredEvent) -> _Frame:
-        """Return what stands around a stored event's hashes, parent and tokens.
+        """Return the constant parts around a stored event's hashes, parent and tokens.
 
-        Most events are of a few kinds, and short: a frame that is known saves half of the time.
+        Most events are short and of a few kinds: a cached frame saves half of the time.
         """
         if event.extra_keys:
             return self._new_frame(event)
@@ -198,13 +196,13 @@ class EventCodec:
         return head, before_parent, before_tokens, tail
 
     def _put_removed(self, event: RemovedEvent, parts: Parts) -> None:
-        """Encode what was removed."""
+        """Encode a `BlockRemoved`."""
         hashes = self._integers.hashes(event.block_hashes)
         values = (hashes, self._word(event.medium), self._pack(event.group_idx), _NIL)
         self._put("BlockRemoved", REMOVED_KEYS, values, parts)
 
     def _put(self, tag: str, keys: Sequence[str], values: Sequence[Value], parts: Parts) -> None:
-        """Put one event of packed values; optional ones that hold nothing are left out."""
+        """Append one event of packed values, without empty optional ones."""
         always, words = NUM_ALWAYS[tag], self._words
         count = len(values)
         if self._is_map:

@@ -1,7 +1,7 @@
-"""Payloads of cache events, read: whatever came over a network becomes checked events, or an error.
+"""Reads payloads of cache events: bytes from a network become checked events, or an error.
 
-The codec's counterpart, for subscribers. Reads both encodings, and what later publishers may add:
-keys that it does not know are passed over. Refuses everything else that is not as the format says.
+The codec's counterpart, for subscribers. Reads both encodings, and skips keys that later publishers
+may add. Refuses every other deviation from the format.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ _MAX_TOKEN: Final = 2**31 - 1
 
 
 def decode_batch(payload: bytes, max_bytes: int = MAX_PAYLOAD_BYTES) -> EventBatch:
-    """Return what a payload says.
+    """Return the events in a payload.
 
     Raises:
-        InvalidInputError: a payload that is no bytes, or a limit that is none.
-        MalformedMessageError: it is longer than `max_bytes`, no msgpack, or not what the format
-            demands.
+        InvalidInputError: `data` is not bytes, or the limit is invalid.
+        MalformedMessageError: longer than `max_bytes`, not msgpack, or not in the format.
     """
     check_kind("payload", payload, bytes)
     max_bytes = as_int("max_bytes", max_bytes)
@@ -124,7 +123,7 @@ def _hashes(values: object) -> Hashes:
     if type(values) is not list:
         raise MalformedMessageError(f"block hashes {shown(values)}: expected a list of integers")
     try:
-        # A float among them makes all of them floats: numpy alone would round it in silence.
+        # One float among them makes all of them floats: numpy would round them silently.
         hashes = np.array(values, np.uint64) if set(map(type, values)) <= {int} else None
     except (OverflowError, ValueError, TypeError):
         hashes = None
@@ -133,7 +132,7 @@ def _hashes(values: object) -> Hashes:
             f"block hashes {shown(values)}: expected integers from 1 to 2**64 - 1"
         )
     if len(set(values)) != len(values):
-        raise MalformedMessageError(f"block hashes {shown(values)}: one of them stands there twice")
+        raise MalformedMessageError(f"block hashes {shown(values)}: one of them is there twice")
     return hashes
 
 
@@ -160,7 +159,7 @@ def _text(name: str, value: object) -> str | None:
 
 
 def _extra_keys(values: object, num_blocks: int) -> tuple[tuple[RouterKey, ...] | None, ...]:
-    """Return the extra keys of each block; nothing where no block has any."""
+    """Return the extra keys of each block; empty if no block has any."""
     if values is None:
         return ()
     if type(values) is not list or len(values) != num_blocks:

@@ -1,8 +1,8 @@
-"""What a coordinator tells its publisher, as bytes: events with their arrays as they lie in memory.
+"""Frames from a coordinator to its publisher: events with their arrays as they are in memory.
 
-Between two processes of one user on one machine, over a pair of sockets of their own.
-Nothing is encoded for routers here: that is done where no step waits for it. Refuses frames that
-are longer than a limit, and bytes that are no frame.
+They travel between two processes of one user on one machine, over a private pair of sockets. The
+publisher encodes them for routers, so that no step waits for that. Refuses frames that are too
+long, and invalid bytes.
 
     frame   length (4 bytes, big endian), msgpack of [kind, ...]
 """
@@ -37,7 +37,7 @@ def pack_frame(kind: str, *values: Any) -> bytes:
     """Return a frame.
 
     Raises:
-        MalformedMessageError: values that msgpack cannot pack, or more than a reader takes.
+        MalformedMessageError: values that msgpack cannot pack, or a frame too long for a reader.
     """
     try:
         body: bytes = msgpack.packb([kind, *values])
@@ -58,10 +58,10 @@ class FrameReader:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[list[Any]]:
-        """Take more bytes; return the frames that are complete now, as `[kind, ...]`.
+        """Take more bytes; return the frames that are complete, as `[kind, ...]`.
 
         Raises:
-            MalformedMessageError: bytes that are no frame; the stream cannot be read on.
+            MalformedMessageError: invalid bytes; the stream cannot be read on.
         """
         self._data += data
         found: list[list[Any]] = []
@@ -109,21 +109,21 @@ def pack_events(events: Sequence[CacheEvent]) -> list[Any]:
 
 
 def unpack_events(values: Sequence[Any]) -> list[CacheEvent]:
-    """Return what `pack_events` packed."""
+    """Return the events from `pack_events`."""
     return [_event(*value) for value in values]
 
 
 def pack_state(
     held: Sequence[OffloadingEvent], block_sizes: Sequence[int], none_hash: bytes
 ) -> list[Any]:
-    """Return what media hold as values for a frame; `block_sizes` and `none_hash` as for
-    `cache_events`. Nothing is done per block: that is left to the receiver."""
+    """Return the contents of media as values for a frame; `block_sizes` and `none_hash` as for
+    `cache_events`. The receiver does the work per block."""
     media = [(e.medium, *_columns(e.contents)) for e in held if e.contents is not None]
     return [list(block_sizes), none_hash, media]
 
 
 def unpack_state(values: Sequence[Any]) -> list[CacheEvent]:
-    """Return stored events for all that `pack_state` packed."""
+    """Return stored events for all contents from `pack_state`."""
     block_sizes, none_hash, media = values
     found: list[CacheEvent] = []
     for medium, *columns in media:
@@ -144,7 +144,7 @@ def _columns(label: Label) -> tuple[Any, ...]:
 
 
 def _label(groups: bytes, counts: bytes, tokens: bytes, spaces: bytes, *others: Any) -> Label:
-    """Return labels whose block ids are not asked for."""
+    """Return labels without meaningful block ids."""
     digests, parents, names, extra_keys = others
     nowhere = np.full(len(groups) // 4, -1, "<i4")
     return Label(

@@ -1,7 +1,7 @@
-"""Many integers as msgpack, written by numpy: block hashes and token ids, which fill a payload.
+"""Arrays of integers as msgpack, written by numpy: block hashes and token ids.
 
-Below the codec. Every integer is written with the code of its full width, so that all of them have
-one size; every decoder reads them as the same numbers. Refuses to decide what is written.
+Every integer is written with the code of its full width, so that all of them have one size; every
+decoder reads them as the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PackedArray = tuple[bytes, memoryview]
 
 
 class IntegerWriter:
-    """Writes arrays of integers into memory that serves one payload after the other."""
+    """Writes arrays of integers into memory that is reused for each payload."""
 
     def __init__(self) -> None:
         self._tokens = _Room(_UINT32, 0xCE)
@@ -32,13 +32,13 @@ class IntegerWriter:
         self._header = msgpack.Packer().pack_array_header
 
     def reset(self) -> None:
-        """Begin a payload: what was written before is no longer valid."""
+        """Begin a payload: bytes returned before are no longer valid."""
         self._tokens.clear()
         self._hashes.clear()
 
     def tokens(self, values: Int32Array) -> PackedArray:
         """Return token ids, none negative, shape `(n,)`, as integers of 32 bits."""
-        # From unsigned to unsigned numpy only turns bytes around, which is twice as fast.
+        # From unsigned to unsigned, numpy only swaps bytes, which is twice as fast.
         return self._header(len(values)), self._tokens.put(values.view(np.uint32))
 
     def hashes(self, values: NDArray[np.uint64]) -> PackedArray:
@@ -52,13 +52,13 @@ class _Room:
     def __init__(self, dtype: np.dtype[Any], code: int) -> None:
         self._dtype = dtype
         self._code = code
-        # Invariants: every `code` is written; what was put since `clear` ends before `_used`.
+        # Invariants: every `code` is written; bytes returned since `clear` end before `_used`.
         self._room: NDArray[Any] = np.empty(0, dtype)
         self._values = self._room["value"]
         self._used = 0
 
     def clear(self) -> None:
-        """Use the memory again from its start."""
+        """Reuse the memory from its start."""
         self._used = 0
         if len(self._room) > _MAX_KEPT:
             self._make(0)
@@ -67,7 +67,7 @@ class _Room:
         """Write `values` and return their bytes, valid until the next `clear`."""
         start, end = self._used, self._used + len(values)
         if end > len(self._room):
-            # What was returned before keeps the smaller room alive.
+            # Bytes returned before keep the smaller memory alive.
             self._make(max(len(values), min(2 * len(self._room), _MAX_KEPT)))
             start, end = 0, len(values)
         self._values[start:end] = values

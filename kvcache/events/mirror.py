@@ -1,7 +1,7 @@
-"""What is cached where, as told by events: the same in a publisher and in its followers.
+"""The state of a cache according to its events: the same in a publisher and in its followers.
 
 The publisher makes snapshots from it; a subscriber compares its checksum with the publisher's.
-Refuses nothing that is an event: what is removed and was not there is counted.
+Removals of unknown blocks are counted, not refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from kvcache.events.wire_events import (
 _FIRST_ROWS: Final = 64
 _NO_ROW: Final = -1
 _MIN_FORGOTTEN_KINDS: Final = 1024
-"""Kinds are forgotten when that many more than there are blocks have gathered: salts come and
-go."""
+"""Kinds are dropped when there are this many more than blocks: salts come and go."""
 _MASK: Final = 2**64 - 1
 _MIXING: Final = (
     (np.uint64(33), np.uint64(0xFF51AFD7ED558CCD)),
@@ -43,7 +42,7 @@ RowArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What blocks have in common, apart from their medium: names and sizes."""
+    """Common properties of blocks, apart from their medium: names and sizes."""
 
     medium: str
     group_idx: int
@@ -73,14 +72,14 @@ class BlockKind:
 
 
 class Shelf:
-    """Blocks by hash. A block that is put again takes the place of the one before."""
+    """Blocks by hash. A block that is added again replaces the earlier one."""
 
     def __init__(self, block_size: int) -> None:
-        """Hold nothing; blocks have `block_size` tokens."""
+        """Start empty; blocks have `block_size` tokens."""
         self.block_size = block_size
         self.rows: dict[int, int] = {}
         self.checksum = 0
-        """The sum of what all blocks are, modulo 2**64: equal shelves have equal ones."""
+        """The sum over all blocks, modulo 2**64: equal shelves have equal ones."""
         self._hashes: Hashes = np.zeros(_FIRST_ROWS, np.uint64)
         self._parents: Hashes = np.zeros(_FIRST_ROWS, np.uint64)
         self._sums: Hashes = np.zeros(_FIRST_ROWS, np.uint64)
@@ -95,9 +94,9 @@ class Shelf:
         return len(self.rows)
 
     def put(self, events: Sequence[StoredEvent]) -> None:
-        """Hold the blocks of events, one after the other, all of one kind and this block size.
+        """Add the blocks of events, in order, all of one kind and this block size.
 
-        Many events of a block each cost little more than one of many blocks.
+        Many events of one block each cost little more than one event of many blocks.
         """
         block_hashes = np.concatenate([event.block_hashes for event in events])
         hashes = block_hashes.tolist()
@@ -132,7 +131,7 @@ class Shelf:
         self.checksum = (self.checksum + int(sums.sum(dtype=np.uint64))) & _MASK
 
     def take(self, hashes: Sequence[int]) -> int:
-        """Hold these blocks no longer; return how many of them were not here."""
+        """Remove these blocks; return how many of them were not here."""
         found = [row for row in (self.rows.pop(h, _NO_ROW) for h in hashes) if row != _NO_ROW]
         if found:
             gone = int(self._sums[found].sum(dtype=np.uint64))
@@ -144,7 +143,7 @@ class Shelf:
         return len(hashes) - len(found)
 
     def state(self) -> list[StoredEvent]:
-        """Return events that say all there is, in long chains, parents before children."""
+        """Return events of the whole state, in long chains, parents before children."""
         if not self.rows:
             return []
         rows = np.fromiter(self.rows.values(), np.int64, len(self.rows))
@@ -181,7 +180,7 @@ class Shelf:
     def _put_extra_keys(
         self, rows: RowArray, extra_keys: tuple[tuple[RouterKey, ...] | None, ...]
     ) -> Hashes:
-        """Hold what blocks have of extra keys; return what these add to the rows' sums."""
+        """Store the extra keys of blocks; return their parts of the rows' sums."""
         sums = np.zeros(len(rows), np.uint64)
         for index, keys in enumerate(extra_keys):
             if keys:
@@ -190,7 +189,7 @@ class Shelf:
         return sums
 
     def _forget_kinds(self) -> None:
-        """Keep only what some block is."""
+        """Keep only kinds that some block has."""
         rows = np.fromiter(self.rows.values(), np.int64, len(self.rows))
         used, self._kind_of[rows] = np.unique(self._kind_of[rows], return_inverse=True)
         self._kinds = [self._kinds[number] for number in used.tolist()]
@@ -212,7 +211,7 @@ class Shelf:
 
 
 def _row_sums(kind: int, hashes: Hashes, parents: Hashes, tokens: Int32Array) -> Hashes:
-    """Return what each block adds to the checksum: all that it is, mixed well."""
+    """Return each block's part of the checksum: all its properties, well mixed."""
     weights = _mixed(np.arange(1, tokens.shape[1] + 1, dtype=np.uint64))
     content: Hashes = (tokens.astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64)
     mixed = _mixed(hashes ^ np.uint64(kind))
@@ -221,7 +220,7 @@ def _row_sums(kind: int, hashes: Hashes, parents: Hashes, tokens: Int32Array) ->
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Return 64 bits for each value, every one of which depends on all bits of it."""
+    """Return 64 bits for each value, each of which depends on all bits of the value."""
     for shift, factor in _MIXING:
         values = np.multiply(np.bitwise_xor(values, np.right_shift(values, shift)), factor)
     mixed: Hashes = values ^ (values >> np.uint64(32))
@@ -229,15 +228,15 @@ def _mixed(values: Hashes) -> Hashes:
 
 
 def _chains(above: RowArray, kinds: NDArray[np.int32]) -> tuple[RowArray, RowArray]:
-    """Return an order of blocks in which each chain stands together, and where chains end.
+    """Return an order of blocks in which chains are together, and the ends of chains.
 
-    `above` is the place of each block's parent, or -1. A block goes on with the chain of its parent
-    if it is of one kind with it and its first child. Shapes `(n,)`; O(n log n).
+    `above` is the place of each block's parent, or -1. A block continues its parent's chain if it
+    has the same kind and is the first child. Shapes `(n,)`; O(n log n).
     """
     count = len(above)
     depth = (above != _NO_ROW).astype(np.int64)
     jump = above.copy()
-    # Every round doubles how far a jump goes. Hashes that go in a circle would never end.
+    # Every round doubles the length of a jump. A circle of hashes would never end.
     for _ in range(count.bit_length()):
         linked = np.flatnonzero(jump != _NO_ROW)
         if not len(linked):
@@ -257,38 +256,38 @@ def _chains(above: RowArray, kinds: NDArray[np.int32]) -> tuple[RowArray, RowArr
 
 
 class CacheMirror:
-    """The present state of one cache. One owner, one thread."""
+    """The present state of one cache. One user, one thread."""
 
     def __init__(self) -> None:
         """Hold nothing."""
         self._shelves: dict[tuple[str, int, int], Shelf] = {}
         self.num_unknown_removals = 0
-        """Blocks that were removed although they were not there."""
+        """Removals of blocks that were not there."""
 
     def __len__(self) -> int:
-        """Return how many blocks there are in all media."""
+        """Return the number of blocks in all media."""
         return sum(map(len, self._shelves.values()))
 
     @property
     def checksum(self) -> int:
-        """64 bits that are equal where two mirrors hold the same, whatever happened before."""
+        """64 bits that are equal if two mirrors have equal contents, whatever their history."""
         return sum(shelf.checksum for shelf in self._shelves.values()) & (2**64 - 1)
 
     def num_blocks(self) -> dict[str, int]:
-        """Return how many blocks each medium has."""
+        """Return the number of blocks in each medium."""
         found: dict[str, int] = {}
         for (medium, _, _), shelf in self._shelves.items():
             found[medium] = found.get(medium, 0) + len(shelf)
         return {medium: count for medium, count in found.items() if count}
 
     def contains(self, block_hash: int, medium: str, group_idx: int = 0) -> bool:
-        """Say whether a block is in a medium."""
+        """Return whether a block is in a medium."""
         block_hash = as_int("block_hash", block_hash, at_most=2**64 - 1)
         medium, group_idx = as_text("medium", medium), as_int("group_idx", group_idx)
         return any(block_hash in shelf.rows for shelf in self._of(medium, group_idx))
 
     def apply(self, events: Sequence[WireEvent]) -> None:
-        """Follow events, in order."""
+        """Apply events, in order."""
         events = as_tuple("events", events, kind=(StoredEvent, RemovedEvent, ClearedEvent))
         for kind, group in groupby(events, _kind_of):
             if isinstance(kind, BlockKind):
@@ -301,14 +300,14 @@ class CacheMirror:
                     self._shelves.clear()
 
     def state(self) -> list[WireEvent]:
-        """Return events that state everything, a clear first, and parents before children."""
+        """Return events with the whole state: a clear first, and parents before children."""
         media = ("GPU", "CPU", "STORAGE")
         rank = {medium: place for place, medium in enumerate(media)}
         keys = sorted(self._shelves, key=lambda key: (rank.get(key[0], len(media)), key))
         return [ClearedEvent(), *(e for key in keys for e in self._shelves[key].state())]
 
     def _put(self, events: list[StoredEvent]) -> None:
-        """Hold the blocks of events of one kind."""
+        """Add the blocks of events of one kind."""
         first = events[0]
         key = (first.medium, first.group_idx, first.block_size)
         shelf = self._shelves.get(key)
@@ -338,5 +337,5 @@ class CacheMirror:
 
 
 def _kind_of(event: WireEvent) -> BlockKind | None:
-    """Return what stored events that can be put together have in common."""
+    """Return the common part of stored events that can be merged."""
     return BlockKind.of(event) if isinstance(event, StoredEvent) else None

@@ -1,7 +1,7 @@
-"""Who has how much of a prompt: the leading blocks that each cache holds, by medium.
+"""How much of a prompt each cache holds: the leading blocks, by medium.
 
-Behind subscribers, for routers. Prompts are matched token by token, so it does not matter how a
-publisher hashes. Refuses to rank: what a hit is worth is the router's business.
+Fed by subscribers, for routers. Prompts are compared token by token, so it does not matter how a
+publisher hashes. Does not rank caches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.events.wire_events import ClearedEvent, RemovedEvent, RouterKey, St
 from kvcache.requests.tokens import as_token_ids
 
 BlockKey: TypeAlias = tuple[int, bytes, "str | None", "str | None", tuple[RouterKey, ...]]
-"""What tells a block from its siblings: parent, tokens, adapter, salt, multimodal items."""
+"""What distinguishes a block from its siblings: parent, tokens, adapter, salt, items."""
 
 _MEDIA = {"GPU": 1, "CPU": 2, "STORAGE": 4}
 _DEVICE, _HOST, _ALL = 1, 3, 7
@@ -28,7 +28,7 @@ _DEVICE, _HOST, _ALL = 1, 3, 7
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """How many leading blocks of a prompt `source` has: in device memory alone; there or in host
+    """Number of leading blocks of a prompt that `source` has: on the device; there or in host
     memory; anywhere. Each count includes the one before."""
 
     source: Hashable
@@ -44,25 +44,25 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """The caches of any number of sources, followed by their updates. One owner, one thread."""
+    """The caches of any number of sources, updated by their events. One user, one thread."""
 
     def __init__(self) -> None:
-        """Know no source."""
+        """Start without sources."""
         self._sources: dict[Hashable, _SourceIndex] = {}
 
     @property
     def sources(self) -> tuple[Hashable, ...]:
-        """Everybody who was heard of, in that order."""
+        """All sources, in the order in which they came."""
         return tuple(self._sources)
 
     def num_blocks(self, source: Hashable) -> int:
-        """Return how many blocks a source has in all media together, each counted once."""
+        """Return the number of different blocks of a source in all media."""
         check_hashable("source", source)
         index = self._sources.get(source)
         return 0 if index is None else len(index.media)
 
     def follow(self, source: Hashable, update: Update) -> None:
-        """Take what a subscription has passed on, in its order."""
+        """Apply an update of a subscription, in order."""
         check_hashable("source", source)
         check_kind("update", update, Update)
         index = self._sources.setdefault(source, _SourceIndex())
@@ -75,7 +75,7 @@ class PrefixIndex:
                 index = self._sources[source] = _SourceIndex()
 
     def forget(self, source: Hashable) -> None:
-        """A source has gone."""
+        """Remove a source."""
         check_hashable("source", source)
         self._sources.pop(source, None)
 
@@ -87,17 +87,17 @@ class PrefixIndex:
         cache_salt: str | None = None,
         items: Sequence[tuple[RouterKey, ...]] = (),
     ) -> list[PrefixMatch]:
-        """Return what every source has of a prompt, sources in the order in which they came.
+        """Return how much of a prompt every source has, sources in the order in which they came.
 
         Args:
             token_ids: the prompt, shape `(n,)`; only whole blocks count.
             lora_name: the adapter it runs with.
             cache_salt: its salt.
-            items: for each block, the multimodal items in it as events name them; nothing for
-                prompts of text.
+            items: for each block, the multimodal items in it as events name them; empty for text
+                prompts.
 
         Raises:
-            RequestError: ids that are no tokens, names that are no text, items that are no tuples.
+            RequestError: invalid token ids, names that are not text, items that are not tuples.
         """
         tokens = as_token_ids(token_ids, "prompt")
         if lora_name is not None:
@@ -120,7 +120,7 @@ class PrefixIndex:
 
 
 class _SourceIndex:
-    """One cache: blocks of group 0 by what they are, and the media that have each."""
+    """One cache: blocks of group 0 by content, and the media that have each."""
 
     def __init__(self) -> None:
         self.block_size = 0
@@ -186,5 +186,5 @@ class _SourceIndex:
 
 
 def _items(keys: tuple[RouterKey, ...] | None) -> tuple[RouterKey, ...]:
-    """Return the multimodal items among a block's extra keys: names and salts stand elsewhere."""
+    """Return the multimodal items among a block's extra keys, without names and salts."""
     return tuple(key for key in keys if isinstance(key, tuple)) if keys else ()

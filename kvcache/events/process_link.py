@@ -1,8 +1,8 @@
-"""The coordinator's way to its publisher: a process, a pair of sockets, and never a wait.
+"""A coordinator's link to its publisher: a process and a pair of sockets. Never blocks a step.
 
-`publisher_process.py` is at the other end. What the process has not taken yet is kept
-up to a limit; beyond it, and where the process ends, everything is dropped, and the user of the
-link is told to send a full snapshot. Refuses to wait, except in `open` and `close`.
+`publisher_process.py` is at the other end. Data that the process has not taken yet is kept up to a
+limit. Beyond it, and if the process ends, all of it is dropped, and the user of the link must send
+a full snapshot. Only `open` and `close` wait.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ _RESTART_S: Final = 1.0
 
 
 class PublisherLink(Protocol):
-    """The way to a publisher that may come and go."""
+    """A link to a publisher that may end and restart."""
 
     @property
     def needs_state(self) -> bool:
-        """Whether a publisher is there that has to be told everything first."""
+        """Whether a publisher is there that needs the whole state first."""
 
     @property
     def last_seq(self) -> int:
-        """The highest number that any publisher of this link has said it had published."""
+        """The highest number that a publisher of this link has reported."""
 
     def send(self, frame: bytes, *, is_state: bool = False) -> None:
-        """Hand a frame over, or drop it. `is_state`: it states everything."""
+        """Send a frame, or drop it. `is_state`: it has the whole state."""
 
     def forget_state(self) -> None:
-        """What was told so far is void: the publisher has to be told everything."""
+        """Forget earlier frames: the publisher needs the whole state."""
 
     def poll(self) -> None:
-        """Go on with what waits. Never blocks."""
+        """Send frames that wait. Never blocks."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the publisher has said of itself, and what became of frames."""
+        """Return the publisher's own statistics, and counts of frames."""
 
     def close(self) -> None:
         """End the publisher."""
 
 
 class ProcessLink:
-    """A publisher in a process of its own, made again when it ends. One owner, one thread."""
+    """A publisher in a process of its own, restarted when it ends. One user, one thread."""
 
     def __init__(
         self,
@@ -72,7 +72,8 @@ class ProcessLink:
         *,
         max_waiting_bytes: int = 256 << 20,
     ) -> None:
-        """Start nothing yet. `max_waiting_bytes`: frames that the process has not taken."""
+        """Start nothing yet. `max_waiting_bytes`: limit of frames that the process has not
+        taken."""
         self._settings = asdict(settings)
         self._kinds = [astuple(kind) for kind in kinds]
         self._sockets = sockets
@@ -80,7 +81,7 @@ class ProcessLink:
         self._clock = clock
         self._max_waiting_bytes = max_waiting_bytes
         self._limit_bytes = max_waiting_bytes
-        """A state has to get through however large it is: it does not count."""
+        """A state must get through however large it is: it does not count."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
@@ -98,26 +99,26 @@ class ProcessLink:
 
     @property
     def endpoints(self) -> tuple[str, str]:
-        """Where the publisher is bound: the live stream, and the socket for requests."""
+        """The bound addresses: the live stream, and the socket for requests."""
         return self._places
 
     @property
     def needs_state(self) -> bool:
-        """Whether a publisher is there that has to be told everything first."""
+        """Whether a publisher is there that needs the whole state first."""
         keeps_up = 2 * self._waiting_bytes < self._max_waiting_bytes
         return self._is_ready and not self._is_told and keeps_up
 
     @property
     def last_seq(self) -> int:
-        """The highest number that any publisher of this link has said it had published."""
+        """The highest number that a publisher of this link has reported."""
         return self._last_seq
 
     def open(self, timeout_s: float) -> None:
         """Start the process and return when its sockets are bound.
 
         Raises:
-            ConfigurationError: they cannot be, and why.
-            ClusterError: the process ends, or says nothing within `timeout_s`.
+            ConfigurationError: they cannot be bound, and why.
+            ClusterError: the process ends, or is silent for `timeout_s`.
         """
         self._start()
         give_up_s = self._clock.now() + timeout_s
@@ -141,7 +142,7 @@ class ProcessLink:
             )
 
     def send(self, frame: bytes, *, is_state: bool = False) -> None:
-        """Hand a frame over, or drop it: without a publisher, and before it knows the state."""
+        """Send a frame, or drop it: without a publisher, and before it has the state."""
         if not self._is_ready or not (self._is_told or is_state):
             return
         if is_state:
@@ -162,12 +163,12 @@ class ProcessLink:
         self._push()
 
     def forget_state(self) -> None:
-        """Send nothing more before the state; the publisher keeps what it knows until then."""
+        """Send nothing before the next state; the publisher keeps its own until then."""
         self._is_told = False
         self._drop_whole_frames()
 
     def poll(self) -> None:
-        """Go on with what waits; take what the process says; start another where it has ended."""
+        """Send frames that wait; read the process's messages; restart it if it has ended."""
         if self._socket is None:
             if self._clock.now() >= self._restart_at_s:
                 self._num_restarts += 1
@@ -177,7 +178,7 @@ class ProcessLink:
         self._push()
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the publisher said last, and what became of frames here."""
+        """Return the publisher's last statistics, and counts of frames."""
         return {
             **self._statistics,
             "is_alive": self._is_ready,
@@ -191,7 +192,7 @@ class ProcessLink:
         }
 
     def close(self) -> None:
-        """End the process: it sends what it has, for a moment, and goes. May be called again."""
+        """End the process, which first tries to send its batches. May be called again."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -208,7 +209,7 @@ class ProcessLink:
             process.wait()
 
     def _start(self) -> None:
-        """Start the process. What cannot be started now is tried again later."""
+        """Start the process. If that fails, it is tried again later."""
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -231,7 +232,7 @@ class ProcessLink:
         self._socket = ours
         self._reader = FrameReader()
         self._is_ready = self._is_told = False
-        # Followers of the one before look for the next one at its address.
+        # Followers look for the next publisher at the same address.
         sockets = asdict(self._bound or self._sockets)
         opening = pack_frame("open", self._settings, self._kinds, sockets)
         self._waiting.append(memoryview(opening))
@@ -255,7 +256,7 @@ class ProcessLink:
                 self._waiting[0] = self._waiting[0][sent:]
 
     def _receive(self) -> None:
-        """Take what the process says."""
+        """Read the process's messages."""
         if self._socket is None:
             return
         try:
@@ -275,7 +276,7 @@ class ProcessLink:
             self._on_end(self._problem or "the event publisher has ended")
 
     def _obey(self, frames: Sequence[Sequence[Any]]) -> None:
-        """Note what the process has said."""
+        """Take one message of the process."""
         for kind, *values in frames:
             if kind == "ready":
                 self._places = (str(values[0]), str(values[1]))
@@ -296,7 +297,7 @@ class ProcessLink:
                 self._last_seq = max(self._last_seq, int(self._statistics["last_seq"]))
 
     def _on_end(self, problem: str) -> None:
-        """The process is gone, or as good as gone: another one follows."""
+        """Drop the process, which is dead or useless: another one follows."""
         logger.warning("%s; it is started again", problem)
         self._problem = problem
         process = self._process
@@ -314,7 +315,7 @@ class ProcessLink:
         self._restart_at_s = self._clock.now() + _RESTART_S
 
     def _drop_whole_frames(self) -> None:
-        """Drop what has not been begun to be sent: a frame that was cut would spoil the stream."""
+        """Drop frames that are not partly sent: half a frame would break the stream."""
         begun = self._waiting[0] if self._waiting else None
         self._waiting.clear()
         self._waiting_bytes = 0

@@ -1,11 +1,11 @@
-"""The publisher of one cache: numbers, payloads, the last of them, and the state they add up to.
+"""The publisher of one cache: numbers, payloads, the last batches, and the state.
 
-Between the coordinator's feed and the sockets. A state machine: it is told what happened and what
-was asked, and returns the frames to send. Refuses nothing that a subscriber may ask: what is no
-request is counted, and a client that asks for what is no longer held gets the whole state instead.
+A state machine between the coordinator's feed and the sockets: it takes events and requests, and
+returns the frames to send. An invalid request is counted; a client that asks for a batch that is
+gone gets the whole state instead.
 
-    events ──▶ translate ──▶ encode ──▶ [topic, number, payload] ──▶ everybody
-                    └──▶ mirror ──▶ snapshot ──▶ who comes late, or has missed too much
+    events ──▶ translate ──▶ encode ──▶ [topic, number, payload] ──▶ all subscribers
+                    └──▶ mirror ──▶ snapshot ──▶ late subscribers, or those that missed too much
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from kvcache.events.wire_events import MAX_RANK, StoredEvent, WireEvent
 
 
 class BatchHistory:
-    """Payloads of consecutive numbers, the newest always among them."""
+    """Payloads of consecutive numbers, always including the newest."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
-        """Hold `max_batches` payloads of `max_bytes` together at most, the newest in any case."""
+        """Keep at most `max_batches` payloads of `max_bytes` together, and always the newest."""
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._payloads: deque[bytes] = deque()
@@ -57,11 +57,11 @@ class BatchHistory:
 
     @property
     def oldest_seq(self) -> int:
-        """The lowest number that is held; the next one to come where nothing is."""
+        """The lowest number that is kept; the next one to come if there is none."""
         return self._next_seq - len(self._payloads)
 
     def append(self, seq: int, payload: bytes) -> None:
-        """Hold another payload; one that does not follow the last begins a new history."""
+        """Add a payload; one that does not follow the last begins a new history."""
         if seq != self._next_seq:
             self._payloads.clear()
             self.num_bytes = 0
@@ -72,7 +72,7 @@ class BatchHistory:
             self.num_bytes -= len(self._payloads.popleft())
 
     def since(self, seq: int) -> list[tuple[int, bytes]] | None:
-        """Return all payloads from number `seq` on, None if one of them is not held any more."""
+        """Return all payloads from number `seq` on, None if one of them is gone."""
         first = self.oldest_seq
         if not first <= seq <= self._next_seq:
             return None
@@ -90,13 +90,13 @@ Frames = list[bytes]
 
 @dataclass(frozen=True)
 class PublisherSettings:
-    """What a publisher says, and how much of it is held.
+    """What a publisher sends, and how much of it is kept.
 
-    `heartbeat_s`: an empty batch is published where nothing was for so long. `history_batches` and
-    `history_bytes` bound what can be asked for again. `one_block_per_event` is for consumers that
-    take the parent of an event for that of all its blocks.
+    `heartbeat_s`: an empty batch follows this much silence. `history_batches` and `history_bytes`
+    bound the batches that can be requested again. `one_block_per_event` is for consumers that use
+    the parent of an event for all its blocks.
 
-    Raises ConfigurationError for limits that are none.
+    Raises ConfigurationError for invalid limits.
     """
 
     topic: str
@@ -120,8 +120,8 @@ class PublisherSettings:
 
 @dataclass(frozen=True)
 class PublisherStatistics:
-    """Statistics of a publisher. `last_seq` is the newest number, -1 before any; `checksum` that of
-    the state it adds up to, `num_blocks` how many blocks each medium has in it."""
+    """Statistics of a publisher. `last_seq` is the newest number, -1 before the first; `checksum`
+    that of the state, `num_blocks` the number of blocks in each medium."""
 
     last_seq: int = -1
     checksum: int = 0
@@ -141,10 +141,10 @@ class EventPublisher:
     """Publishes one cache. Numbers are contiguous, except where an epoch begins."""
 
     def __init__(self, settings: PublisherSettings, kinds: Sequence[GroupKind]) -> None:
-        """Publish the events of groups of these `kinds`, by index; `begin` says from which number.
+        """Publish the events of groups of these `kinds`, by index; `begin` sets the first number.
 
         Raises:
-            ConfigurationError: settings or kinds that are none.
+            ConfigurationError: invalid settings or kinds.
         """
         check_kind("settings", settings, PublisherSettings, ConfigurationError)
         kinds = as_tuple("kinds", kinds, ConfigurationError, GroupKind)
@@ -167,13 +167,13 @@ class EventPublisher:
 
     @property
     def last_seq(self) -> int:
-        """The newest number that was published, one less than the first before any."""
+        """The newest published number, one less than the first before any."""
         return self._next_seq - 1
 
     def begin(self, first_seq: int, time_s: float, state: Sequence[CacheEvent]) -> Frames:
-        """Begin an epoch: numbers go on at `first_seq`, or where they are if that is behind them.
+        """Begin an epoch: numbers continue at `first_seq`, or at the next one if that is higher.
 
-        `state` is all there is now; the batch clears everything before it.
+        `state` is the whole state; the batch clears everything before it.
 
         Raises:
             InvalidInputError, ConfigurationError: as `publish`; nothing is published.
@@ -188,13 +188,13 @@ class EventPublisher:
         return self._send(time_s, restated.state())
 
     def publish(self, time_s: float, events: Sequence[CacheEvent]) -> Frames:
-        """Publish what has happened, made at `time_s` (seconds since 1970); return the frames.
+        """Publish events of `time_s` (seconds since 1970); return the frames.
 
-        There are none where routers are not told of any of it. Removals of one step go together.
+        Empty if routers get none of the events. Removals of one step are merged.
 
         Raises:
-            InvalidInputError: an event of a group or medium that does not exist, or whose tokens
-                do not fill its blocks; nothing is published.
+            InvalidInputError: an event of an unknown group or medium, or whose tokens do not fill
+                its blocks; nothing is published.
             ConfigurationError: there is no number left; nothing is published.
         """
         time_s = as_number("time_s", time_s)
@@ -214,8 +214,8 @@ class EventPublisher:
     def answer(self, request: Sequence[bytes], time_s: float) -> list[Frames]:
         """Return the messages that answer a request: `[id, "", number]` or `[id, number]`.
 
-        What is held from that number on, or one batch that states everything, and an end mark. A
-        request that is none is counted, and not answered.
+        The batches from that number on, or one batch with the whole state, and an end mark. An
+        invalid request is counted and not answered.
         """
         request, time_s = as_tuple("request", request, kind=bytes), as_number("time_s", time_s)
         is_request = len(request) == 2 or (len(request) == 3 and not request[1])
@@ -260,7 +260,7 @@ class EventPublisher:
         return [self._topic, SEQUENCE.pack(seq), payload]
 
     def _state_at(self, time_s: float) -> tuple[int, bytes]:
-        """Return a batch that states everything, under the newest number."""
+        """Return a batch with the whole state, under the newest number."""
         if self._snapshot is None or self._snapshot[0] != self.last_seq:
             self._snapshot = self.last_seq, self._encode(time_s, self._mirror.state())
         return self._snapshot

@@ -1,9 +1,9 @@
 """The process that publishes: sockets for routers on one side, the coordinator's on the other.
 
-Started by `process_link.py`, ends when the coordinator's end of the pair is closed. Whatever a
-router does, it is this process that waits, never a step. Refuses to queue without end: what a slow
-router does not take is dropped by its socket and seen by it as a gap; live batches beyond the
-queue's limit are dropped, oldest first, counted, and held for clients that ask.
+Started by `process_link.py`; ends when the coordinator's end of the pair is closed. Whatever a
+router does, only this process waits, never a step. Queues are bounded. If a router is too slow, its
+socket drops batches, and the router sees a gap. Live batches beyond the queue's limit are dropped,
+oldest first, counted, and kept for clients that ask.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _GREETING_S: Final = 0.1
 _LINGER_MS: Final = 200
 _BIND_PAUSE_S: Final = 0.05
 _GATHER_S: Final = 0.002
-"""How long events wait for others, so that steps that follow closely on each other make one batch
-and wake this process once."""
+"""How long events wait for others, so that quick steps make one batch and wake this process
+once."""
 
 _NICENESS: Final = 5
-"""Steps go first where there are more processes than processors."""
+"""Steps take precedence if there are more processes than processors."""
 
 _MAX_EVENTS: Final = 4096
-"""Events of one batch; what was read beyond them makes another."""
+"""Most events of one batch; further ones make another."""
 _MAX_REQUEST_BYTES: Final = 1024
 _REQUESTS_AT_ONCE: Final = 16
 _GREETINGS_AT_ONCE: Final = 1000
 _UNREAD_MS: Final = 30_000
-"""A client that reads nothing for so long is disconnected, and what is queued for it is dropped."""
+"""A client that reads nothing for this long is disconnected, and its queue is dropped."""
 _ANSWERING_MS: Final = 10
-"""How often a client that did not read fast enough is looked at again."""
+"""How often a slow client is tried again."""
 
 
 @dataclass(frozen=True)
 class SocketSettings:
-    """Where to bind, how long to try (an earlier publisher may be on its way out), and how much is
-    queued: batches for a router that does not read, and batches that came at once. With
+    """Where to bind, how long to try (an earlier publisher may still be ending), and the lengths of
+    queues: batches for a router that does not read, and batches that come at once. With
     `curve_keys` (`CurveKeys`, in the order of its fields) only their holders can connect."""
 
     endpoint: str
@@ -68,12 +68,12 @@ class SocketSettings:
 
 
 class PublisherLoop:
-    """Publishes what comes from `feed` until that is closed."""
+    """Publishes the frames from `feed` until that is closed."""
 
     def __init__(
         self, feed: socket.socket, publisher: EventPublisher, sockets: SocketSettings
     ) -> None:
-        """Bind both sockets. Raises zmq.ZMQError naming nothing: the caller knows the endpoints."""
+        """Bind both sockets. Raises zmq.ZMQError without a name: the caller knows the endpoints."""
         self._feed = feed
         self._publisher = publisher
         self._limits = sockets
@@ -102,7 +102,7 @@ class PublisherLoop:
         self._told: tuple[Any, ...] = ()
 
     def bind(self) -> tuple[str, str]:
-        """Bind both sockets; return where they are. Raises OSError with the endpoint's name."""
+        """Bind both sockets; return their addresses. Raises OSError with the endpoint's name."""
         give_up_s = time.monotonic() + self._limits.bind_s
         places = []
         for each, endpoint in (
@@ -145,7 +145,7 @@ class PublisherLoop:
         self.close()
 
     def close(self) -> None:
-        """Close the sockets, giving what was sent a moment to leave."""
+        """Close the sockets, with a moment for sent messages to leave."""
         self._live.close()
         self._replay.close()
         self._context.term()
@@ -153,7 +153,7 @@ class PublisherLoop:
             self._gate.join()
 
     def _timeout_ms(self) -> int:
-        """Return how long nothing has to be done: until a heartbeat, or statistics, are due."""
+        """Return how long there is nothing to do: until the next heartbeat or statistics."""
         now_s = time.monotonic()
         if self._can_answer:
             return 0
@@ -165,7 +165,7 @@ class PublisherLoop:
         return max(1, int(1000 * (due_s - now_s)))
 
     def _read_feed(self) -> bool:
-        """Take what has come, up to a limit; say whether there may come more."""
+        """Read frames, up to a limit; return whether there may be more."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = self._feed.recv(_READ_BYTES)
@@ -192,7 +192,7 @@ class PublisherLoop:
             self._queue_up(self._publisher.begin(first_seq, time_s, unpack_state(state)))
 
     def _publish(self) -> None:
-        """Publish what was read as one batch."""
+        """Publish the frames that were read as one batch."""
         if self._events:
             events, self._events = self._events, []
             self._queue_up(self._publisher.publish(self._time_s, events))
@@ -208,11 +208,11 @@ class PublisherLoop:
 
     def _send_queue(self) -> None:
         while self._queue:
-            # Never waits: what a subscriber's own queue has no room for, that one does not get.
+            # Never waits: a subscriber whose queue is full misses the batch.
             self._live.send_multipart(self._queue.popleft(), zmq.DONTWAIT, copy=False)
 
     def _greet(self) -> None:
-        """Somebody subscribes: tell everybody the present number, not more often than needed."""
+        """Send the present number to all when a subscriber joins, but not too often."""
         for _ in range(_GREETINGS_AT_ONCE):
             try:
                 self._live.recv(zmq.DONTWAIT)
@@ -233,7 +233,7 @@ class PublisherLoop:
             self._send_queue()
 
     def _take_requests(self) -> None:
-        """Take requests, a few of them: the others next time round."""
+        """Read a few requests: the others next time."""
         for _ in range(_REQUESTS_AT_ONCE):
             if not self._answers.has_room:
                 return
@@ -251,7 +251,7 @@ class PublisherLoop:
         return self._faults.count + self._answers.faults.count
 
     def _tell(self) -> None:
-        """Tell the coordinator how it goes, now and then."""
+        """Send statistics to the coordinator now and then."""
         now_s = time.monotonic()
         statistics = self._statistics()
         if statistics == self._told or now_s - self._told_s < _STATISTICS_S:
@@ -264,12 +264,12 @@ class PublisherLoop:
         try:
             self._feed.send(pack_frame("figures", values), socket.MSG_DONTWAIT)
         except OSError:
-            return  # it will read the next ones
+            return  # it will get the next ones
 
 
 def main() -> None:
     """Serve the pair of sockets whose descriptor is the only argument."""
-    # Who interrupts a terminal means the coordinator: this process ends behind it.
+    # Ctrl-C in a terminal is for the coordinator: this process ends after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr(("kvcache",))
     feed = socket.socket(fileno=int(sys.argv[1]))

@@ -1,7 +1,7 @@
-"""Following a publisher over the network: an iterator, a callback, or asyncio.
+"""Follows a publisher over the network: an iterator, a callback, or asyncio.
 
-Around `Subscription`, which knows what is missing; here are the sockets. Refuses to follow two
-publishers at once: make a subscriber for each, and let a `PrefixIndex` put them together.
+`Subscription` knows what is missing; this module has the sockets. Make one subscriber per
+publisher, and combine them in a `PrefixIndex`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Sockets:
     ) -> None:
         self.live = context.socket(zmq.SUB)
         self.replay = context.socket(zmq.DEALER)
-        # While no publisher is there, requests do not gather: each would be answered.
+        # Without a publisher, requests must not pile up: each would be answered.
         self.replay.setsockopt(zmq.SNDHWM, 1)
         for each, place in ((self.live, endpoint), (self.replay, replay_endpoint)):
             each.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -70,7 +70,7 @@ class _Sockets:
         self.live.setsockopt(zmq.SUBSCRIBE, topic)
 
     def ask(self, number: bytes) -> None:
-        """Ask for everything from a number on. A request that cannot leave now is lost: the
+        """Request everything from a number on. A request that cannot be sent now is lost: the
         subscription asks again."""
         try:
             self.replay.send_multipart([b"", number], zmq.DONTWAIT)
@@ -83,7 +83,7 @@ class _Sockets:
 
 
 class KVEventSubscriber:
-    """Follows one publisher exactly. One owner, one thread.
+    """Follows one publisher exactly. One user, one thread.
 
     with KVEventSubscriber("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657") as subscriber:
         for update in subscriber:
@@ -100,18 +100,18 @@ class KVEventSubscriber:
         settings: SubscriptionSettings | None = None,
         keys: CurveKeys | None = None,
     ) -> None:
-        """Connect, and ask for everything.
+        """Connect, and request the whole state.
 
         Args:
-            endpoint: where the live stream is.
-            replay_endpoint: where what was missed can be asked for.
+            endpoint: the live stream.
+            replay_endpoint: answers requests for missed events.
             topic: only messages whose topic begins with it.
-            on_update: called with each update, in addition to those that are returned.
+            on_update: called with each update, which is also returned.
             settings: times and limits.
-            keys: of a publisher that only lets their holders in; its discovery record has them.
+            keys: for a publisher that requires keys; its discovery record has them.
 
         Raises:
-            ConfigurationError: an address that is none, or another argument that cannot be meant.
+            ConfigurationError: an invalid address or another invalid argument.
         """
         endpoint = as_text("endpoint", endpoint, ConfigurationError)
         replay_endpoint = as_text("replay_endpoint", replay_endpoint, ConfigurationError)
@@ -149,7 +149,7 @@ class KVEventSubscriber:
 
     @property
     def checksum(self) -> int:
-        """Of the state at `last_seq`: equal to the publisher's at the same number."""
+        """Checksum of the state at `last_seq`: equal to the publisher's at the same number."""
         return self._subscription.mirror.checksum
 
     @property
@@ -158,7 +158,7 @@ class KVEventSubscriber:
         return self._subscription.is_exact
 
     def poll(self, timeout_s: float = 0.0) -> list[Update]:
-        """Return what has become known, waiting `timeout_s` at most for something."""
+        """Return new updates, waiting at most `timeout_s` for some."""
         give_up_s = time.monotonic() + as_number("timeout_s", timeout_s, at_least=0)
         while True:
             self._ask()
@@ -177,9 +177,9 @@ class KVEventSubscriber:
                 return found
 
     def wait_for(self, seq: int, timeout_s: float) -> None:
-        """Return when everything up to number `seq` is known.
+        """Wait until everything up to number `seq` is known.
 
-        Raises DeadlineError when it is not within `timeout_s`.
+        Raises DeadlineError if it is not within `timeout_s`.
         """
         seq, timeout_s = as_int("seq", seq), as_number("timeout_s", timeout_s, at_least=0)
         give_up_s = time.monotonic() + timeout_s
@@ -227,7 +227,7 @@ class KVEventSubscriber:
     def _receive(
         self, source: zmq.Socket[bytes], take: Callable[[list[bytes], float], list[Update]]
     ) -> list[Update]:
-        """Take all that waits at a socket, as far as it goes in one turn."""
+        """Read the messages that wait at a socket, as far as possible in one turn."""
         found: list[Update] = []
         for _ in range(_RECEIVE_BATCHES):
             try:
@@ -255,12 +255,12 @@ class AsyncKVEventSubscriber:
         settings: SubscriptionSettings | None = None,
         keys: CurveKeys | None = None,
     ) -> None:
-        """Connect, and ask for everything; arguments as of `KVEventSubscriber`."""
+        """Connect, and request the whole state; arguments as of `KVEventSubscriber`."""
         self._inner = KVEventSubscriber(
             endpoint, replay_endpoint, topic=topic, settings=settings, keys=keys
         )
         self._waiting: deque[Update] = deque()
-        # Held while a thread uses the sockets: a cancelled caller leaves one behind.
+        # Held while a thread uses the sockets: a cancelled caller leaves such a thread.
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -271,7 +271,7 @@ class AsyncKVEventSubscriber:
 
     @property
     def checksum(self) -> int:
-        """Of the state at `last_seq`."""
+        """Checksum of the state at `last_seq`."""
         return self._inner.checksum
 
     def statistics(self) -> SubscriptionStatistics:
@@ -294,7 +294,7 @@ class AsyncKVEventSubscriber:
             return [] if self._is_closed else self._inner.poll(_WAIT_S)
 
     async def close(self) -> None:
-        """Disconnect, when what is under way has ended."""
+        """Disconnect when calls in progress have ended."""
         self._is_closed = True
         await asyncio.to_thread(self._close)
 

@@ -1,14 +1,14 @@
-"""Following one publisher exactly: gaps, what to ask for, and the state that it all adds up to.
+"""Follows one publisher exactly: gaps, requests, and the state.
 
-Between a subscriber's sockets and its user. A state machine on a clock that others tell: it takes
-frames and returns what has become known, and says when something must be asked for. Refuses to
-guess: between a gap and its answer nothing is passed on.
+A state machine between a subscriber's sockets and its user, with time passed in. It takes frames
+and returns updates, and says when to send a request. Between a gap and its answer it returns
+nothing.
 
     live    95 96 97 ── 99 100        98 is missing: ask from 98 on, keep 99 and 100
-    answer  98 99 100 end             or one batch that states everything, under the newest number
+    answer  98 99 100 end             or one batch with the whole state, under the newest number
 
-A batch that begins with a clear states everything that is cached: it is a good beginning wherever
-it comes. A publisher that restarts begins with one, under a higher number.
+A batch that begins with a clear has the whole state, and can be used at any time. A publisher that
+restarts begins with one, under a higher number.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvcache.events.publisher import END_MARK, MAX_SEQUENCE, SEQUENCE
 from kvcache.events.wire_events import EventBatch
 
 ASK_FOR_ALL: Final = 0
-"""The number to ask from when nothing is known: no publisher has ever held it for long."""
+"""The number to request when nothing is known: no publisher ever keeps it for long."""
 
 
 @dataclass(frozen=True)
 class SubscriptionSettings:
-    """`reply_s`: how long an answer may take before it is asked for again. What comes behind a gap
-    is kept up to `max_kept_batches`, and asked for once more beyond it. A publisher that was not
-    heard for `silence_s` is asked whether anything was missed.
+    """`reply_s`: how long an answer may take before the request is repeated. Batches after a gap
+    are kept up to `max_kept_batches`; later ones are requested once more. A publisher that is
+    silent for `silence_s` is asked whether anything was missed.
 
-    Raises ConfigurationError for limits that are none.
+    Raises ConfigurationError for invalid limits.
     """
 
     reply_s: float = 2.0
@@ -49,7 +49,7 @@ class SubscriptionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """A batch in its turn. `is_restatement`: it replaces everything that was known before."""
+    """A batch in order. `is_restatement`: it replaces the whole earlier state."""
 
     seq: int
     batch: EventBatch
@@ -77,10 +77,10 @@ class SubscriptionStatistics:
 
 
 class Subscription:
-    """What one subscriber knows of one publisher. One owner, one thread."""
+    """A subscriber's state of one publisher. One user, one thread."""
 
     def __init__(self, settings: SubscriptionSettings | None = None, now_s: float = 0.0) -> None:
-        """Know nothing, and ask for everything at once."""
+        """Start without state, and request it at once."""
         self._settings = SubscriptionSettings() if settings is None else settings
         check_kind("settings", self._settings, SubscriptionSettings, ConfigurationError)
         now_s = as_number("now_s", now_s)
@@ -120,8 +120,8 @@ class Subscription:
             self._on_malformed(f"a live message of number {seq}")
             return []
         if self._last_live_seq is not None and seq <= self._last_live_seq:
-            # The stream itself never turns back: this is another publisher, which knows nothing
-            # of the numbers before.
+            # The stream itself never goes back: this is another publisher, which does not know the
+            # earlier numbers.
             self._num_restarts += 1
             self._forget()
         self._last_live_seq = seq
@@ -135,7 +135,7 @@ class Subscription:
             self._on_malformed(f"an answer of {len(frames)} frames")
             return []
         if frames[2] == END_MARK:
-            # Where the answer did not help, it is asked for again, but not at once.
+            # If the answer did not help, ask again, but not at once.
             self._ask_at_s = None if self.is_exact else now_s + self._settings.reply_s
             return []
         (seq,) = SEQUENCE.unpack(frames[2])
@@ -145,7 +145,7 @@ class Subscription:
         return self._take(seq, frames[3], now_s)
 
     def start_over(self, problem: str, now_s: float) -> None:
-        """Forget everything and ask for it again: a message could not be taken, for `problem`."""
+        """Forget everything and request it again, because of `problem` with a message."""
         problem, now_s = as_text("problem", problem, may_be_empty=True), as_number("now_s", now_s)
         self._on_malformed(problem)
         self._forget()
@@ -153,9 +153,9 @@ class Subscription:
         self._ask(now_s)
 
     def request(self, now_s: float) -> bytes | None:
-        """Return what to ask now, as the number's frame, None if nothing is to be asked.
+        """Return the request to send now, as the number's frame; None if there is none.
 
-        Asks again until an answer has closed the gap, and after long silence.
+        Repeats it until an answer has closed the gap, and after long silence.
         """
         now_s = as_number("now_s", now_s)
         if now_s - self._heard_s >= self._settings.silence_s and self._ask_at_s is None:
@@ -185,7 +185,7 @@ class Subscription:
         )
 
     def _take(self, seq: int, payload: bytes, now_s: float) -> list[Update]:
-        """Take a batch from either way; return what can be passed on now."""
+        """Take a batch from stream or answer; return the updates that are now in order."""
         self._newest_seq = max(self._newest_seq, seq)
         if self.last_seq is not None and seq <= self.last_seq:
             self._num_duplicates += 1
@@ -220,7 +220,7 @@ class Subscription:
         return Update(seq, batch, batch.is_restatement)
 
     def _keep(self, seq: int, payload: bytes, now_s: float) -> None:
-        """Keep what comes behind a gap until that is closed."""
+        """Keep a batch after a gap until that is closed."""
         if not self._kept and self.last_seq is not None:
             self._num_gaps += 1
             self._num_missed += seq - self.last_seq - 1

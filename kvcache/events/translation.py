@@ -1,8 +1,7 @@
-"""From a core's events to those that routers know: which groups they can use, and in which words.
+"""Translates a core's events to those of routers: usable groups, and vLLM's names.
 
-Stands between the event sink and the codec. Refuses to encode, number or send. A group that no
-router can use is left out unless all are wanted: routers believe that whatever is stored can be hit
-by itself, which only holds for full attention.
+A group that routers cannot use is left out unless all are requested: routers assume that every
+stored block can be hit by itself, which holds only for full attention.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from kvcache.specs import KVCacheGroupSpec
 _WORD_BYTES: Final = 8
 _NO_HASH: Final = 0
 _STAND_IN: Final = 1
-"""What a digest whose low 64 bits are zero is called: routers read zero as no hash."""
+"""Replaces a hash of zero, which routers read as no hash."""
 
 
 def short_hashes(digests: Sequence[BlockHash]) -> Hashes:
     """Return the low 64 bits of each digest, shape `(n,)`, never zero.
 
-    Packed digests are read where they lie: no object is made per block.
+    Packed digests are read in place: no object is made per block.
 
     Raises:
         InvalidInputError: digests of differing lengths, or no multiple of 8 bytes long.
@@ -75,7 +74,7 @@ def short_hash(digest: BlockHash) -> int:
 
 
 def are_distinct(hashes: Hashes) -> bool:
-    """Whether no hash stands there twice."""
+    """Return whether all hashes are different."""
     if len(hashes) < 2:
         return True
     ordered = np.sort(hashes)
@@ -83,7 +82,7 @@ def are_distinct(hashes: Hashes) -> bool:
 
 
 def ends_before_repeats(hashes: Hashes) -> list[int]:
-    """Return where to cut so that no part holds a hash twice; nearly always at the end only."""
+    """Return where to cut so that no part has a hash twice; nearly always only at the end."""
     if are_distinct(hashes):
         return [len(hashes)]
     ends: list[int] = []
@@ -99,7 +98,7 @@ def ends_before_repeats(hashes: Hashes) -> list[int]:
 PublishedGroups: TypeAlias = Literal["usable", "all"]
 
 MEDIA: Final = MappingProxyType({"device": "GPU", "host": "CPU", "storage": "STORAGE"})
-"""The names that routers know the media by."""
+"""The routers' names of the media."""
 
 SPEC_KINDS: Final = MappingProxyType(
     {
@@ -111,26 +110,26 @@ SPEC_KINDS: Final = MappingProxyType(
         "cross": "cross_attention",
     }
 )
-"""The names that routers know the kinds by; others go out under their own."""
+"""The routers' names of the attention kinds; others are sent under their own."""
 
 _USABLE_KINDS: Final = ("full", "mla")
 
 
 @dataclass(frozen=True)
 class GroupKind:
-    """What routers are told of a group: the kind of its attention, and its window if it has one."""
+    """A group as routers see it: the kind of its attention, and its window if it has one."""
 
     kind: str
     sliding_window: int | None = None
 
 
 def group_kinds(groups: Sequence[KVCacheGroupSpec]) -> tuple[GroupKind, ...]:
-    """Return what routers are told of each group of a plan, in order."""
+    """Return the routers' view of each group of a plan, in order."""
     return tuple(_kind_of(group) for group in groups)
 
 
 def join_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
-    """Return `events` with removals from one medium that have nothing between them as one."""
+    """Return `events` with adjacent removals from one medium merged."""
     found: list[WireEvent] = []
     for place, group in groupby(events, _removed_from):
         run = list(group)
@@ -147,7 +146,7 @@ def join_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
 
 
 def drop_void_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
-    """Return `events` without removals of what a clear before them has removed already."""
+    """Return `events` without removals of blocks that a clear before has removed already."""
     found: list[WireEvent] = []
     stored: dict[tuple[str, int], set[int]] | None = None
     for event in events:
@@ -170,7 +169,7 @@ def drop_void_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
 
 
 def usable_group(kinds: Sequence[GroupKind]) -> int | None:
-    """Return the first group of full attention, the one that routers can use; None without any."""
+    """Return the first group of full attention, the one that routers can use, or None."""
     return next((i for i, kind in enumerate(kinds) if kind.kind in _USABLE_KINDS), None)
 
 
@@ -184,15 +183,15 @@ def require_published_groups(value: object) -> None:
 
 
 class EventTranslator:
-    """Translates the events of one cache. Remembers nothing from event to event."""
+    """Translates the events of one cache. Stateless between events."""
 
     def __init__(
         self, kinds: Sequence[GroupKind], *, publish_groups: PublishedGroups = "all"
     ) -> None:
         """Translate events of groups of these `kinds`, by index.
 
-        `publish_groups`: "all" keeps every group under its own index; "usable" keeps the first
-        group of full attention alone, which routers then know as group 0.
+        `publish_groups`: "all" keeps every group under its own index; "usable" keeps only the
+        first group of full attention, as group 0.
 
         Raises:
             ConfigurationError: an unknown choice of groups.
@@ -205,11 +204,11 @@ class EventTranslator:
             self._names = {} if usable is None else {usable: 0}
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
-        """Return what routers are told of `events`, in order.
+        """Return the events for routers, in order.
 
         Raises:
-            InvalidInputError: an event of a group or medium that does not exist, or whose tokens
-                do not fill its blocks.
+            InvalidInputError: an event of an unknown group or medium, or whose tokens do not fill
+                its blocks.
         """
         found: list[WireEvent] = []
         for event in as_tuple("events", events):
@@ -224,7 +223,7 @@ class EventTranslator:
         return found
 
     def _stored(self, event: BlocksStored) -> list[StoredEvent]:
-        """Return one event, or several where two blocks share a hash."""
+        """Return one event, or several if two blocks have the same hash."""
         self._require_group(event.group)
         name = self._names.get(event.group)
         if name is None:
@@ -257,7 +256,7 @@ class EventTranslator:
         return [whole.part(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
     def _removed(self, event: BlocksRemoved) -> list[RemovedEvent]:
-        """Return an event that names every hash once."""
+        """Return an event with every hash once."""
         self._require_group(event.group)
         name = self._names.get(event.group)
         if name is None:
@@ -293,7 +292,7 @@ def _kind_of(group: KVCacheGroupSpec) -> GroupKind:
 
 
 def _untagged(keys: tuple[tuple[str | int, ...], ...] | None) -> tuple[RouterKey, ...] | None:
-    """Return a block's extra keys as routers read them: names and salts bare, items as pairs."""
+    """Return a block's extra keys as routers read them: names and salts as text, items as pairs."""
     if keys is None:
         return None
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)

@@ -1,7 +1,6 @@
-"""Cache events as routers know them: hashes of 64 bits, names in their words, one medium each.
+"""Cache events in the routers' format: 64-bit hashes, the routers' names, one medium each.
 
-Between the translation of a core's events and everybody behind it: the codec, the mirror and the
-subscribers, who all mean the same by them. Data only; arrays are not to be written to.
+Used by the codec, the mirror and the subscribers. Data only; do not write to the arrays.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from kvcache.base.arrays import Int32Array
 Hashes: TypeAlias = NDArray[np.uint64]
 
 MAX_RANK: Final = 1 << 20
-"""Highest data-parallel rank that is written and read."""
+"""Highest data-parallel rank of a payload."""
 
 RouterKey: TypeAlias = "str | int | tuple[str | int, ...]"
-"""An extra key as routers read it: a name or salt bare, a multimodal item as hash and offset."""
+"""An extra key as routers read it: a name or salt as text, an item as hash and offset."""
 
 
 @quickly_made
 @dataclass(frozen=True, eq=False)
 class StoredEvent:
-    """A chain of blocks that are in `medium` from now on; each is the parent of the next.
+    """A chain of blocks that `medium` now has; each is the parent of the next.
 
-    Shapes: `block_hashes` `(n,)`, none zero and none twice; `token_ids` `(n * block_size,)`.
+    Shapes: `block_hashes` `(n,)`, nonzero and different; `token_ids` `(n * block_size,)`.
     `parent_block_hash` is None for the first block of a prompt. `extra_keys` has an entry per
-    block, or none at all. `medium`: GPU, CPU or STORAGE.
+    block, or is empty. `medium`: GPU, CPU or STORAGE.
     """
 
     block_hashes: Hashes
@@ -48,7 +47,7 @@ class StoredEvent:
     cache_salt: str | None = None
 
     def part(self, start: int, end: int) -> StoredEvent:
-        """Return the blocks `[start, end)` as an event of their own."""
+        """Return the blocks `[start, end)` as an event."""
         parent = self.parent_block_hash if start == 0 else int(self.block_hashes[start - 1])
         return StoredEvent(
             self.block_hashes[start:end],
@@ -67,7 +66,7 @@ class StoredEvent:
 
 @dataclass(frozen=True, eq=False)
 class RemovedEvent:
-    """The last copies of these blocks in `medium` are gone. Shape of `block_hashes`: `(n,)`."""
+    """`medium` has lost the last copies of these blocks. Shape of `block_hashes`: `(n,)`."""
 
     block_hashes: Hashes
     medium: str
@@ -76,7 +75,7 @@ class RemovedEvent:
 
 @dataclass(frozen=True)
 class ClearedEvent:
-    """Nothing is cached any more, in any medium; what still is comes behind it."""
+    """All media are empty; blocks that are still cached follow."""
 
 
 WireEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
@@ -84,8 +83,8 @@ WireEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
 
 @dataclass(frozen=True, eq=False)
 class EventBatch:
-    """What one message says: `events` in order, made at `time_s` (seconds since 1970), about the
-    cache of one data-parallel rank. No events make a heartbeat."""
+    """One message: `events` in order, made at `time_s` (seconds since 1970), about the cache of one
+    data-parallel rank. A heartbeat has no events."""
 
     time_s: float
     events: Sequence[WireEvent]
@@ -93,5 +92,5 @@ class EventBatch:
 
     @property
     def is_restatement(self) -> bool:
-        """Whether it states everything that is cached: it begins with a clear."""
+        """Whether it has the whole state: it begins with a clear."""
         return bool(self.events) and isinstance(self.events[0], ClearedEvent)

@@ -231,7 +231,7 @@ def test_one_client_too_many_is_told_once_which_key_to_raise(make_config: MakeCo
         cluster.client("third")
     said = re.sub(r"third-[0-9a-f]{16}", "third", str(caught.value))
     assert said == (
-        "client third is not attached after 0.2 s: 2 clients are attached, no more are let in: "
+        "client third is not attached after 0.2 s: 2 clients are attached, no more can attach: "
         "detach one or raise transport.max_clients"
     )
 

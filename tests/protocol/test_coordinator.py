@@ -616,7 +616,7 @@ def test_a_silent_client_is_given_up() -> None:
 def test_there_is_a_limit_to_clients_and_strange_ids_are_refused() -> None:
     bench = Bench(max_clients=1).run()
     assert only(bench.attach("d"), Unattached)[0].reason == (
-        "1 clients are attached, no more are let in: detach one or raise transport.max_clients"
+        "1 clients are attached, no more can attach: detach one or raise transport.max_clients"
     )
     assert only(bench.attach(""), Unattached) and only(bench.attach("x" * 300), Unattached)
 
