@@ -19,7 +19,7 @@ from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
 from kvcache.base.arrays import int32_array
 from kvcache.base.clock import SystemClock
-from kvcache.config.metrics import MetricsConfig
+from kvcache.config.models import MetricsConfig
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core.flat_core import FlatCore

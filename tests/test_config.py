@@ -22,7 +22,7 @@ from kvcache.config import (
     parse_config,
 )
 from kvcache.config.deadlines import ENDING_S
-from kvcache.config.prepared import prepared_names
+from kvcache.config.loading import prepared_names
 from kvcache.config.sections import Location
 from kvcache.planner import plan_cluster
 from kvcache.policies import EVICTION_POLICIES

@@ -16,8 +16,20 @@ from pydantic import ValidationError
 from kvcache.base.arguments import as_text, check_kind
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.models import ClusterConfig
-from kvcache.config.prepared import prepared_names, prepared_path
 from kvcache.config.problems import refusal
+
+_DIRECTORY = Path(__file__).resolve().parent.parent / "configs"
+"""In a checkout a link to `configs/`; in a wheel the files themselves."""
+
+
+def prepared_names() -> list[str]:
+    """Return the names of all of them, sorted; empty if the installation left them out."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
+
+
+def prepared_path(name: str) -> Path | None:
+    """Return the file of the packaged configuration `name`, such as `cpu_tp2`; None if unknown."""
+    return _DIRECTORY / f"{name}.yaml" if name in prepared_names() else None
 
 
 def load_config(path: str | Path) -> ClusterConfig:

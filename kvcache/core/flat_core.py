@@ -119,8 +119,7 @@ from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
-from kvcache.protocol.labels import LabelSet
-from kvcache.protocol.sealed_contents import SealedContents, sorted_contents
+from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
 from kvcache.requests.hashing import generate_block_hash_extra_keys
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE

@@ -63,8 +63,7 @@ from kvcache.manager.step_ledger import StepLedger
 from kvcache.manager.step_plan import StepPlanner
 from kvcache.manager.tiers import GuardedHooks, TierLink
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
-from kvcache.protocol.labels import LabelSet
-from kvcache.protocol.sealed_contents import SealedContents
+from kvcache.protocol.labels import LabelSet, SealedContents
 from kvcache.protocol.step import StepRequest, StepResult, checked_step
 from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import LoRARequest, Request, RequestView, TokenIds, check_request

@@ -1,21 +1,13 @@
 """Planning: from the specs of every layer and the memory of every rank to one plan for all.
 
 Pure functions. grouping.py and pages.py choose the layers that share a block table, memory.py
-computes how many blocks fit, layout.py places their bytes, unify.py makes ranks agree,
-fingerprint.py identifies the result. plan.py runs all of them, cluster.py from a configuration,
-and report.py has the numbers of a plan. hf_config/ reads the config.json of a published model.
+computes how many blocks fit, unify.py places their bytes and makes ranks agree. plan.py runs all
+of them, also from a configuration, and identifies the result. report.py has the numbers of a plan.
+hf_config/ reads the config.json of a published model.
 """
 
 from __future__ import annotations
 
-from kvcache.planner.cluster import (
-    plan_cluster,
-    plan_options,
-    rank_coordinates,
-    rank_layout_fingerprint,
-    rank_memory,
-)
-from kvcache.planner.fingerprint import RankCoordinates, layout_fingerprint, plan_fingerprint
 from kvcache.planner.grouping import (
     create_kv_cache_group_specs,
     get_kv_cache_groups,
@@ -42,7 +34,20 @@ from kvcache.planner.memory import (
 )
 from kvcache.planner.options import LayerSpecs, PlanOptions, RankMemory
 from kvcache.planner.pages import unify_page_sizes
-from kvcache.planner.plan import Plan, get_kv_cache_config, get_kv_cache_configs, plan_kv_cache
+from kvcache.planner.plan import (
+    Plan,
+    RankCoordinates,
+    get_kv_cache_config,
+    get_kv_cache_configs,
+    layout_fingerprint,
+    plan_cluster,
+    plan_fingerprint,
+    plan_kv_cache,
+    plan_options,
+    rank_coordinates,
+    rank_layout_fingerprint,
+    rank_memory,
+)
 from kvcache.planner.report import GroupReport, PlanReport, RankReport, report_plan
 from kvcache.planner.unify import unify_kv_cache_configs
 

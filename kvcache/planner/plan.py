@@ -10,18 +10,21 @@ tokens.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any
 
+from kvcache.base.arguments import as_int, as_text, as_tuple, check_fields, check_kind
 from kvcache.base.errors import ConfigurationError
-from kvcache.planner.fingerprint import plan_fingerprint
+from kvcache.config import ClusterConfig, layer_specs
 from kvcache.planner.grouping import (
     get_kv_cache_groups,
     layer_order,
     merge_rank_specs,
     project_groups,
 )
-from kvcache.planner.layout import lay_out, pools_of
 from kvcache.planner.memory import (
     RankCapacity,
     get_max_concurrency_for_kv_cache_config,
@@ -41,8 +44,82 @@ from kvcache.planner.options import (
     check_warn,
     log_warning,
 )
-from kvcache.planner.unify import unify_kv_cache_configs
-from kvcache.specs import KVCacheConfig, KVCacheGroupSpec
+from kvcache.planner.unify import lay_out, pools_of, unify_kv_cache_configs
+from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, require_count
+
+FINGERPRINT_VERSION = 1
+"""Part of every fingerprint: raised when the meaning of a plan's fields changes."""
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """A rank's place: `tensor_rank` of `tensor_parallel_size` in its pipeline stage."""
+
+    tensor_rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_rank: int = 0
+    pipeline_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_rank", "pipeline_rank"):
+            check_fields(self, as_int, name, at_least=0)
+        check_fields(self, as_int, "tensor_parallel_size", at_least=1)
+        check_fields(self, as_int, "pipeline_parallel_size", at_least=1)
+        for kind in ("tensor", "pipeline"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_parallel_size")
+            if rank >= size:
+                raise ConfigurationError(
+                    f"{kind}_rank is {rank}, but {kind}_parallel_size is {size}: ranks count from 0"
+                )
+
+    @classmethod
+    def of_rank(
+        cls, rank: int, tensor_parallel_size: int, pipeline_parallel_size: int
+    ) -> RankCoordinates:
+        """Return the coordinates of global rank `pipeline_rank * tensor_parallel_size + tensor`."""
+        size = require_count("tensor_parallel_size", tensor_parallel_size)
+        rank = require_count("rank", rank, at_least=0)
+        return cls(rank % size, size, rank // size, pipeline_parallel_size)
+
+
+def plan_fingerprint(configs: Sequence[KVCacheConfig]) -> str:
+    """Return 32 hex digits over the plans of all ranks, in rank order."""
+    listed = as_tuple("configs", configs, ConfigurationError, KVCacheConfig)
+    return _digest("plan", [config.to_dict() for config in listed])
+
+
+def layout_fingerprint(
+    config: KVCacheConfig,
+    *,
+    model: str,
+    seed: str,
+    algorithm: str,
+    coordinates: RankCoordinates,
+) -> str:
+    """Return 32 hex digits over the meaning of one rank's stored bytes.
+
+    Covers the model, hash seed and algorithm, the rank's coordinates, the specs of its groups
+    (dtype, heads, page size) and the order of its pools, but no capacity.
+    """
+    check_kind("config", config, KVCacheConfig, ConfigurationError)
+    check_kind("coordinates", coordinates, RankCoordinates, ConfigurationError)
+    return _digest(
+        "layout",
+        {
+            "model": as_text("model", model, ConfigurationError),
+            "seed": as_text("seed", seed, ConfigurationError, may_be_empty=True),
+            "algorithm": as_text("algorithm", algorithm, ConfigurationError),
+            "coordinates": asdict(coordinates),
+            "layout": config.layout,
+            "groups": [group.to_dict() for group in config.kv_cache_groups],
+            "pools": [list(tensor.shared_by) for tensor in config.kv_cache_tensors],
+        },
+    )
+
+
+def _digest(what: str, values: Any) -> str:
+    text = json.dumps([what, FINGERPRINT_VERSION, values], sort_keys=True, separators=(",", ":"))
+    return sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -194,3 +271,75 @@ def _configs(
             )
         )
     return configs
+
+
+def plan_options(config: ClusterConfig) -> PlanOptions:
+    """Return the planner's options for `config`, without specs and memory."""
+    _check_config(config)
+    return PlanOptions(
+        max_model_len=config.model.max_model_len,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        num_gpu_blocks_override=config.cache.num_blocks,
+        disable_hybrid_kv_cache_manager=config.cache.disable_hybrid_manager,
+        layout=config.cache.layout,
+        max_position_embeddings=config.model.max_position_embeddings,
+    )
+
+
+def rank_coordinates(config: ClusterConfig, rank: int) -> RankCoordinates:
+    """Return the coordinates of global rank `rank`; raises ConfigurationError if there is none."""
+    _check_config(config)
+    parallel = config.parallel
+    rank = as_int("rank", rank, at_most=parallel.num_ranks - 1, error=ConfigurationError)
+    return RankCoordinates.of_rank(
+        rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    )
+
+
+def rank_layout_fingerprint(config: ClusterConfig, plan: Plan, rank: int) -> str:
+    """Return a fingerprint of the meaning of a rank's bytes. Ranks, or processes of a rank, with
+    equal fingerprints can read each other's labels and files. Raises ConfigurationError for an
+    unknown rank."""
+    coordinates = rank_coordinates(config, rank)
+    check_kind("plan", plan, Plan, ConfigurationError)
+    rank = as_int("rank", rank, at_most=len(plan.configs) - 1, error=ConfigurationError)
+    return layout_fingerprint(
+        plan.configs[rank],
+        model=config.model.name,
+        seed=config.cache.hash_seed,
+        algorithm=config.cache.hash_algorithm,
+        coordinates=coordinates,
+    )
+
+
+def rank_memory(config: ClusterConfig, device_bytes: int) -> RankMemory:
+    """Return the memory that one rank may use in each tier, `device_bytes` on its device."""
+    _check_config(config)
+    offload = config.offload
+    disk_bytes = 0 if offload.disk is None else offload.disk.capacity_per_rank
+    return RankMemory(device_bytes, offload.host_memory_per_rank or 0, disk_bytes)
+
+
+def plan_cluster(
+    config: ClusterConfig, memory_per_rank: Sequence[int | RankMemory] | None = None
+) -> Plan:
+    """Return the plan for `config`. `memory_per_rank` is the memory that each rank reported.
+
+    Raises ConfigurationError if neither the ranks nor the configuration state any memory, and the
+    errors of `plan_kv_cache`.
+    """
+    _check_config(config)
+    memories = memory_per_rank
+    if memories is None:
+        configured = config.cache.memory_per_rank
+        if configured is None:
+            raise ConfigurationError(
+                "cache.memory_per_rank is not set, and no rank has reported its memory: set it, "
+                "for instance to 256MiB"
+            )
+        memories = [rank_memory(config, configured)] * config.parallel.num_ranks
+    return plan_kv_cache(plan_options(config), layer_specs(config), memories)
+
+
+def _check_config(config: ClusterConfig) -> None:
+    check_kind("config", config, ClusterConfig, ConfigurationError)

@@ -10,13 +10,62 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvcache.base.arguments import as_tuple
 from kvcache.base.errors import PlanMismatchError
 from kvcache.planner.grouping import LayerOrder, layer_order
-from kvcache.planner.layout import Pool, lay_out
-from kvcache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, first_difference
+from kvcache.specs import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    Layout,
+    first_difference,
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Layers that share pages of one size: at most one of each group."""
+
+    page_size_bytes: int
+    shared_by: tuple[str, ...]
+
+
+def pools_of(groups: Sequence[KVCacheGroupSpec]) -> list[Pool]:
+    """Return the pools of a rank: pool `i` is shared by the `i`-th layer of each group."""
+    count = max((len(group.layer_names) for group in groups), default=0)
+    pools = []
+    for index in range(count):
+        sharers = [group for group in groups if index < len(group.layer_names)]
+        page = sharers[0].kv_cache_spec.page_size_bytes
+        pools.append(Pool(page, tuple(group.layer_names[index] for group in sharers)))
+    return pools
+
+
+def lay_out(pools: Sequence[Pool], num_blocks: int, layout: Layout) -> tuple[KVCacheTensor, ...]:
+    """Return a tensor per pool, all in one allocation of `num_blocks` blocks.
+
+    Offsets and strides are multiples of the page sizes, which are multiples of the element sizes.
+    """
+    block_bytes = sum(pool.page_size_bytes for pool in pools)
+    tensors = []
+    before = 0
+    for pool in pools:
+        page = pool.page_size_bytes
+        is_block_first = layout == "block_first"
+        tensors.append(
+            KVCacheTensor(
+                size=num_blocks * page,
+                shared_by=pool.shared_by,
+                offset=before if is_block_first else num_blocks * before,
+                block_stride=block_bytes if is_block_first else page,
+                layer_stride=page if is_block_first else num_blocks * page,
+            )
+        )
+        before += page
+    return tuple(tensors)
 
 
 def unify_kv_cache_configs(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:

@@ -15,8 +15,10 @@ from typing import NamedTuple, cast
 import cbor2
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvcache.base.arrays import Int32Array, are_below, are_distinct, are_ids, int32_array
+from kvcache.base.compiled import array_type, compiled
 from kvcache.base.errors import (
     BlockError,
     InvariantError,
@@ -24,17 +26,109 @@ from kvcache.base.errors import (
     VersionMismatchError,
 )
 from kvcache.protocol.commands import Label
-from kvcache.protocol.label_columns import (
-    GROUP,
-    NAMESPACE,
-    NUM_FIGURES,
-    SLOT,
-    TOKEN_COUNT,
-    are_sound,
-    write_labels,
-)
-from kvcache.protocol.sealed_contents import SealedContents
 from kvcache.requests.hash_algorithms import ExtraKeys, canonical_cbor
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+GROUP, SLOT, NAMESPACE, TOKEN_COUNT = range(4)
+"""Numbers per label."""
+NUM_FIGURES = 4
+
+_MOST_COMPARED = 64
+"""Up to this many unsorted ids, each is compared with each."""
+
+_READ = array_type("int32", is_read=True)
+_READ_BYTES = array_type("uint8", is_read=True)
+
+
+@compiled(types.boolean(_READ, _READ, _READ, types.intp, types.intp, types.intp, types.intp))
+def are_sound(  # noqa: PLR0917 - what is looked at, and the bounds of each
+    block_ids: Int32Array,
+    token_counts: Int32Array,
+    namespaces: Int32Array,
+    num_tokens: int,
+    num_names: int,
+    num_blocks: int,
+    max_block_tokens: int,
+) -> bool:
+    """Return whether blocks are in `[1, num_blocks)` and different, with `num_tokens` in all, as
+    many as a block may have, and with namespaces that exist. False: check in detail."""
+    count, total = len(block_ids), 0
+    if len(token_counts) != count or len(namespaces) != count:
+        return False
+    is_rising = True
+    for i in range(count):
+        block_id, num_of_block = block_ids[i], token_counts[i]
+        if not (0 < block_id < num_blocks and 0 <= num_of_block <= max_block_tokens):
+            return False
+        if not 0 <= namespaces[i] < num_names:
+            return False
+        total += num_of_block
+        is_rising &= i == 0 or block_ids[i - 1] < block_id
+    if not is_rising:
+        if count > _MOST_COMPARED:
+            return False
+        for i in range(count):
+            for k in range(i):
+                if block_ids[k] == block_ids[i]:
+                    return False
+    return bool(total == num_tokens)
+
+
+@compiled(
+    types.void(
+        array_type("int32", 2),
+        array_type("uint8", 2),
+        array_type("uint8", 2),
+        array_type("int32", 2),
+        array_type("int64"),
+        _READ,
+        _READ,
+        _READ,
+        _READ_BYTES,
+        _READ_BYTES,
+        _READ,
+        _READ,
+        _READ,
+        _READ,
+    )
+)
+def write_labels(  # noqa: PLR0917 - the columns of a table, and those of a label
+    figures: Int32Array,
+    digests: ByteArray,
+    parents: ByteArray,
+    tokens: Int32Array,
+    checksums: Int64Array,
+    block_ids: Int32Array,
+    groups: Int32Array,
+    slots: Int32Array,
+    new_digests: ByteArray,
+    new_parents: ByteArray,
+    token_counts: Int32Array,
+    token_ids: Int32Array,
+    namespaces: Int32Array,
+    namespace_numbers: Int32Array,
+) -> None:
+    """Write labels whose columns were checked; their checksums are unknown.
+
+    `namespace_numbers` are the table's numbers of the names that `namespaces` index.
+    """
+    size, start = digests.shape[1], 0
+    for i in range(len(block_ids)):
+        block_id, count = block_ids[i], token_counts[i]
+        figures[GROUP, block_id] = groups[i]
+        figures[SLOT, block_id] = slots[i]
+        figures[NAMESPACE, block_id] = namespace_numbers[namespaces[i]]
+        figures[TOKEN_COUNT, block_id] = count
+        checksums[block_id] = -1
+        for k in range(size):
+            digests[block_id, k] = new_digests[i * size + k]
+            parents[block_id, k] = new_parents[i * size + k]
+        for k in range(count):
+            tokens[block_id, k] = token_ids[start + k]
+        start += count
+
 
 LABEL_VERSION = 1
 UNLABELLED = -1
@@ -451,3 +545,32 @@ def _is_key(key: object) -> bool:
     if not isinstance(key, list) or not 2 <= len(key) <= 3:
         return False
     return all(isinstance(part, str) for part in key[:2]) and type(key[-1]) in (str, int)
+
+
+@dataclass(frozen=True, eq=False)
+class SealedContents:
+    """All sealed blocks in ascending order. Shapes: `block_ids`, `groups` `(n,)`, `digests`
+    `n * digest_bytes`."""
+
+    block_ids: Int32Array
+    groups: Int32Array
+    digests: bytes
+
+    def between(self, first_block: int, end_block: int) -> SealedContents:
+        """Return those of the blocks `[first_block, end_block)`."""
+        first, end = np.searchsorted(self.block_ids, (first_block, end_block)).tolist()
+        size = len(self.digests) // len(self.block_ids) if len(self.block_ids) else 0
+        return SealedContents(
+            self.block_ids[first:end],
+            self.groups[first:end],
+            self.digests[first * size : end * size],
+        )
+
+
+def sorted_contents(
+    block_ids: Int32Array, groups: Int32Array, digests: bytes, digest_bytes: int
+) -> SealedContents:
+    """Return contents in ascending order of blocks."""
+    order = block_ids.argsort()
+    packed = np.frombuffer(digests, np.uint8).reshape(len(block_ids), digest_bytes)
+    return SealedContents(block_ids[order], groups[order], packed[order].tobytes())

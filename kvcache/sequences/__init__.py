@@ -2,16 +2,18 @@
 
 allocator.py         allocate, fork, copy, swap       sequence_cache.py  what is cached and computed
 block.py             a block as a sequence sees it    held_blocks.py     physical blocks
-computed_tracker.py  cached tokens per sequence       access_order.py    who is evicted first
-access_tracker.py    accesses per sequence
+computed_tracker.py  cached tokens and accesses per sequence
 """
 
-from kvcache.sequences.access_tracker import LastAccessBlocksTracker
 from kvcache.sequences.allocator import PrefixCachingBlockAllocator
-from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import ExtraHash, PrefixCachingBlock
-from kvcache.sequences.block_tracker import BlockTracker
-from kvcache.sequences.computed_tracker import ComputedBlocksTracker, TrackedSequence
+from kvcache.sequences.computed_tracker import (
+    ComputedBlocksTracker,
+    LastAccessBlocksTracker,
+    TrackedSequence,
+)
+from kvcache.sequences.held_blocks import BlockTracker
+from kvcache.sequences.sequence_cache import AllocatorStatistics
 
 __all__ = [
     "AllocatorStatistics",

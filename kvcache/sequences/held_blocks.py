@@ -11,16 +11,151 @@ tokens except those of cached blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from kvcache.base.arguments import as_int, as_integers
+from kvcache.base.arrays import index_array
 from kvcache.base.errors import BlockError, ConfigurationError, InvariantError, shown
 from kvcache.core import ReferenceKind
 from kvcache.core.block_pool import BlockPool
 from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
+from kvcache.policies.entry_queue import Entries
 from kvcache.requests.hashing import BlockHash, RequestBlockHasher
-from kvcache.sequences.access_order import LastAccessOrder
 from kvcache.sequences.block import PrefixCachingBlock
-from kvcache.sequences.block_tracker import BlockTracker
+
+NEVER_ACCESSED = -1.0
+"""Access time of a block that was not accessed since it came into use."""
+
+
+class BlockTracker:
+    """Whether a block is in use, when it was accessed last, and whether its bytes are there.
+
+    `last_accessed` is in the caller's unit of time; it and `computed` are meaningful only while
+    `active`.
+    """
+
+    __slots__ = ("active", "computed", "last_accessed")
+
+    def __init__(self) -> None:
+        """Track a block that is not in use."""
+        self.active = False
+        self.last_accessed = NEVER_ACCESSED
+        self.computed = False
+
+    def reset(self) -> None:
+        """Clear access and bytes; `active` stays."""
+        self.last_accessed = NEVER_ACCESSED
+        self.computed = False
+
+    def enable(self) -> None:
+        """Take the block into use; raises BlockError, unchanged, if it is in use."""
+        if self.active:
+            raise BlockError("a block that is in use is tracked already: disable it first")
+        self.active = True
+        self.reset()
+
+    def disable(self) -> None:
+        """Take the block out of use; raises BlockError, unchanged, if it is not in use."""
+        if not self.active:
+            raise BlockError("a block that is not in use is not tracked: enable it first")
+        self.active = False
+        self.reset()
+
+
+_SPARE_STALE = 64
+
+
+class _Place(NamedTuple):
+    """An entry's place: the smallest goes first. `path` numbers the freeing of a sequence, `height`
+    counts down along it."""
+
+    last_accessed: float
+    path: int
+    height: int
+
+
+class LastAccessOrder:
+    """An `EvictionPolicy` ordered by access times. O(log n) per entry.
+
+    `heap` may have stale places: an entry's valid place is the one in `_places`.
+    """
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        self._book = book
+        self._times = [NEVER_ACCESSED] * capacity
+        self._places: dict[int, _Place] = {}
+        self._chosen: dict[int, _Place] = {}
+        self._heap: list[tuple[_Place, int]] = []
+        self._last_path = 0
+        self._last_entry: int | None = None
+
+    @property
+    def reads_contents(self) -> bool:
+        """Does nothing: accesses are stated by entry."""
+        return False
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, entry: object) -> bool:
+        return entry in self._places
+
+    def note_access(self, entry: int, time: float) -> None:
+        """Record when `entry` was accessed; takes effect when it is next inserted."""
+        self._times[entry] = time
+
+    def insert(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            parent = self._book.describe(entry).parent
+            before = None if parent is None else self._places.get(parent)
+            if before is not None and parent == self._last_entry:
+                path, height = before.path, before.height - 1
+            else:
+                self._last_path += 1
+                path, height = self._last_path, 0
+            self._put(entry, _Place(self._times[entry], path, height))
+            self._last_entry = entry
+
+    def remove(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            del self._places[entry]
+        self._drop_stale()
+
+    def discard(self, entries: Entries) -> None:
+        self.remove(entries)
+
+    def choose(self, num_entries: int) -> Entries:
+        chosen: list[int] = []
+        while len(chosen) < num_entries and self._places:
+            place, entry = heappop(self._heap)
+            if self._places.get(entry) == place:
+                self._chosen[entry] = self._places.pop(entry)
+                chosen.append(entry)
+        return chosen
+
+    def put_back(self, entries: Entries) -> None:
+        for entry in index_array(entries).tolist():
+            self._put(entry, self._chosen[entry])
+        self._chosen.clear()
+
+    def order(self) -> list[int]:
+        return sorted(self._places, key=lambda entry: self._places[entry])
+
+    def _put(self, entry: int, place: _Place) -> None:
+        self._places[entry] = place
+        heappush(self._heap, (place, entry))
+
+    def _drop_stale(self) -> None:
+        """Rebuild the heap when most of its places are stale."""
+        if len(self._heap) > 2 * len(self._places) + _SPARE_STALE:
+            live: Sequence[tuple[_Place, int]] = [
+                (place, entry) for entry, place in self._places.items()
+            ]
+            self._heap = list(live)
+            heapify(self._heap)
+
 
 GROUP = 0
 """The one KV cache group: every token of a sequence reads all tokens before it."""

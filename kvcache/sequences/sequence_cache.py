@@ -6,6 +6,7 @@ The read-only base of the allocator: nothing here changes who holds a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvcache.base.arguments import (
     as_byte_strings,
@@ -19,9 +20,31 @@ from kvcache.base.errors import BlockError, shown
 from kvcache.base.logs import get_logger
 from kvcache.core.telling import PendingCopies
 from kvcache.requests.hashing import BlockHash, RequestBlockHasher
-from kvcache.sequences.allocator_statistics import AllocatorStatistics
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.held_blocks import HeldBlocks
+
+
+@dataclass(frozen=True)
+class AllocatorStatistics:
+    """Statistics at one moment. Queried and hit blocks are counted since the last reset, evicted
+    and merged ones since the start.
+
+    `num_merged_blocks` were replaced by a block of equal content, which saved `merged_bytes`.
+    `num_duplicate_blocks` are held now although another block has their content: merging is off.
+    """
+
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_evictions: int
+    num_queried_blocks: int
+    num_hit_blocks: int
+    num_pending_copies: int
+    num_merged_blocks: int
+    merged_bytes: int
+    num_duplicate_blocks: int
+    duplicate_bytes: int
+
 
 logger = get_logger(__name__)
 

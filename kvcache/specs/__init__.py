@@ -16,15 +16,16 @@ from kvcache.specs.attention import (
 )
 from kvcache.specs.cache_config import (
     LAYOUTS,
+    SPEC_KINDS,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     Layout,
     can_cache_prefixes,
     require_eagle_support,
+    spec_from_dict,
 )
 from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.plain import SPEC_KINDS, spec_from_dict
 from kvcache.specs.spec import Difference, KVCacheSpec, first_difference
 from kvcache.specs.state import MAMBA_CACHE_MODES, MambaSpec
 from kvcache.specs.units import DTYPE_SIZES_BYTES, ceil_div, dtype_size_bytes, require_count

@@ -26,7 +26,7 @@ from kvcache.base.errors import ClusterError, NotEnoughMemoryError, PlanMismatch
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.config import layer_specs
 from kvcache.planner import RankMemory
-from kvcache.planner.cluster import plan_cluster
+from kvcache.planner.plan import plan_cluster
 
 DEADLINE_S = 30.0
 """How long a thread may take to end. Tests wait for that before they give `ray` back."""

@@ -39,8 +39,7 @@ from kvcache.core.columns import NODE
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
 from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
-from kvcache.protocol.labels import extra_keys_bytes
-from kvcache.protocol.sealed_contents import SealedContents, sorted_contents
+from kvcache.protocol.labels import SealedContents, extra_keys_bytes, sorted_contents
 from kvcache.requests.hash_algorithms import ExtraKeys, HashFn
 from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from kvcache.requests.request import Namespace, Request

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from kvcache.protocol.network import NetworkFaults
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -20,6 +19,7 @@ from kvcache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from tests.protocol.network import NetworkFaults
 
 MAX_MODEL_LEN = 64
 MAX_NUM_SEQS = 8

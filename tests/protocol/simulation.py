@@ -43,7 +43,6 @@ from kvcache.protocol.messages import (
     StepCommands,
     WorkerAddress,
 )
-from kvcache.protocol.network import FaultyNetwork, NetworkFaults
 from kvcache.protocol.state_store import MemoryStateStore
 from kvcache.protocol.wire import decode, encode
 from kvcache.recorder import FileStepRecorder, ManagerConfig
@@ -51,6 +50,7 @@ from kvcache.specs import KVCacheConfig
 from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
 from kvcache.worker.file_tier import FileTierSettings
 from tests.protocol.engine import Engine, Sequence
+from tests.protocol.network import FaultyNetwork, NetworkFaults
 from tests.protocol.scenario import (
     MAX_ENCODER_TOKENS,
     MAX_MODEL_LEN,

@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
-from kvcache.protocol.network import FaultyNetwork, NetworkFaults
+from tests.protocol.network import FaultyNetwork, NetworkFaults
 
 
 def play(

@@ -21,9 +21,9 @@ from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.protocol.messages import Ack, FromClient, StepCommands
-from kvcache.protocol.network import NetworkFaults
 from kvcache.protocol.step_delivery import StepReceiver
 from kvcache.requests.request import Request
+from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
 

@@ -10,7 +10,7 @@ import pytest
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.manager.step_ledger import ClientSteps
-from kvcache.protocol.network import NetworkFaults
+from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, MODELS_BY_CONTENT, Scenario
 from tests.protocol.simulation import Cluster, simulate
 from tests.worker.delayed_engine import DelayedEngine

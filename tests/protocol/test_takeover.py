@@ -21,8 +21,8 @@ from kvcache.protocol.messages import (
     StepCommands,
     Unattached,
 )
-from kvcache.protocol.network import NetworkFaults
 from kvcache.protocol.step import StepResult
+from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import Bench, new, only

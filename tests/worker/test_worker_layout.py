@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.planner.layout import lay_out, pools_of
+from kvcache.planner.unify import lay_out, pools_of
 from kvcache.specs import (
     CrossAttentionSpec,
     FullAttentionSpec,

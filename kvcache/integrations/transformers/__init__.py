@@ -11,7 +11,6 @@ Needs `pip install 'kvcache[transformers]'`. Start with store.py.
 from __future__ import annotations
 
 from kvcache.integrations.transformers.paged_cache import PagedCache
-from kvcache.integrations.transformers.statistics import StoreStatistics
-from kvcache.integrations.transformers.store import PagedCacheStore
+from kvcache.integrations.transformers.store import PagedCacheStore, StoreStatistics
 
 __all__ = ["PagedCache", "PagedCacheStore", "StoreStatistics"]
