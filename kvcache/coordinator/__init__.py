@@ -2,12 +2,11 @@
 
     coordinator.py   messages and ticks in, messages out    settings.py       its settings
     membership.py    which processes obey, in which epoch   epoch_state.py    the state of one epoch
-    clients.py       who is attached                        client_ledger.py  one client's steps
-    serving.py       a step or call, answered               remote_calls.py   calls by name
-    forward_plan.py  content-checked forwards               job_table.py      jobs by rank
-    label_collection.py  labels of all ranks                recovery.py       the rebuilt manager
-    reattachment.py  clients of the last epoch              auditor.py        labels against state
-    phase.py         its phase                              watchdog.py       overdue waits
+    clients.py       who is attached, one client's steps    remote_calls.py   calls by name
+    serving.py       a step or call, answered               job_table.py      jobs by rank
+    forward_plan.py  content-checked forwards               auditor.py        labels against state
+    label_collection.py  labels of all ranks                phase.py          its phase
+    recovery.py      the rebuilt manager, clients' return   watchdog.py       overdue waits
     step_recorder.py events for a recorder
 
 Returns the messages to send, and sends nothing itself.

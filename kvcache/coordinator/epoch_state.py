@@ -18,15 +18,13 @@ from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, InvariantError, ProtocolError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.auditor import Auditor
-from kvcache.coordinator.client_ledger import ClientLedger
-from kvcache.coordinator.clients import Clients
+from kvcache.coordinator.clients import ClientLedger, Clients
 from kvcache.coordinator.event_feed import EventFeed
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
 from kvcache.coordinator.offload_parts import OffloadParts
 from kvcache.coordinator.offloading import Offloading
-from kvcache.coordinator.reattachment import Reattachment
-from kvcache.coordinator.recovery import Recovery
+from kvcache.coordinator.recovery import Reattachment, Recovery
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, EpochCounts
 from kvcache.coordinator.step_recorder import EpochBegun, StepRecorder

@@ -29,7 +29,7 @@ from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
 from kvcache.coordinator.step_recorder import StepRecorder, Withdrawn
 from kvcache.coordinator.tier_adoption import TierAdoption
-from kvcache.coordinator.tier_tenants import rows_by_tenant
+from kvcache.coordinator.tier_hits import rows_by_tenant
 from kvcache.core import OffloadHit
 from kvcache.manager import KVCacheManager
 from kvcache.offload.contents import label_rows

@@ -26,8 +26,13 @@ from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import InvariantError
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.coordinator.recorded_tiers import RecordedLoads
-from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
-from kvcache.coordinator.tier_tenants import NOTHING_LOADED, LoadedTokens, count_for_tenant
+from kvcache.coordinator.tier_hits import (
+    NOTHING_LOADED,
+    BoolArray,
+    LoadedTokens,
+    TierHitFinder,
+    count_for_tenant,
+)
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager.loads import PrefixLoad
 from kvcache.offload.hierarchy import TierHierarchy

@@ -20,7 +20,7 @@ from kvcache.base.errors import (
     MalformedMessageError,
     RequestError,
 )
-from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.clients import ClientLedger
 from kvcache.coordinator.forward_plan import ForwardPlanner
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.offloading import Offloading

@@ -8,16 +8,22 @@ that a request may need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.base.arrays import IndexArray
 from kvcache.base.errors import ConfigurationError
+from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, make_offload_keys
+from kvcache.protocol.commands import Label
 from kvcache.requests.request import Request
+from kvcache.requests.request_content import Namespace, parse_namespace_name
 from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
+from kvcache.tenants import TenantLedger
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -184,3 +190,54 @@ def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:
     last_gap = np.maximum.accumulate(np.where(present, 0, indices))
     streaks: npt.NDArray[np.int64] = indices - last_gap
     return streaks
+
+
+class LoadedTokens(NamedTuple):
+    """Tokens loaded for one request, and how many of them came from files."""
+
+    num_loaded: int = 0
+    num_fetched: int = 0
+
+
+NOTHING_LOADED = LoadedTokens()
+
+
+def count_for_tenant(
+    tiers: TierHierarchy, request: Request, num_hit_tokens: int, loaded: LoadedTokens
+) -> None:
+    """Add an admitted request to the statistics of its tenant in each tier, if there are tenants.
+
+    `num_hit_tokens` are its hits at admission, including `loaded` tokens.
+    """
+    host = tiers.host.tenants
+    if host is None or request.num_preemptions or request.skip_reading_prefix_cache:
+        return
+    num_loaded = min(loaded.num_loaded, num_hit_tokens)
+    num_fetched = min(loaded.num_fetched, num_loaded)
+    num_asked = request.num_tokens - (num_hit_tokens - num_loaded)
+    account = host.account(request.namespace)
+    account.num_asked_tokens += num_asked
+    account.num_hit_tokens += num_loaded - num_fetched
+    disk = None if tiers.disk is None else tiers.disk.tenants
+    if disk is not None:
+        account = disk.account(request.namespace)
+        account.num_asked_tokens += num_asked - (num_loaded - num_fetched)
+        account.num_hit_tokens += num_fetched
+
+
+def rows_by_tenant(
+    labels: Label, tenants: TenantLedger | None
+) -> Iterator[tuple[IndexArray, Namespace | None]]:
+    """Yield, for each tenant, its rows in ascending order, and a namespace of the tenant.
+
+    Without tenants, all rows at once.
+    """
+    if tenants is None:
+        yield np.arange(len(labels.block_ids)), None
+        return
+    found = [parse_namespace_name(name) for name in labels.namespace_names]
+    owners = [tenants.shares.name_in(namespace) for namespace in found]
+    of_tenant = {owner: number for number, owner in reversed(list(enumerate(owners)))}
+    firsts = np.array([of_tenant[owner] for owner in owners])[labels.namespaces]
+    for first in np.unique(firsts).tolist():
+        yield np.flatnonzero(firsts == first), found[first]

@@ -19,7 +19,7 @@ from kvcache.base.errors import (
     RequestError,
 )
 from kvcache.coordinator import step_recorder as events
-from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.clients import ClientLedger
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings

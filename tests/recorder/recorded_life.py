@@ -19,7 +19,7 @@ import numpy as np
 from actors.calls import CallTable, RemoteCall, read_answer
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import RequestError
-from kvcache.coordinator.client_ledger import ClientLedger
+from kvcache.coordinator.clients import ClientLedger
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings
