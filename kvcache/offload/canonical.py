@@ -1,15 +1,15 @@
 """A rank's KV caches as tiers see them: rows of bytes with the block outermost.
 
-Between a worker, which knows layers, and handlers, which copy blocks. Every layout comes out as
-tensors of shape `(num_blocks, page_bytes)` of one-byte elements, and per KV cache group as
-references that say which tensors hold its pages and how much of each page is content:
+Used between a worker, which knows layers, and handlers, which copy blocks. Every layout becomes
+tensors of shape `(num_blocks, page_bytes)` of one-byte elements. For each KV cache group,
+references say which tensors hold its pages and how much of each page is content:
 
     block outermost, all layers of a block side by side      one tensor
     one allocation per layer, block outermost                one tensor per layer
     keys before values, (2, num_blocks, ...)                 two tensors per layer
 
-How a layout is split is the worker's knowledge. Refuses to import torch: a tensor is whatever has a
-shape and an element size.
+The worker knows how to split a layout. Free of torch: a tensor is any object with a shape and an
+element size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcache.base.errors import ConfigurationError
 
 
 class ByteRows(Protocol):
-    """What is asked of a tensor here."""
+    """The interface of a tensor."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -40,7 +40,7 @@ Rows_co = TypeVar("Rows_co", bound=ByteRows, covariant=True)
 class CanonicalKVCacheTensor(Generic[Rows_co]):
     """Pages of `page_bytes`, one per block: `tensor` is `(num_blocks, page_bytes)` int8.
 
-    A view: writing to it writes the pool. Rows_co need not be adjacent, bytes of a row are. Raises
+    A view: writing to it writes the pool. Rows need not be adjacent, bytes of a row are. Raises
     ConfigurationError for another shape or wider elements.
     """
 
@@ -58,12 +58,12 @@ class CanonicalKVCacheTensor(Generic[Rows_co]):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks, the null block included."""
+        """Blocks, including the null block."""
         return int(self.tensor.shape[0])
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in this tensor, padding included."""
+        """Bytes of one block in this tensor, including padding."""
         return int(self.tensor.shape[1])
 
 
@@ -71,7 +71,7 @@ class CanonicalKVCacheTensor(Generic[Rows_co]):
 class CanonicalKVCacheRef:
     """Pages of one group: the first `page_bytes` bytes of each row of tensor `tensor_idx`.
 
-    `page_bytes` leaves padding out. Raises ConfigurationError for a negative index or no bytes.
+    `page_bytes` excludes padding. Raises ConfigurationError for a negative index or no bytes.
     """
 
     tensor_idx: int
@@ -84,10 +84,10 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, eq=False)
 class CanonicalKVCaches(Generic[Rows_co]):
-    """All tensors of a rank, and `group_refs[g]`, where group `g`'s pages lie in them.
+    """All tensors of a rank; `group_refs[g]` says where group `g`'s pages are in them.
 
     Raises ConfigurationError for tensors of different numbers of blocks, or a reference to a tensor
-    that is not there or has shorter pages.
+    that does not exist or has shorter pages.
     """
 
     tensors: tuple[CanonicalKVCacheTensor[Rows_co], ...]

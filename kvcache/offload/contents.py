@@ -1,8 +1,7 @@
-"""What lies at a tier's addresses, in full: labels, kept where events or another tier want them.
+"""The labels of a tier's addresses, for tiers that publish events or feed another tier.
 
-A tier's tables know contents by their keys alone. Labels come with what is stored,
-move with what is spilled or fetched, and are told with events. Refuses to keep labels of blocks
-whose owner has none (tails that were swapped out): those are simply not told of.
+Otherwise a tier knows contents only by their keys. Labels are stored, moved and published with
+their blocks. Blocks without a label (swapped tails) are not published.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LabelTable, validate_label_command
 
 _FIRST_ID = 1
-"""Label tables leave id 0 to the null block: address `a` is kept as `a + 1`."""
+"""Label tables reserve id 0 for the null block: address `a` has id `a + 1`."""
 
 
 @dataclass(frozen=True)
 class LabelShape:
-    """How large labels get: bytes of a digest, tokens of the largest block of any group.
+    """Sizes of labels: bytes of a digest, tokens of the largest block of any group.
 
     Raises ConfigurationError for less than 1 of either.
     """
@@ -39,7 +38,7 @@ class ContentTable:
     """Labels by address."""
 
     def __init__(self, num_addresses: int, shape: LabelShape) -> None:
-        """Know no label."""
+        """Start without labels."""
         self._max_block_tokens = shape.max_block_tokens
         self._table = LabelTable(
             num_addresses + _FIRST_ID, shape.digest_bytes, shape.max_block_tokens
@@ -61,22 +60,22 @@ class ContentTable:
             )
 
     def write(self, labels: Label, rows: IndexArray, addresses: IndexArray) -> None:
-        """Keep `labels[rows[i]]` at `addresses[i]`. The labels have been validated."""
+        """Store `labels[rows[i]]` at `addresses[i]`. The labels have been validated."""
         self._table.apply(replace(label_rows(labels, rows), block_ids=_ids(addresses)))
 
     def withdraw(self, addresses: IndexArray) -> None:
-        """Forget what is known of addresses."""
+        """Drop the labels of addresses."""
         self._table.withdraw(_ids(addresses))
 
     def read(self, addresses: IndexArray) -> tuple[IndexArray, Label]:
-        """Return which of the addresses have a label (their places in the array), and those
-        labels, with addresses for block ids."""
+        """Return which of the addresses have a label (positions in the array), and those labels,
+        with addresses as block ids."""
         labelled: IndexArray = np.flatnonzero(self._table.are_labelled(_ids(addresses)))
         labels = self._table.labels_of(_ids(addresses[labelled]))
         return labelled, replace(labels, block_ids=int32_array(addresses[labelled]))
 
     def check(self) -> None:
-        """Raise InvariantError if the labels do not add up."""
+        """Raise InvariantError if the labels are inconsistent."""
         self._table.check()
 
 

@@ -1,7 +1,7 @@
-"""What appears in a tier and disappears from it, and how that reads as cache events.
+"""Blocks that appear in a tier or disappear from it, and the cache events for them.
 
-From a tier to the coordinator, which takes them, decides what routers are told (the last copy in a
-medium; full blocks only), and sends. Refuses to number or send.
+The coordinator takes them, and decides what routers get (the last copy in a medium; full blocks
+only).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvcache.requests.request_content import parse_namespace_name
 EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
     {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}
 )
-"""Media as cache events name them; routers know no others, so every other one is storage."""
+"""Media as cache events name them; for routers, every other medium is storage."""
 
 
 @dataclass(frozen=True, eq=False)
 class OffloadingEvent:
-    """Blocks that are in a medium from now on, or (`removed`) no longer.
+    """Blocks that a medium now has, or (`removed`) no longer has.
 
-    `contents` says what they are, one row per labelled key in the order of `keys`, with addresses
-    for block ids: digests, parents, tokens, groups, namespaces, extra keys. None where the tier
-    keeps no labels; blocks without a label (swapped tails) have no row.
+    `contents` describes them, one row per labelled key in the order of `keys`, with addresses as
+    block ids: digests, parents, tokens, groups, namespaces, extra keys. None if the tier keeps no
+    labels; blocks without a label (swapped tails) have no row.
     """
 
     keys: tuple[OffloadKey, ...]
@@ -48,10 +48,10 @@ class OffloadingEvent:
 def cache_events(
     event: OffloadingEvent, block_sizes: Sequence[int], none_hash: bytes
 ) -> list[BlocksStored | BlocksRemoved]:
-    """Return what an event says as cache events: one for each run of blocks that is a chain.
+    """Return the cache events of an event: one for each chain of blocks.
 
-    `block_sizes` are tokens per block, by group; what is not a full block is left out. Parents that
-    are the `none_hash` become None. Nothing comes of an event without contents.
+    `block_sizes` are tokens per block, by group; blocks that are not full are left out. Parents
+    equal to the `none_hash` become None. Empty for an event without contents.
 
     Raises InvalidInputError for a group that has no block size.
     """
@@ -100,9 +100,9 @@ def cache_events(
 
 
 def parents_first(labels: Label) -> IndexArray:
-    """Return the rows of labels in an order in which none comes before its parent.
+    """Return the rows of labels in an order with every parent before its children.
 
-    Chains stand together. Subscribers cannot place a child without its parent.
+    Chains are together. Subscribers cannot place a child without its parent.
     """
     count = len(labels.block_ids)
     size = len(labels.digests) // count if count else 1
@@ -134,7 +134,7 @@ def _runs(
     is_full: list[bool],
     removed: bool,
 ) -> list[tuple[int, int]]:
-    """Return the half-open ranges of rows that one event can tell."""
+    """Return the half-open ranges of rows that fit into one event."""
     runs: list[tuple[int, int]] = []
     groups, namespaces = labels.groups.tolist(), labels.namespaces.tolist()
     first = None

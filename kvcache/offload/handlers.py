@@ -1,7 +1,7 @@
-"""Who moves a tier's bytes, on a worker: abstract, because only workers know memory.
+"""The workers' side of a tier, abstract: handlers that copy bytes.
 
-A spec brings both sides of a tier together: the manager for the coordinator, handlers for each
-worker, one for every pair of media between which it can copy. Refuses to import what copies.
+A spec combines both sides of a tier: the manager for the coordinator, and handlers for each worker,
+one for every pair of media between which it can copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TransferSpec:
 
 @dataclass(frozen=True)
 class TransferResult:
-    """How a copy ended. `num_bytes` were moved; `detail` says what went wrong."""
+    """The result of a copy. `num_bytes` were moved; `detail` describes an error."""
 
     job_id: int
     success: bool
@@ -39,15 +39,15 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Begin a copy; return at once. False if it cannot be begun: there is no result then."""
+        """Begin a copy and return at once. False if it cannot begin: there is no result then."""
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """Return what has ended since the last call. Never blocks."""
+        """Return the results since the last call. Never blocks."""
 
     @abstractmethod
     def wait(self, job_ids: Sequence[int]) -> None:
-        """Block until these jobs have ended; their results are still to be fetched."""
+        """Block until these jobs have ended; their results must still be fetched."""
 
 
 class HandlerRoute(NamedTuple):
@@ -59,7 +59,7 @@ class HandlerRoute(NamedTuple):
 
 
 class OffloadingSpec(ABC):
-    """A tier as it is registered: what the coordinator and what the workers need of it."""
+    """A registered tier: its parts for the coordinator and for the workers."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:

@@ -1,18 +1,18 @@
-"""Device, host memory, disk: what goes down, what comes up, and what is dropped.
+"""Device, host memory, disk: plans what goes down, what comes up, and what is dropped.
 
-Between the coordinator, which sees what is sealed and which requests come, and the tiers, which
-know what they hold. Each plan is a job for all workers; the books are changed when it is planned,
-content is visible when it has ended well everywhere.
+The coordinator reports sealed blocks and requests; the tiers know what they hold. Each plan is a
+job for all workers. The tables change when it is planned; content is visible when the job has
+succeeded everywhere.
 
               plan_store                    plan_spills
     device ──────────────▶ host memory ──────────────▶ disk
            ◀──────────────             ◀──────────────
               plan_load                      plan_fetch
 
-Host slots whose content no file has are *dirty*: they are not evicted before they have been
-spilled, unless the disk does not answer. So that a store finds clean ones, the next ones to go are
-spilled ahead of time. Refuses to send, to wait and to read a clock: time is passed in, jobs are
-returned, and how they ended has to be told.
+Host slots with content that no file has are *dirty*: they are not evicted before they have been
+spilled, unless the disk does not answer. The next victims are spilled ahead of time, so that a
+store finds clean slots. Sends nothing, waits for nothing and reads no clock: time is passed in,
+jobs are returned, and their results must be reported.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ LONGEST_REST_S = 30.0
 
 
 class SpillChoice:
-    """Which host content is written to disk next, and whether it is worth asking again.
+    """The host content to write to disk next, and whether there may be any.
 
-    Slots that will be evicted next have to be clean by then: a share of all slots, and as many as
-    the last store lacked. With write-through, everything stored goes to disk as well.
+    The next victims must be clean in time: a share of all slots, and as many as the last store
+    lacked. With write-through, everything stored goes to disk as well.
     """
 
     def __init__(self, host: TierManager, spare_share: float) -> None:
@@ -77,30 +77,30 @@ class SpillChoice:
         self._is_idle = True
 
     def has_next(self) -> bool:
-        """Say whether `next` may have an answer; cheap to ask again as long as it has none."""
+        """Return whether `next` may have an answer; cheap while it has none."""
         if not self._is_idle:
             ahead = self._host.dirty_ahead(self._num_wanted_slots())
             self._is_idle = not ahead and not self._unwritten
         return not self._is_idle
 
     def pause(self) -> None:
-        """There is no room for what is to be spilled, until something changes."""
+        """Record that there is no room to spill to until something changes."""
         self._is_idle = True
 
     def wake(self) -> None:
-        """Something has changed: there may be something to spill."""
+        """Record a change: there may be something to spill."""
         self._is_idle = False
 
     def note_shortage(self, num_refused: int) -> None:
-        """A store found no room for so many keys."""
+        """Record that a store found no room for `num_keys`."""
         blocks_per_slot = self._host.options.blocks_per_slot
         num_slots = -(-num_refused // blocks_per_slot)
         self._num_missing_slots = min(num_slots, self._host.options.num_slots)
         self._is_idle = False
 
     def write_through(self, keys: Iterable[OffloadKey]) -> None:
-        """These keys are to be on disk soon. They are in the host tier, so they are bounded by it,
-        and what has left it is passed over."""
+        """Request that these keys, which are in the host tier, are soon on disk. Keys that leave
+        the tier are skipped."""
         self._unwritten.update(dict.fromkeys(keys))
 
     def next(self, room: int) -> list[OffloadKey]:
@@ -123,14 +123,14 @@ class SpillChoice:
         return max(0, wanted - self._host.num_free_slots)
 
     def clear(self) -> None:
-        """Forget what was to be spilled."""
+        """Forget all requests."""
         self._unwritten.clear()
         self._num_missing_slots = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Discards:
-    """Host addresses whose labels, and keys whose files shall be forgotten. Falsy if empty."""
+    """Host addresses whose labels, and keys whose files, must be dropped. Falsy if empty."""
 
     addresses: Int32Array
     keys: tuple[OffloadKey, ...]
@@ -140,10 +140,10 @@ class Discards:
 
 
 class DiscardList:
-    """Discards that were not taken yet. Bounded by what the tiers can hold.
+    """Discards that were not taken yet. Bounded by the size of the tiers.
 
-    What a new job writes needs no discard any more, so the order of commands planned together does
-    not matter.
+    A new job overwrites its targets, which need no discard any more. So the order of commands
+    planned together does not matter.
     """
 
     def __init__(self) -> None:
@@ -155,25 +155,25 @@ class DiscardList:
         return bool(self._addresses or self._keys)
 
     def add_addresses(self, addresses: Int32Array) -> None:
-        """Let host addresses be forgotten."""
+        """Drop the labels of host addresses."""
         self._addresses.update(dict.fromkeys(addresses.tolist()))
 
     def add_keys(self, keys: Iterable[OffloadKey]) -> None:
-        """Let the files of keys be forgotten."""
+        """Drop the files of keys."""
         self._keys.update(dict.fromkeys(keys))
 
     def drop_addresses(self, addresses: Int32Array) -> None:
-        """Something else is written to these addresses."""
+        """Cancel discards of addresses that are overwritten."""
         for address in addresses.tolist() if self._addresses else ():
             self._addresses.pop(address, None)
 
     def drop_keys(self, keys: Iterable[OffloadKey]) -> None:
-        """The files of these keys are written again."""
+        """Cancel discards of keys whose files are written again."""
         for key in keys if self._keys else ():
             self._keys.pop(key, None)
 
     def take(self) -> Discards:
-        """Return all of it, and forget it."""
+        """Return and clear all discards."""
         discards = Discards(int32_array(list(self._addresses)), tuple(self._keys))
         self._addresses.clear()
         self._keys.clear()
@@ -181,10 +181,10 @@ class DiscardList:
 
 
 class DiskRest:
-    """Leaves a disk that does not serve alone, each time twice as long, up to `LONGEST_REST_S`.
+    """Rests of a disk that fails, each twice as long as the last, up to `LONGEST_REST_S`.
 
-    A disk in this state may come back with all it had. A single bad file is forgotten instead.
-    `num_rests` so far; `reason` of the last one.
+    Such a disk may return with all its files. A single bad file is dropped instead. `num_rests` so
+    far; `reason` of the last one.
     """
 
     def __init__(self) -> None:
@@ -197,11 +197,11 @@ class DiskRest:
 
     @property
     def is_on(self) -> bool:
-        """Whether the disk is left alone."""
+        """Whether the disk rests."""
         return self._until_s is not None
 
     def begin(self, reason: str, now_s: float) -> None:
-        """The disk did not serve: leave it alone. What was under way then tells nothing new."""
+        """Begin a rest after a failure. Jobs from before it count no more."""
         if self.is_on:
             return
         self.num_rests += 1
@@ -212,13 +212,13 @@ class DiskRest:
         self._next_s = min(2 * self._next_s, LONGEST_REST_S)
 
     def look(self, now_s: float) -> None:
-        """End the rest when it is time."""
+        """End the rest when its time is over."""
         if self._until_s is not None and now_s >= self._until_s:
             self._until_s = None
             logger.info("files are asked again after rest %d", self.num_rests)
 
     def served(self) -> None:
-        """The disk has served: its next rest is a short one."""
+        """Record a success: the next rest is a short one."""
         if self._is_doubted:
             self._is_doubted = False
             logger.info("files serve again after rest %d", self.num_rests)
@@ -226,11 +226,11 @@ class DiskRest:
 
 
 class TierHierarchy:
-    """Host memory above a disk, or alone. One owner, one thread, never blocks.
+    """Host memory above a disk, or alone. One user, one thread, never blocks.
 
-    Keys are those of device blocks; keys of one call are a chain, in order, of one group.
-    Invariants: a dirty host key is not on disk; every hold in a tier is that of an open job. What
-    came into host memory is spilled once at most: if the disk evicts it first, that was its time.
+    Keys are those of device blocks; the keys of one call are a chain, in order, of one group.
+    Invariants: a dirty host key is not on disk; every hold in a tier belongs to an open job.
+    Content of host memory is spilled at most once, even if the disk evicts it first.
     """
 
     def __init__(
@@ -240,9 +240,9 @@ class TierHierarchy:
         new_job_id: Callable[[], int],
         options: HierarchyOptions | None = None,
     ) -> None:
-        """Begin with these tiers, which are used here only.
+        """Use these tiers exclusively.
 
-        `new_job_id` gives the number of a job; it is asked only when there is one.
+        `new_job_id` returns the number of a job, and is called only for one.
         """
         check_kind("host", host, TierManager, ConfigurationError)
         check_kind("disk", disk, (TierManager, type(None)), ConfigurationError)
@@ -259,7 +259,7 @@ class TierHierarchy:
         self._adoption_problem = ""
         self.num_without_room = 0
 
-    # Asking
+    # Questions
 
     @property
     def num_open_jobs(self) -> int:
@@ -268,13 +268,13 @@ class TierHierarchy:
 
     @property
     def has_discards(self) -> bool:
-        """Whether `take_discards` would return anything."""
+        """Whether `take_discards` would return any."""
         return bool(self._discards)
 
     @property
     def is_disk_in_use(self) -> bool:
-        """Whether the disk is asked: it is left alone while it rests, a job of it is overdue, or it
-        takes too long to say what it has."""
+        """Whether the disk is not used, because it rests, one of its jobs is overdue, or its
+        adoption takes too long."""
         return self._answering_disk is not None
 
     @property
@@ -293,17 +293,17 @@ class TierHierarchy:
         return look_up(as_tuple("keys", keys), self.host, self._answering_disk)
 
     def locate(self, keys: Sequence[OffloadKey]) -> PlaceArray:
-        """Return a `Place` for each of the keys, whatever comes before it. Changes nothing."""
+        """Return a `Place` for each of the keys, independently. Changes nothing."""
         return locate(keys, self.host, self._answering_disk)
 
-    # Noting use
+    # Recording use
 
     def see(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a request whose blocks these are, for the store threshold of the host tier."""
+        """Count a request with these blocks, for the store threshold of the host tier."""
         self.host.see(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that a request uses these: they become the newest in every tier that has them."""
+        """Make keys the most recently used in every tier that has them."""
         self.host.touch(keys)
         if self.disk is not None:
             self.disk.touch(keys)
@@ -329,19 +329,18 @@ class TierHierarchy:
         is_private: bool = False,
         namespace: Namespace | None = None,
     ) -> StoreJob | None:
-        """Plan to bring blocks of the device to host memory: as many leading missing ones as fit.
+        """Plan to store device blocks in host memory: as many leading missing ones as fit.
 
-        None if there is nothing to store, or no room for it. What is there already counts as used.
-        `num_without_room` says how many were left out for want of room.
+        None if there is nothing to store, or no room for it. Keys already there count as used.
+        `num_without_room` says how many were left out because of that.
 
         Args:
             keys: those of sealed blocks, in order of the chain.
-            labels: one row per key; needed where the tiers keep labels.
+            labels: one row per key; needed if the tiers keep labels.
             behind: the key that `keys[0]` continues.
-            is_private: swapped content that has no label: stored however rarely it was seen,
-                never sealed and never spilled, and dropped where room is needed; all of it or
-                nothing.
-            namespace: of all keys; says which tenant's they are, where there are tenants.
+            is_private: swapped content without a label: stored however rarely it was seen, never
+                sealed or spilled, and dropped when its room is needed; all or nothing.
+            namespace: of all keys; identifies their tenant, if there are tenants.
         """
         now_s, is_private = as_number("now_s", now_s), as_bool("is_private", is_private)
         if namespace is not None:
@@ -369,10 +368,10 @@ class TierHierarchy:
         return StoreJob(job.job_id, job.keys, reserved.positions, reserved.addresses)
 
     def plan_fetch(self, keys: Sequence[OffloadKey], now_s: float) -> FetchJob | None:
-        """Plan to bring keys from disk to host memory: as many leading ones as fit.
+        """Plan to fetch keys from disk to host memory: as many leading ones as fit.
 
-        Those that are not ready on disk are passed over; those in host memory stay there. None if
-        there is nothing to fetch, or no room: load what is in host memory first.
+        Skips keys that are not ready on disk or already in host memory. None if there is nothing to
+        fetch, or no room: load the keys in host memory first.
         """
         now_s, in_host = as_number("now_s", now_s), self.host.states_of(keys)
         if self.disk is None or not self.is_disk_in_use:
@@ -402,9 +401,9 @@ class TierHierarchy:
         return FetchJob(job.job_id, job.keys, reserved.addresses)
 
     def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
-        """Plan to bring the leading keys that are ready in host memory to the device.
+        """Plan to load the leading keys that are ready in host memory.
 
-        They stay where they are until `loaded`. None if there is no such key.
+        They are held there until `loaded`. None if there is no such key.
         """
         now_s = as_number("now_s", now_s)
         addresses = self.host.hold_leading(keys)
@@ -417,10 +416,9 @@ class TierHierarchy:
         return LoadJob(job.job_id, job.keys, addresses)
 
     def plan_spills(self, now_s: float) -> SpillJob | None:
-        """Plan to write host content to disk: what will be evicted next, and what is to be there.
+        """Plan to spill host content to disk: the next victims, and requested keys.
 
-        To be asked once per step, after everything else, and again as long as there is an answer
-        and the owner likes.
+        Call it once per step, after everything else, and again while it has an answer.
         """
         disk, now_s = self.disk, as_number("now_s", now_s)
         if disk is None or not self.has_spills:
@@ -430,7 +428,7 @@ class TierHierarchy:
             return None
         tenants = self.host.tenants_of(wanted)
         others = [place for place, name in enumerate(tenants) if name != tenants[0]]
-        if others:  # each tenant for itself, the others the next time
+        if others:  # one tenant at a time
             self._spills.write_through(wanted[others[0] :])
             wanted = wanted[: others[0]]
         reserved = disk.reserve(
@@ -446,17 +444,17 @@ class TierHierarchy:
         return SpillJob(job.job_id, job.keys, job.addresses)
 
     def _tenant(self, namespace: Namespace | None) -> str:
-        """Return the name of a namespace's tenant; of no tenant where none is known."""
+        """Return the name of a namespace's tenant; empty if none is known."""
         tenants = self.host.tenants
         return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
 
     def _room_to_spill(self) -> int:
         return self.options.max_spilling_blocks - self._transfers.num_keys(JobKind.SPILL)
 
-    # Ending
+    # Results
 
     def stored(self, job_id: int, ok: bool) -> Int32Array:
-        """A store has ended on every rank; return the host addresses that are to be sealed.
+        """Record the end of a store on every rank; return the host addresses to seal.
 
         Raises InvalidInputError for a job that is not open, as the other three do.
         """
@@ -479,10 +477,10 @@ class TierHierarchy:
         failed: Collection[int] = (),
         lost: Collection[int] | None = None,
     ) -> Int32Array:
-        """A fetch has ended on every rank; return the host addresses that are to be sealed.
+        """Record the end of a fetch on every rank; return the host addresses to seal.
 
-        `failed` are those that went wrong on any rank, none for all of them. Of these, the disk
-        forgets what should have come to `lost`: all where nothing is said of it.
+        `failed` are those that went wrong on any rank, None for all of them. Of these, the disk
+        drops the keys for the addresses `lost`: all if it is None.
         """
         failed = as_integers("failed", failed).tolist()
         lost = None if lost is None else as_integers("lost", lost).tolist()
@@ -500,12 +498,13 @@ class TierHierarchy:
             self.disk.forget(gone)
             self._discard_files(job.keys)
         if good and len(gone) == len(bad) and not job.is_overdue:
-            self._rest.served()  # of every file it said what is with it
+            self._rest.served()  # it answered for every file
         self._close(job, is_good=ok)
         return self._visible(job)
 
     def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
-        """A spill has ended on every rank. What failed (as in `fetched`) is not tried again."""
+        """Record the end of a spill on every rank. Failed keys (as in `fetched`) are not
+        retried."""
         failed = as_integers("failed", failed).tolist()
         ok = as_bool("ok", ok)
         job = self._transfers.require(job_id, JobKind.SPILL)
@@ -523,7 +522,8 @@ class TierHierarchy:
         self._close(job, is_good=ok)
 
     def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
-        """A load has ended on every rank. Host memory forgets what failed (as in `fetched`)."""
+        """Record the end of a load on every rank. Host memory drops failed keys (as in
+        `fetched`)."""
         failed = as_integers("failed", failed).tolist()
         ok = as_bool("ok", ok)
         job = self._transfers.require(job_id, JobKind.LOAD)
@@ -534,27 +534,28 @@ class TierHierarchy:
         self._close(job, is_good=ok)
 
     def rest_disk(self, reason: str, now_s: float) -> None:
-        """Leave the disk alone for a while: it did not serve, and what it has is not lost by that.
+        """Let the disk rest after a failure; its contents are kept.
 
-        Meanwhile what it holds is not found, and nothing is spilled. `expire` ends the rest.
+        Meanwhile they are not found, and nothing is spilled. `expire` ends the rest.
         """
         reason = as_text("reason", reason, may_be_empty=True)
         self._rest.begin(reason, as_number("now_s", now_s))
 
     def leave_disk(self, problem: str) -> None:
-        """Leave the disk alone for good: a rank cannot use its own."""
+        """Stop using the disk for good: a rank cannot use its own."""
         self._disk_problem = as_text("problem", problem, may_be_empty=True)
 
     def postpone_disk(self, problem: str) -> None:
-        """Leave the disk alone until `adopt_disk`: what it has is found out, and waited for by
-        nobody. Until then it is as if there were none."""
+        """Do not use the disk until `adopt_disk`: its contents are being read, and requests do not
+        wait for that."""
         self._adoption_problem = as_text("problem", problem, may_be_empty=True)
 
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
-        """Note which jobs are overdue; return each once.
+        """Mark jobs as overdue; return each once.
 
-        What is written then, in host memory or on disk, is invisible and in quarantine; what is
-        read is held. Both until the job's end is told. Overdue jobs of the disk: it is left alone.
+        Their targets, in host memory or on disk, are invisible and in quarantine; their sources are
+        held. Both until the job's result is reported. While a job of the disk is overdue, the disk
+        is not used.
         """
         now_s = as_number("now_s", now_s)
         self._rest.look(now_s)
@@ -567,16 +568,16 @@ class TierHierarchy:
         return tuple(OverdueJob(job.job_id, job.kind, job.keys, job.addresses) for job in late)
 
     def take_discards(self) -> Discards:
-        """Return what workers shall forget since the last call.
+        """Return the discards for workers since the last call.
 
-        Nothing in it is the target of an open job.
+        None of them is the target of an open job.
         """
         return self._discards.take()
 
-    # Losing and finding content
+    # Dropping and adopting content
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Let keys vanish from every tier."""
+        """Drop keys from every tier."""
         ready = [keys[i] for i in np.flatnonzero(self.host.states_of(keys) == READY).tolist()]
         addresses = self.host.addresses_of(ready)
         self.host.forget(keys)
@@ -586,7 +587,7 @@ class TierHierarchy:
             self._discard_files(self.disk.forget(keys))
 
     def reset(self) -> None:
-        """Let everything vanish. Jobs under way end as they would, to no effect."""
+        """Drop all keys. Jobs in progress end without effect."""
         self.forget(self.host.keys())
         if self.disk is not None:
             self.forget(self.disk.keys())
@@ -594,7 +595,7 @@ class TierHierarchy:
         self._spills.clear()
 
     def begin_adoption(self) -> None:
-        """Say RETRY where the answer would be MISS, and store nothing, until tiers are adopted.
+        """Answer RETRY instead of MISS, and store nothing, until tiers are adopted.
 
         Raises InvalidInputError if a tier is not empty.
         """
@@ -603,9 +604,9 @@ class TierHierarchy:
             self.disk.begin_adoption()
 
     def adopt_host(self, labels: Label) -> None:
-        """Take what all ranks hold in host memory: rows by address (`block_ids`), oldest first.
+        """Adopt the content of all ranks' host memory: rows by address (`block_ids`), oldest first.
 
-        What does not fit is discarded. Raises InvalidInputError if the tier is not empty.
+        Discards rows that do not fit. Raises InvalidInputError if the tier is not empty.
         """
         keys = label_keys(labels)
         refused = self.host.adopt(keys, labels.block_ids, labels)
@@ -617,9 +618,9 @@ class TierHierarchy:
         self._spills.wake()
 
     def adopt_disk(self, labels: Label) -> None:
-        """Take what all ranks have files of, oldest first. What does not fit is discarded.
+        """Adopt the files of all ranks, oldest first. Discards files that do not fit.
 
-        Raises InvalidInputError if the tier is not empty, ConfigurationError if there is no disk.
+        Raises InvalidInputError if the tier is not empty, ConfigurationError without a disk.
         """
         if self.disk is None:
             raise ConfigurationError("files cannot be adopted without a file tier: configure one")
@@ -635,12 +636,12 @@ class TierHierarchy:
     # Statistics
 
     def present_events(self) -> list[OffloadingEvent]:
-        """Return events that say all that tiers hold now, by tier."""
+        """Return events with the whole content of the tiers, by tier."""
         tiers = [tier for tier in (self.host, self.disk) if tier is not None]
         return [event for tier in tiers if (event := tier.present_event()) is not None]
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        """Return what appeared in tiers and disappeared since the last call, by tier."""
+        """Return the events of tiers since the last call, by tier."""
         events = self.host.take_events()
         return events if self.disk is None else events + self.disk.take_events()
 
@@ -660,7 +661,7 @@ class TierHierarchy:
         )
 
     def shutdown(self) -> None:
-        """End for good."""
+        """End all use."""
         self.host.shutdown()
         if self.disk is not None:
             self.disk.shutdown()
@@ -690,8 +691,8 @@ class TierHierarchy:
 
     @property
     def _answering_disk(self) -> TierManager | None:
-        """The disk, unless there is none, no request waits for what it has, it rests or a job
-        of it is overdue."""
+        """The disk; None without one, while it rests or one of its jobs is overdue, or if no
+        request waits for its adoption."""
         if (
             self._disk_problem
             or self._adoption_problem
@@ -702,25 +703,25 @@ class TierHierarchy:
         return self.disk
 
     def _not_on_disk(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the keys that the disk does not hold ready; none without a disk."""
+        """Return the keys that the disk does not have ready; none without a disk."""
         if self.disk is None:
             return []
         is_missing = self.disk.states_of(keys) != READY
         return [keys[i] for i in np.flatnonzero(is_missing).tolist()]
 
     def _discard_labels(self, job: OpenJob) -> None:
-        """Let the labels go of what a job has read in host memory and is not there any more."""
+        """Discard the labels of keys that a job has read in host memory and that are gone."""
         is_gone = self.host.addresses_of(job.keys) == NO_ADDRESS
         self._discards.add_addresses(job.addresses[is_gone])
 
     def _discard_files(self, keys: Sequence[OffloadKey]) -> None:
-        """Let the files go of those keys that the disk does not hold any more."""
+        """Discard the files of keys that the disk no longer has."""
         if self.disk is not None:
             gone = np.flatnonzero(self.disk.addresses_of(keys) == NO_ADDRESS)
             self._discards.add_keys([keys[i] for i in gone.tolist()])
 
     def _visible(self, job: OpenJob) -> Int32Array:
-        """Return the addresses of a job that has just written them, as far as they are ready."""
+        """Return those addresses of a finished job that are ready."""
         return job.addresses[self.host.are_ready_at(job.addresses)]
 
     def _close(self, job: OpenJob, *, is_good: bool) -> None:

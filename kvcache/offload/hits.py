@@ -1,7 +1,6 @@
-"""What the tiers below the device hold of a chain of blocks.
+"""The places of a chain of blocks in the tiers.
 
-The answer of a hierarchy's look-up, on the way to a step's `OffloadHooks`. Data only; true until
-the hierarchy's next change.
+The answer of a hierarchy's look-up. Data only; valid until the hierarchy's next change.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PlaceArray: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Place(IntEnum):
-    """Where a key is. UNKNOWN: in no tier that knows, but one is still being adopted."""
+    """Where a key is. UNKNOWN: not known, because a tier is still being adopted."""
 
     NOWHERE = 0
     UNKNOWN = 1
@@ -37,10 +36,10 @@ class Place(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class TierHits:
-    """The leading keys that some tier holds or is getting, and what comes behind.
+    """The leading keys that tiers hold or are getting, and what follows them.
 
-    `places[i]` is where leading key `i` is, shape `(num_keys,)`. `ends_unknown`: behind them comes
-    a key that a tier may hold which is still being adopted. `num_asked` keys were asked for.
+    `places[i]` is the place of leading key `i`, shape `(num_keys,)`. `ends_unknown`: the next key
+    may be in a tier that is still being adopted. `num_asked` keys were looked up.
     """
 
     places: PlaceArray
@@ -49,12 +48,12 @@ class TierHits:
 
     @property
     def num_keys(self) -> int:
-        """Leading keys that some tier holds or is getting."""
+        """Leading keys that a tier holds or is getting."""
         return len(self.places)
 
     @cached_property
     def num_ready(self) -> int:
-        """Leading keys that can be had now: ready in host memory, or to be fetched from disk."""
+        """Leading keys that are available: ready in host memory, or can be fetched from disk."""
         return _leading((self.places == Place.HOST) | (self.places == Place.DISK))
 
     @cached_property
@@ -64,7 +63,7 @@ class TierHits:
 
     @property
     def answer(self) -> OffloadAnswer:
-        """HIT: all leading keys can be had now. HIT_PENDING: some are pending. RETRY: there are
+        """HIT: all leading keys are available. HIT_PENDING: some are pending. RETRY: there are
         none, but a tier is still being adopted. MISS: there are none."""
         if self.num_keys:
             is_whole = self.num_ready == self.num_keys
@@ -73,7 +72,7 @@ class TierHits:
 
 
 def _leading(is_so: npt.NDArray[np.bool_]) -> int:
-    """Return how many leading ones are so."""
+    """Return how many leading ones are true."""
     return len(is_so) if is_so.all() else int(is_so.argmin())
 
 
@@ -82,7 +81,7 @@ _GROWTH = 4
 
 
 def locate(keys: Sequence[OffloadKey], host: TierManager, disk: TierManager | None) -> PlaceArray:
-    """Return where each of the keys is, whatever comes before it."""
+    """Return the place of each key, independently of the others."""
     in_host = host.states_of(keys)
     is_adopting = host.is_adopting
     places = np.full(len(keys), Place.NOWHERE, np.uint8)
@@ -99,7 +98,7 @@ def locate(keys: Sequence[OffloadKey], host: TierManager, disk: TierManager | No
 
 
 def look_up(keys: Sequence[OffloadKey], host: TierManager, disk: TierManager | None) -> TierHits:
-    """Return what the tiers hold of the leading keys."""
+    """Return the places of the leading keys."""
     places: list[PlaceArray] = []
     start, size, ends_unknown = 0, _FIRST_KEYS, False
     while start < len(keys):

@@ -1,8 +1,8 @@
-"""Transfers between tiers that are under way, and until when they are waited for.
+"""Open transfers between tiers, and their deadlines.
 
-The hierarchy plans them; its owner sends them to workers and says how they ended. A
-deadline is data: the owner, who has a clock, asks what is overdue. A job that is overdue stays here
-until its end is reported, because until then a worker may still read or write.
+The hierarchy plans them; the coordinator sends them to workers and reports their results. It has a
+clock, and asks for overdue jobs. An overdue job stays here until its end is reported, because until
+then a worker may still read or write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.offload.keys import OffloadKey
 
 
 class JobKind(Enum):
-    """What a transfer does."""
+    """The kinds of transfers."""
 
     STORE = "store"
     LOAD = "load"
@@ -32,7 +32,7 @@ class JobKind(Enum):
 class StoreJob:
     """Copy the device blocks of `keys` to host addresses `destinations`.
 
-    `positions` are the places of `keys` among those that the owner gave. Shapes: `(n,)`.
+    `positions` are the places of `keys` among the caller's keys. Shapes: `(n,)`.
     """
 
     job_id: int
@@ -80,9 +80,9 @@ class OverdueJob:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of job is waited for, in seconds.
+    """How long each kind of job may take, in seconds.
 
-    Raises ConfigurationError for what is not positive.
+    Raises ConfigurationError for values that are not positive.
     """
 
     store_s: float = 30.0
@@ -94,7 +94,7 @@ class Deadlines:
         check_fields(self, as_number, "store_s", "load_s", "spill_s", "fetch_s", above=0)
 
     def of(self, kind: JobKind) -> float:
-        """Return how long a job of this kind is waited for."""
+        """Return how long a job of this kind may take."""
         check_kind("kind", kind, JobKind)
         limits = {
             JobKind.STORE: self.store_s,
@@ -118,9 +118,9 @@ class OpenJob:
     is_overdue: bool = False
 
     def split(self, ok: bool, failed: Collection[int]) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Return the keys that are good and those that are not.
+        """Return the keys that succeeded and those that failed.
 
-        `failed` are host addresses; none of the job's own among them means that all failed.
+        `failed` are host addresses; if none of them belongs to the job, all have failed.
         """
         if ok:
             return list(self.keys), []
@@ -133,7 +133,7 @@ class OpenJob:
     def keys_at(
         self, addresses: Collection[int], *, among: Collection[OffloadKey]
     ) -> list[OffloadKey]:
-        """Return the keys at these host addresses, as far as they are among others."""
+        """Return the job's keys at these host addresses."""
         is_there = np.isin(self.addresses, list(addresses)).tolist()
         known = set(among)
         return [k for k, there in zip(self.keys, is_there, strict=True) if there and k in known]
@@ -143,7 +143,7 @@ class TransferTable:
     """Open jobs by number. Bounded by what the hierarchy plans."""
 
     def __init__(self, new_job_id: Callable[[], int], deadlines: Deadlines) -> None:
-        """Know no job. `new_job_id` gives a number that was never given before."""
+        """Start without jobs. `new_job_id` returns unused numbers."""
         self._new_job_id = new_job_id
         self._deadlines = deadlines
         self._open: dict[int, OpenJob] = {}
@@ -164,7 +164,7 @@ class TransferTable:
         *,
         is_private: bool = False,
     ) -> OpenJob:
-        """Begin a job; return it, numbered."""
+        """Open a job; return it with its number."""
         deadline_s = now_s + self._deadlines.of(kind)
         job = OpenJob(self._new_job_id(), kind, tuple(keys), addresses, deadline_s, is_private)
         self._open[job.job_id] = job
@@ -172,7 +172,7 @@ class TransferTable:
         return job
 
     def require(self, job_id: int, kind: JobKind) -> OpenJob:
-        """Return an open job; raises InvalidInputError if there is no such one."""
+        """Return an open job; raises InvalidInputError if it is unknown."""
         job = self._open.get(as_int("job_id", job_id))
         if job is None or job.kind is not kind:
             what = "not open" if job is None else f"a {job.kind.value}"
@@ -183,14 +183,14 @@ class TransferTable:
         return job
 
     def close(self, job: OpenJob, *, is_good: bool) -> None:
-        """End an open job."""
+        """Close an open job."""
         del self._open[job.job_id]
         self._num_keys[job.kind] -= len(job.keys)
         self._num_overdue[job.kind] -= job.is_overdue
         self.num_failed += not is_good
 
     def expire(self, now_s: float) -> list[OpenJob]:
-        """Note which jobs are overdue; return those that were not before."""
+        """Mark overdue jobs; return those that were not before."""
         late = [
             job for job in self._open.values() if not job.is_overdue and job.deadline_s <= now_s
         ]
@@ -205,7 +205,7 @@ class TransferTable:
         return self._num_keys[kind]
 
     def num_overdue(self, *kinds: JobKind) -> int:
-        """Return how many open jobs of these kinds are overdue; of all kinds if none is named."""
+        """Return how many open jobs of these kinds are overdue; of all kinds by default."""
         return sum(self._num_overdue[kind] for kind in kinds or JobKind)
 
     def by_kind(self) -> dict[str, int]:

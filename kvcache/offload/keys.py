@@ -1,9 +1,8 @@
-"""Under which name a tier knows a block: its digest and its KV cache group, as bytes.
+"""A block's key in a tier: its digest and its KV cache group, as bytes.
 
-Stands first in the way of offloaded blocks: the coordinator makes keys of labels and requests,
-tiers find slots by them, commands and files carry them. Contents that must not be shared (another
-tenant, other weights) have other keys: their namespace is folded into the digest. Refuses to hash
-tokens; digests come from `kvcache.requests.hashing`.
+The coordinator makes keys from labels and requests, tiers find slots by them, commands and files
+carry them. Contents that must not be shared (another tenant, other weights) have different keys:
+the namespace is folded into the digest. `kvcache.requests.hashing` computes digests.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
 
 
 def get_offload_block_hash(key: OffloadKey) -> BlockHash:
-    """Return the digest in a key; raises InvalidInputError for bytes that are no key."""
+    """Return the digest in a key; raises InvalidInputError for other bytes."""
     _require_key(key)
     return BlockHash(key[:-GROUP_BYTES])
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """Return the group's index in a key; raises InvalidInputError for bytes that are no key."""
+    """Return the group's index in a key; raises InvalidInputError for other bytes."""
     _require_key(key)
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
 def namespaced_digest(digest: bytes, namespace: Namespace) -> BlockHash:
-    """Return `digest` as keys of `namespace` carry it; for the plain namespace it stays as it is.
+    """Return `digest` with `namespace` folded in; unchanged for the plain namespace.
 
     Folding is exclusive-or with a hash of the namespace: different digests stay different, and
-    folding once more gives the digest back. So the digest of one namespace says nothing about
-    another's: to meet it there, somebody would have to find tokens for a given digest.
+    folding again restores the digest. To produce another namespace's digest, an attacker would have
+    to find tokens for a given digest.
 
     Raises InvalidInputError for a digest that is empty or longer than 64 bytes.
     """
@@ -97,9 +96,9 @@ def make_offload_keys(
 
 
 def label_keys(label: Label) -> list[OffloadKey]:
-    """Return the keys of what labels say, one for each row, in order.
+    """Return the keys of labels, one for each row, in order.
 
-    Raises MalformedMessageError for a namespace that is not readable.
+    Raises MalformedMessageError for an unreadable namespace.
     """
     check_kind("label", label, Label)
     count = len(label.block_ids)
@@ -120,7 +119,7 @@ def label_keys(label: Label) -> list[OffloadKey]:
 
 
 def pack_keys(keys: Sequence[OffloadKey], key_bytes: int) -> bytes:
-    """Return keys of `key_bytes` each one behind the other, as commands carry them.
+    """Return keys of `key_bytes` each, joined, as in commands.
 
     Raises InvalidInputError if one of them has another length.
     """
@@ -136,9 +135,9 @@ def pack_keys(keys: Sequence[OffloadKey], key_bytes: int) -> bytes:
 
 
 def unpack_keys(data: bytes, key_bytes: int) -> list[OffloadKey]:
-    """Return the keys that `pack_keys` put together.
+    """Return the keys from `pack_keys`.
 
-    Raises MalformedMessageError for bytes that are not made of such keys.
+    Raises MalformedMessageError for bytes that are not such keys.
     """
     key_bytes = _as_width(key_bytes)
     check_kind("data", data, bytes)

@@ -1,7 +1,7 @@
-"""How large a tier is, by which rules it works, and how content moves between tiers.
+"""Size and rules of a tier, and rules of the transfers between tiers.
 
-From configuration and the unified plan to the maker of tiers. Data only; each
-number is checked here, what they make together where a tier is made.
+Made from the configuration and the unified plan. Each number is checked here, their combination
+when a tier is made.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvcache.offload.jobs import Deadlines
 from kvcache.tenants import TenantLedger, TierShares
 
 _TIERS = {"file": "disk"}
-"""Media that configurations call otherwise."""
+"""Media with another name in configurations."""
 
 
 @dataclass(frozen=True)
 class TierOptions:
     """One tier: `num_slots` slots of `blocks_per_slot` device blocks each.
 
-    `block_bytes` is a device block's size over all ranks, for statistics. `store_after`: a key is
-    stored once it has been seen so many times. `labels`: keep the labels of what is stored, and
-    tell events; None: tell nothing. `tenants`: what each may take of the slots. Options without
-    slots describe a tier that there is not, and none can be made of them. Raises ConfigurationError
-    for wrong types and numbers that cannot be meant.
+    `block_bytes` is a device block's size over all ranks, for statistics. `store_after`: how often
+    a key must be seen before it is stored. `labels`: keep the labels of stored blocks, and publish
+    events; None: publish nothing. `tenants`: their shares of the slots. Options without slots
+    describe a missing tier, of which none can be made. Raises ConfigurationError for wrong types
+    and invalid numbers.
     """
 
     medium: str
@@ -58,13 +58,13 @@ class TierOptions:
 
 @dataclass(frozen=True)
 class HierarchyOptions:
-    """How content moves between host memory and disk.
+    """Rules of the transfers between host memory and disk.
 
-    `disk_write`: spill what is about to leave host memory (`on_evict`), or all that is stored
-    there (`on_store`). `spare_share` of the host slots are kept clean or free for the next stores.
-    At most `max_spilling_blocks` and `max_fetching_blocks` are under way.
+    `disk_write`: spill the next victims of host memory (`on_evict`), or all that is stored there
+    (`on_store`). `spare_share` of the host slots are kept clean or free for the next stores. At
+    most `max_spilling_blocks` and `max_fetching_blocks` are in transit.
 
-    Raises ConfigurationError for what cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     disk_write: Literal["on_evict", "on_store"] = "on_evict"

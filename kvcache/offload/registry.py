@@ -1,8 +1,7 @@
 """Tiers by name.
 
-Stands between configuration, which names tiers and policies, and the code that makes them. Tiers
-and policies from outside are offered by passing extended copies of the mappings. Refuses names it
-does not know.
+A configuration names tiers and policies. For tiers and policies of your own, pass extended copies
+of the mappings.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def make_tier(
 ) -> TierManager:
     """Return a new, empty tier for `options.medium`.
 
-    Raises ConfigurationError for an unknown medium or policy, or sizes that cannot be meant.
+    Raises ConfigurationError for an unknown medium or policy, or invalid sizes.
     """
     check_kind("options", options, TierOptions, ConfigurationError)
     check_kind("tiers", tiers, Mapping, ConfigurationError)

@@ -1,7 +1,7 @@
-"""Which content lies at which address of a tier, in what state, and what works on it.
+"""The addresses of a tier: their keys, states and jobs.
 
-The tables of a `TierManager`, which decides. A tier has slots; a slot has places for
-`blocks_per_slot` device blocks; an *address* is `slot * blocks_per_slot + place`.
+The tables of a `TierManager`. A tier has slots; a slot has places for `blocks_per_slot` device
+blocks; an *address* is `slot * blocks_per_slot + place`.
 
                  prepared          stored
     (nothing) ───────────▶ STORING ──────▶ READY ──┐
@@ -10,7 +10,7 @@ The tables of a `TierManager`, which decides. A tier has slots; a slot has place
         ├──────────── evicted, forgotten ────┘  FORGOTTEN
         └──────────── the last job has ended ──────┘
 
-Works on whole arrays where it can. Refuses to choose: which slot goes is the policy's business.
+Works on whole arrays where possible. A policy chooses the slot to evict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORGOTTEN: Final = 3
 
 NO_ADDRESS: Final = -1
 
-# As numbers of the counters' own type: `np.add.at` is forty times as fast then.
+# Numbers of the counters' own type: `np.add.at` is then forty times as fast.
 _ONE: Final = np.int32(1)
 _MINUS_ONE: Final = np.int32(-1)
 
@@ -51,14 +51,14 @@ CountArray = npt.NDArray[np.int32]
 class SlotTable:
     """Keys by address and addresses by key, with their states, jobs and slots.
 
-    Invariants: `index` and `keys` say the same; an address without a key is in state NOTHING and
-    has no job; a STORING one is written, a READY one is not, and a FORGOTTEN one has a job. Per
-    slot: `num_members` addresses with a key, `num_holds` writes and loads, `num_spills`, and
-    `num_dirty` are sums over its addresses; a slot without members is free.
+    Invariants: `index` and `keys` agree; an address without a key is in state NOTHING and has no
+    job; a STORING one is written, a READY one is not, and a FORGOTTEN one has a job. Per slot:
+    `num_members` addresses with a key, `num_holds` writes and loads, `num_spills`, and `num_dirty`
+    are sums over its addresses; a slot without members is free.
     """
 
     def __init__(self, num_slots: int, blocks_per_slot: int) -> None:
-        """Make a table of free slots. Raises ConfigurationError for sizes that cannot be meant."""
+        """Make a table of free slots. Raises ConfigurationError for invalid sizes."""
         if num_slots < 1 or blocks_per_slot < 1 or num_slots * blocks_per_slot >= 2**31:
             raise ConfigurationError(
                 f"a tier of {num_slots} slots of {blocks_per_slot} blocks: both must be at least "
@@ -83,16 +83,16 @@ class SlotTable:
         self._marks: IndexArray = np.empty(num_addresses, np.intp)
 
     def addresses_of(self, keys: Sequence[OffloadKey]) -> IndexArray:
-        """Return the address of each key, NO_ADDRESS for those that are not here.
+        """Return the address of each key, NO_ADDRESS for missing ones.
 
-        Raises InvalidInputError for anything but a list or tuple of keys. A key that is here is
-        known to be one, so the others alone make it look at all of them.
+        Raises InvalidInputError for anything but a list or tuple of keys. Keys that are found are
+        valid, so only missing ones are checked.
         """
         if type(keys) is not list and type(keys) is not tuple:
             as_byte_strings("keys", keys)
         try:
             found = np.fromiter(map(self.index.get, keys, repeat(NO_ADDRESS)), np.intp, len(keys))
-        except TypeError:  # one cannot be hashed, and so is no key
+        except TypeError:  # an unhashable value is not a key
             as_byte_strings("keys", keys)
             raise
         if NO_ADDRESS in found:
@@ -110,7 +110,7 @@ class SlotTable:
         return addresses if self.blocks_per_slot == 1 else addresses // self.blocks_per_slot
 
     def distinct(self, addresses: IndexArray) -> IndexArray:
-        """Return each of these addresses (or slots) once, where it comes first."""
+        """Return each of these addresses (or slots) once, in order of first appearance."""
         if len(addresses) < 2:
             return addresses
         places = np.arange(len(addresses) - 1, -1, -1)
@@ -119,7 +119,7 @@ class SlotTable:
         return addresses if is_first.all() else addresses[is_first]
 
     def addresses_in(self, slots: IndexArray) -> IndexArray:
-        """Return the addresses of slots that hold something, in order."""
+        """Return the addresses of slots that have a key, in order."""
         if self.blocks_per_slot > 1:
             places = np.arange(self.blocks_per_slot)
             slots = (slots[:, None] * self.blocks_per_slot + places).ravel()
@@ -132,7 +132,7 @@ class SlotTable:
         return [key for address in addresses.tolist() if (key := keys[address]) is not None]
 
     def enter(self, keys: Sequence[OffloadKey], addresses: IndexArray, state: int) -> None:
-        """Put keys that are not here at addresses that are empty; STORING ones are written."""
+        """Put new keys at empty addresses; STORING ones are being written."""
         places = addresses.tolist()
         self.index.update(zip(keys, places, strict=True))
         for key, address in zip(keys, places, strict=True):
@@ -147,7 +147,7 @@ class SlotTable:
             np.add.at(self.slot_holds, slots, _ONE)
 
     def vacate(self, addresses: IndexArray) -> IndexArray:
-        """Empty addresses that have a key and no job; return the slots that are free by that."""
+        """Empty addresses that have a key and no job; return the slots that become free."""
         for key in self.keys_at(addresses):
             del self.index[key]
         for address in addresses.tolist():
@@ -162,36 +162,36 @@ class SlotTable:
         return freed
 
     def end_writes(self, addresses: IndexArray) -> None:
-        """Nothing is written any more at these addresses, each of which was."""
+        """End the writes to these addresses, each of which was written."""
         self.is_written[addresses] = False
         np.add.at(self.slot_holds, self.slots_of(addresses), _MINUS_ONE)
 
     def add_loads(self, addresses: IndexArray, change: int) -> None:
-        """Count one load more (1) or less (-1) at each of these addresses."""
+        """Count another load (1) or the end of one (-1) at each of these addresses."""
         by = np.int32(change)
         np.add.at(self.num_loads, addresses, by)
         np.add.at(self.slot_holds, self.slots_of(addresses), by)
 
     def add_spills(self, addresses: IndexArray, change: int) -> None:
-        """Count one spill more (1) or less (-1) at each of these addresses."""
+        """Count another spill (1) or the end of one (-1) at each of these addresses."""
         by = np.int32(change)
         np.add.at(self.num_spills, addresses, by)
         np.add.at(self.slot_spills, self.slots_of(addresses), by)
 
     def mark_dirty(self, addresses: IndexArray) -> None:
-        """Note that what lies at these addresses, each named once, is in no lower tier."""
+        """Mark these different addresses as dirty: no lower tier has their content."""
         changed = addresses[~self.is_dirty[addresses]]
         self.is_dirty[changed] = True
         np.add.at(self.slot_dirty, self.slots_of(changed), _ONE)
 
     def mark_clean(self, addresses: IndexArray) -> None:
-        """Note that what lies at these addresses, each named once, may be dropped."""
+        """Mark these different addresses as clean: their content may be dropped."""
         changed = addresses[self.is_dirty[addresses]]
         self.is_dirty[changed] = False
         np.add.at(self.slot_dirty, self.slots_of(changed), _MINUS_ONE)
 
     def is_working(self, addresses: IndexArray) -> BoolArray:
-        """Say of each address whether a job works on it."""
+        """Return for each address whether a job uses it."""
         found: BoolArray = (
             self.is_written[addresses]
             | (self.num_loads[addresses] > 0)
@@ -245,8 +245,8 @@ class SlotTable:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """New key `i` is `positions[i]` of the keys given and goes to place `places[i]` of slot
-    `slots[i]`; numbers from the table's `num_slots` on are slots still to be had, in order."""
+    """New key `i` is `positions[i]` of the caller's keys and goes to place `places[i]` of slot
+    `slots[i]`; numbers from the table's `num_slots` on are new slots, in order."""
 
     positions: IndexArray
     slots: IndexArray
@@ -254,7 +254,7 @@ class Placement:
     num_new_slots: int
 
     def leading(self, num_slots: int, num_new_slots: int) -> Placement:
-        """Return what comes before a new slot that is not to be had, where `num_new_slots` are."""
+        """Return the part before a new slot that is not available, with `num_new_slots`."""
         if num_new_slots >= self.num_new_slots:
             return self
         beyond = np.flatnonzero(self.slots >= num_slots + num_new_slots)
@@ -281,7 +281,7 @@ def place_keys(
 
 
 class _PlacesInSlots:
-    """Walks along a chain, a place at a time."""
+    """Follows a chain, a place at a time."""
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -323,7 +323,7 @@ class _PlacesInSlots:
         return Placement(positions, index_array(slots), index_array(places), self._num_new)
 
     def _end_of(self, address: int) -> tuple[int, int]:
-        """Return slot and place behind an address; no place where something else follows."""
+        """Return slot and place after an address; no place if something else is there."""
         table = self._table
         slot, place = divmod(address, self._size)
         filled = self._filled.get(slot, int(table.next_places[slot]))
@@ -333,7 +333,7 @@ class _PlacesInSlots:
 
 
 class SlotEviction:
-    """The order of idle slots. It is the policy's `EntryBook`, too.
+    """The eviction order of idle slots. Also the policy's `EntryBook`.
 
     Invariant: a slot is in the policy exactly when it has members and no holds (writes or loads).
     """
@@ -360,21 +360,22 @@ class SlotEviction:
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
 
     def describe(self, entry: int) -> EntryInfo:
-        """Return what the policy may know of a slot: the key of the last block in it."""
+        """Return the policy's data about a slot: the key of its last block."""
         table = self._table
         place = int(table.next_places[entry])
         last = entry * table.blocks_per_slot + place - 1
         return EntryInfo(content=table.keys[last] if place else None)
 
     def tenant_numbers(self, entries: IndexArray) -> Int32Array:
-        """Return whose slots these are. There are tenants."""
+        """Return the tenants of these slots. Only with tenants."""
         numbers: Int32Array = required(self._tenants).owners[entries]
         return numbers
 
     def update(self, slots: IndexArray) -> None:
-        """Bring the policy in line with the books of these slots, given in order of the chain.
+        """Update the policy for these slots, given in order of the chain.
 
-        Those that came out of use enter as used most recently, the last ones to go first.
+        Slots that came out of use enter as the most recently used, the last ones to be evicted
+        first.
         """
         slots = self._table.distinct(slots)
         table, is_in = self._table, self._is_in[slots]
@@ -388,18 +389,18 @@ class SlotEviction:
         self.enter(slots[~is_in & ~is_used & ~is_empty][::-1])
 
     def enter(self, slots: IndexArray) -> None:
-        """Let slots that have just come out of use in; the first of them goes first."""
+        """Insert slots that have just come out of use; the first of them is evicted first."""
         if len(slots):
             self._policy.insert(slots)
             self._is_in[slots] = True
 
     def withhold(self, slots: IndexArray) -> None:
-        """Take those of the slots out that are in, until `update` brings them back."""
+        """Remove those slots that are in the policy, until `update` inserts them again."""
         slots = self._table.distinct(slots)
         self._leave(slots[self._is_in[slots]])
 
     def touch(self, slots: IndexArray) -> None:
-        """Make those of the slots that are in the most recently used."""
+        """Make those slots that are in the policy the most recently used."""
         slots = self._table.distinct(slots)
         waiting = slots[self._is_in[slots]]
         if len(waiting):
@@ -417,7 +418,7 @@ class SlotEviction:
         return int(np.count_nonzero(self._is_in & ~must_stay))
 
     def num_obtainable(self, tenants: TenantLedger, *, drops_dirty: bool) -> int:
-        """Return how many slots the served tenant could have now, free ones included."""
+        """Return how many slots the served tenant could get now, including free ones."""
         table = self._table
         must_stay = table.slot_spills > 0
         if not drops_dirty:
@@ -427,7 +428,7 @@ class SlotEviction:
         return max(0, tenants.num_obtainable(len(table.free_slots), can_go))
 
     def choose(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
-        """Take out the next `num_slots` slots that may go; there are as many."""
+        """Remove and return the next `num_slots` victims; there are enough."""
         table, policy = self._table, self._policy
         victims: list[IndexArray] = []
         kept: list[IndexArray] = []
@@ -456,10 +457,9 @@ class SlotEviction:
         return result
 
     def dirty_ahead(self, num_slots: int) -> IndexArray:
-        """Return which of the next `num_slots` slots owe a copy that is not being made yet, in
-        order.
+        """Return which of the next `num_slots` victims are dirty and not being spilled, in order.
 
-        Of a policy with several lines, so many of each: which gives how many shows later. Changes
+        With a policy of several lines, this many of each: their shares show later. Changes
         nothing.
         """
         if num_slots < 1 or not len(self._policy):
@@ -470,7 +470,7 @@ class SlotEviction:
         return ahead
 
     def _next(self, num_slots: int) -> IndexArray:
-        """Return the next `num_slots` slots, as `LooksAhead` means it. Changes nothing."""
+        """Return the next `num_slots` slots, as defined by `LooksAhead`. Changes nothing."""
         policy = self._policy
         if isinstance(policy, LooksAhead):
             return index_array(policy.look_ahead(num_slots))
@@ -481,11 +481,11 @@ class SlotEviction:
         return chosen
 
     def order(self) -> list[int]:
-        """Return all idle slots, the next to go first. For audits; changes nothing."""
+        """Return all idle slots, the next victim first. For audits; changes nothing."""
         return self._policy.order()
 
     def check(self) -> None:
-        """Raise InvariantError unless the policy has the idle slots."""
+        """Raise InvariantError unless the policy has exactly the idle slots."""
         table = self._table
         idle = np.flatnonzero((table.slot_members > 0) & (table.slot_holds == 0)).tolist()
         found = sorted(self._policy.order())

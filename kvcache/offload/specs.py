@@ -1,8 +1,7 @@
-"""What a copy is from and to: blocks of the device, slots of host memory, files.
+"""The ends of a copy: blocks of the device, slots of host memory, files.
 
-Stands between a tier, which says where contents lie, and the handlers that copy. Checks that ids
-and counts fit together when a spec is made. Refuses to know whether a block exists: that is the
-business of the owner of the memory.
+A tier states the places, handlers copy. A spec checks that its ids and counts fit together; whether
+a block exists is checked by the memory's owner.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FILE_MEDIUM = "file"
 
 
 class LoadStoreSpec(ABC):
-    """One end of a copy, in one medium. Not changed once it is made."""
+    """One end of a copy, in one medium. Immutable."""
 
     @staticmethod
     @abstractmethod
@@ -37,7 +36,7 @@ class LoadStoreSpec(ABC):
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """Blocks of a medium by number: `block_ids` is `(n,)` int32, a copy that is never written to.
+    """Blocks of a medium by number: `block_ids` is `(n,)` int32, a read-only copy.
 
     Raises InvalidInputError unless they are integers from 0 to 2147483647.
     """
@@ -56,15 +55,14 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     """Blocks of the device, ordered by KV cache group.
 
     The first `group_sizes[0]` ids are of group 0, the next `group_sizes[1]` of group 1, and so on;
-    None is one group. `block_indices[g]` is the place of group `g`'s first block in its sequence,
-    counted in device blocks: where a host block holds several device blocks, it says in which of
-    them the copy enters the first host block. None is everywhere the start.
+    None: one group. `block_indices[g]` is the index of group `g`'s first block in its sequence, in
+    device blocks: if a host block holds several device blocks, it says where in the first host
+    block the copy begins. None: at its start.
 
         host blocks of 4     | 0 1 2 3 | 4 5 6 7 |     block_indices[g] = 2, group_sizes[g] = 4:
         device blocks              2 3   4 5           the first one is entered in its middle
 
-    Raises InvalidInputError if sizes do not sum to the number of ids, or one entry per group is
-    not there.
+    Raises InvalidInputError if sizes do not sum to the number of ids, or a group has no entry.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return DEVICE_MEDIUM
 
     def first_offsets(self, blocks_per_host_block: int) -> Int32Array:
-        """Return, per group, how many device blocks of its first host block are passed over.
+        """Return, per group, how many device blocks of its first host block are skipped.
 
         Raises InvalidInputError for less than one device block in a host block.
         """
@@ -114,9 +112,9 @@ class HostLoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 class FileLoadStoreSpec(LoadStoreSpec):
-    """Files, one per block, by the keys of what they hold.
+    """Files, one per block, by the keys of their blocks.
 
-    Raises InvalidInputError for a key that is none, or keys of unequal length.
+    Raises InvalidInputError for an invalid key, or keys of unequal length.
     """
 
     def __init__(self, keys: Sequence[OffloadKey]) -> None:

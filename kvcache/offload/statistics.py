@@ -1,7 +1,4 @@
-"""Statistics of tiers at one moment.
-
-The tiers count; status, metrics and reports read. Data only.
-"""
+"""Statistics of tiers. Data only."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ from kvcache.tenants import TenantStatistics
 
 @dataclass(frozen=True)
 class TierStatistics:
-    """Statistics of one tier. Blocks are device blocks; the second part is counted since the start.
+    """Statistics of one tier. Blocks are device blocks; counters are since the start.
 
     `num_pending` are being stored, `num_held` are ready and read by a load or a spill. Slots in
-    quarantine hold something that was forgotten while a job still works on it. `num_hits` and
-    `num_misses` count keys that `lookup` was asked for; `num_skipped` were not stored because
-    they had not been seen often enough, `num_refused` because there was no room. `tenants` count
-    slots.
+    quarantine hold dropped content that a job still uses. `num_hits` and `num_misses` count keys
+    that `lookup` was asked for; `num_skipped` were not stored because they had not been seen often
+    enough, `num_refused` because there was no room. `tenants` count slots.
     """
 
     medium: str
@@ -54,9 +50,8 @@ class HierarchyStatistics:
     """Statistics of all tiers below the device. `open_jobs` by kind; `num_overdue` of them are
     late.
 
-    `num_failed_jobs` have ended badly, wholly or in part, `num_expired_jobs` were late, both since
-    the start. The disk has been left alone `num_disk_rests` times; `disk_problem` says why it is
-    now, if it is.
+    Since the start, `num_failed_jobs` have failed, wholly or in part, and `num_expired_jobs` were
+    late. The disk rested `num_disk_rests` times; `disk_problem` says why it rests now, if it does.
     """
 
     host: TierStatistics

@@ -1,13 +1,13 @@
-"""One tier: which keys are in which slots, and who goes when there is no room.
+"""One tier: the slots of keys, and which ones to evict.
 
-Between the hierarchy (or the owner of a single tier), which plans transfers, and the tier's books
-below. Used for host memory, whose addresses workers are told, and for files, of which only the
-number matters. Refuses to start a transfer, to wait and to read a clock.
+The hierarchy plans transfers (or another user of a single tier); the tables are below. Used for
+host memory, whose addresses are sent to workers, and for files, whose addresses are only counted.
+Starts no transfer, waits for nothing and reads no clock.
 
     slot 5 (4 blocks a slot)     | k20 | k21 | k22 |     |      k23 would come here
     addresses                       20    21    22    23
 
-A key is that of one device block. A slot is allotted and evicted as a whole, takes blocks of one
+A key is that of one device block. A slot is allocated and evicted as a whole, takes blocks of one
 chain in their order, and can be entered at any of them.
 """
 
@@ -61,23 +61,23 @@ from kvcache.tenants.ledger import NOBODY
 
 
 def first_of_each(values: Sequence[OffloadKey] | Sequence[int]) -> IndexArray:
-    """Return the positions at which a value comes for the first time, in rising order."""
+    """Return the position of each value's first appearance, ascending."""
     positions = dict(zip(reversed(values), range(len(values) - 1, -1, -1), strict=True))
     return index_array(sorted(positions.values()))
 
 
 def _last_of_each(values: IndexArray) -> IndexArray:
-    """Return the positions at which a value comes for the last time, in rising order."""
+    """Return the position of each value's last appearance, ascending."""
     _, from_end = np.unique(values[::-1], return_index=True)
     positions: IndexArray = np.sort(len(values) - 1 - from_end)
     return positions
 
 
 class Sightings:
-    """Counts of the `capacity` keys seen last. O(1) per key."""
+    """Counts of the last `capacity` keys that were seen. O(1) per key."""
 
     def __init__(self, threshold: int, capacity: int) -> None:
-        """Know no key. Raises ConfigurationError for a threshold or capacity below 1."""
+        """Start empty. Raises ConfigurationError for a threshold or capacity below 1."""
         if threshold < 1 or capacity < 1:
             raise ConfigurationError(
                 f"store threshold {threshold} with room for {capacity} keys: both must be at "
@@ -101,7 +101,7 @@ class Sightings:
             counts.popitem(last=False)
 
     def is_frequent(self, key: OffloadKey) -> bool:
-        """Say whether a key has been seen as often as is asked for. Changes nothing."""
+        """Return whether a key has been seen often enough. Changes nothing."""
         return self.threshold == 1 or self._counts.get(key, 0) >= self.threshold
 
     def clear(self) -> None:
@@ -111,7 +111,7 @@ class Sightings:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counters, in keys. What they count is said in `TierStatistics`."""
+    """Counters, in keys. `TierStatistics` explains them."""
 
     num_hits: int = 0
     num_misses: int = 0
@@ -159,16 +159,16 @@ class TierCounts:
 
 
 SpecOf: TypeAlias = Callable[[Sequence[OffloadKey], Int32Array], LoadStoreSpec]
-"""How a tier says where keys lie, given their addresses."""
+"""Makes the spec of addresses."""
 
 SIGHTINGS_PER_BLOCK = 4
-"""Where there is a store threshold, so many keys are counted per block that the tier can hold."""
+"""With a store threshold, this many keys are counted per block of the tier."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReservedPlaces:
-    """Places for keys: `positions` in the keys that were given, one address each; `evicted_keys`
-    had to go for them. For `num_refused` more there was no room."""
+    """Places for keys: `positions` in the caller's keys, one address each; `evicted_keys` were
+    evicted for them. There was no room for `num_refused` more."""
 
     positions: Int32Array
     addresses: Int32Array
@@ -186,12 +186,12 @@ def _check_context(ctx: ReqContext | None) -> None:
 
 
 class TierManager(OffloadingManager):
-    """A fixed number of slots, and what is in them.
+    """A fixed number of slots, and their contents.
 
     A key is being stored, then ready; ready ones may be read by any number of loads and spills.
-    While it is written or loaded its slot is not evicted; while it is spilled, or dirty (in no
-    lower tier), the slot keeps its place in the order, but others go. What is forgotten while a job
-    works on it is invisible at once, and its slot is in quarantine until that job has ended.
+    While it is written or loaded, its slot is not evicted. While it is spilled or dirty (in no
+    lower tier), the slot keeps its place in the order, but others are evicted first. A dropped key
+    that a job still uses is invisible at once; its slot is in quarantine until that job has ended.
     """
 
     def __init__(
@@ -200,14 +200,14 @@ class TierManager(OffloadingManager):
         policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
         spec_of: SpecOf = _host_slots,
     ) -> None:
-        """Make an empty tier. Raises ConfigurationError for options that cannot be meant."""
+        """Make an empty tier. Raises ConfigurationError for invalid options."""
         check_kind("options", options, TierOptions, ConfigurationError)
         check_kind("policies", policies, Mapping, ConfigurationError)
         check_methods("spec_of", spec_of, ("__call__",), ConfigurationError)
         self.options = options
         self._table = table = SlotTable(options.num_slots, options.blocks_per_slot)
         self.tenants = options.tenant_ledger()
-        """Who has which slot; None where there are no tenants."""
+        """The tenants of slots; None without tenants."""
         self._eviction = SlotEviction(table, options.policy, policies, self.tenants)
         self._contents = None
         if options.labels is not None:
@@ -226,7 +226,7 @@ class TierManager(OffloadingManager):
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that hold nothing."""
+        """Free slots."""
         return len(self._table.free_slots)
 
     @property
@@ -236,7 +236,7 @@ class TierManager(OffloadingManager):
 
     @property
     def is_adopting(self) -> bool:
-        """Whether what the tier holds is still being found out."""
+        """Whether the tier's contents are still being adopted."""
         return self._is_adopting
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None) -> OffloadAnswer:
@@ -254,11 +254,11 @@ class TierManager(OffloadingManager):
         return states
 
     def addresses_of(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Return where keys lie, -1 for those that are not here, shape `(n,)`. No mutation."""
+        """Return the addresses of keys, -1 for missing ones, shape `(n,)`. No mutation."""
         return int32_array(self._table.addresses_of(keys))
 
     def are_ready_at(self, addresses: Int32Array) -> BoolArray:
-        """Say of each address whether something ready lies there, shape `(n,)`. No mutation."""
+        """Return for each address whether its content is ready, shape `(n,)`. No mutation."""
         places = as_integers("addresses", addresses, at_most=self.num_addresses - 1)
         found: BoolArray = self._table.states[places] == READY
         return found
@@ -269,16 +269,16 @@ class TierManager(OffloadingManager):
         return self._table.keys_at(addresses)
 
     def owed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of the keys that are dirty and not being spilled, in order. No mutation."""
+        """Return the keys that are dirty and not being spilled, in order. No mutation."""
         addresses = self._table.addresses_of(keys)
         is_owed = self._table.is_dirty[addresses] & (self._table.num_spills[addresses] == 0)
         is_owed &= addresses != NO_ADDRESS
         return [keys[i] for i in np.flatnonzero(is_owed).tolist()]
 
     def dirty_ahead(self, num_slots: int) -> list[OffloadKey]:
-        """Return the dirty keys in the next `num_slots` slots to be evicted, in that order.
+        """Return the dirty keys in the next `num_slots` victims, in that order.
 
-        Without those in slots that are being spilled. Changes nothing.
+        Omits slots that are being spilled. Changes nothing.
         """
         ahead = self._eviction.dirty_ahead(as_int("num_slots", num_slots))
         addresses = self._table.addresses_in(ahead)
@@ -296,7 +296,7 @@ class TierManager(OffloadingManager):
         return labels if len(labelled) == len(keys) else None
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
-        """Return whose slots these keys, all of which are here, lie in; no names without tenants.
+        """Return the tenants of keys that are all here; empty names without tenants.
 
         Changes nothing.
         """
@@ -316,17 +316,17 @@ class TierManager(OffloadingManager):
         self._eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
 
     def count_look_up(self, num_hits: int, num_misses: int) -> None:
-        """Add to the statistics what was asked for by other ways than `lookup`."""
+        """Add look-ups to the statistics that did not use `lookup`."""
         hits, misses = as_int("num_hits", num_hits), as_int("num_misses", num_misses)
         self._counts.num_hits += hits
         self._counts.num_misses += misses
 
     def mark_dirty(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ready keys are in no tier below. Others are passed over."""
+        """Mark ready keys as dirty: no lower tier has them. Skips others."""
         self._table.mark_dirty(self._ready(keys))
 
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that ready keys may be dropped. Others are passed over."""
+        """Mark ready keys as clean. Skips others."""
         self._table.mark_clean(self._ready(keys))
 
     def prepare_load(
@@ -336,11 +336,11 @@ class TierManager(OffloadingManager):
         return self._spec_of(keys, self.hold(keys))
 
     def hold(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Do what `prepare_load` does; return the addresses."""
+        """Do `prepare_load`; return the addresses."""
         return self._hold_at(self._require(keys, (READY,), "ready to be loaded"))
 
     def hold_leading(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Do what `hold` does for those keys that come before the first one that is not ready."""
+        """Do `hold` for the keys before the first one that is not ready."""
         addresses = self._table.addresses_of(keys)
         is_missing = self._table.states_of(addresses) != READY
         return self._hold_at(addresses[: is_missing.argmax()] if is_missing.any() else addresses)
@@ -352,9 +352,9 @@ class TierManager(OffloadingManager):
         self._end_jobs(addresses)
 
     def prepare_spill(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Keep ready keys where they are until `complete_spill`; return their addresses.
+        """Hold ready keys until `complete_spill`; return their addresses.
 
-        Unlike a load it is no use of them. Raises InvalidInputError unless all are ready.
+        Unlike a load, this does not count as use. Raises InvalidInputError unless all are ready.
         """
         addresses = self._require(keys, (READY,), "ready to be spilled")
         self._table.add_spills(addresses, 1)
@@ -392,17 +392,17 @@ class TierManager(OffloadingManager):
     ) -> ReservedPlaces | None:
         """Make room for the missing ones of `keys`, as many leading ones as fit.
 
-        They are pending until `complete_store`. What is here already counts as used. None while
-        the tier is being adopted.
+        They are pending until `complete_store`. Keys already here count as used. None while the
+        tier is being adopted.
 
         Args:
-            labels: one row per key, kept where this tier keeps labels.
+            labels: one row per key, kept if this tier keeps labels.
             behind: the key that `keys[0]` continues, so that it may share that key's slot.
             spares: keys that are not evicted for these, and count as used.
-            is_forced: store also what has not been seen often enough.
-            drops_dirty: evict also what no lower tier has.
+            is_forced: also store keys that have not been seen often enough.
+            drops_dirty: also evict keys that no lower tier has.
             needs_all: None instead of a part of them.
-            tenant: whose they are, where there are tenants.
+            tenant: of the keys, if there are tenants.
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
@@ -467,10 +467,10 @@ class TierManager(OffloadingManager):
         self._end_jobs(written)
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Let keys vanish at once; return those that were ready. Unknown ones are passed over.
+        """Drop keys at once; return those that were ready. Skips unknown ones.
 
-        What a job works on stays in its slot, in quarantine, until that job is completed: no other
-        key comes there before, and the key itself is not stored again before.
+        A key that a job uses stays in its slot, in quarantine, until the job has ended. Until then
+        no other key takes its place, and it is not stored again.
         """
         table = self._table
         addresses = table.addresses_of(keys)
@@ -490,7 +490,7 @@ class TierManager(OffloadingManager):
         self._sightings.clear()
 
     def begin_adoption(self) -> None:
-        """Say RETRY instead of MISS, and store nothing, until `adopt`.
+        """Answer RETRY instead of MISS, and store nothing, until `adopt`.
 
         Raises InvalidInputError if the tier is not empty.
         """
@@ -503,11 +503,11 @@ class TierManager(OffloadingManager):
         addresses: Sequence[int] | Int32Array | None = None,
         labels: Label | None = None,
     ) -> IndexArray:
-        """Fill the empty tier with keys that are there already, the next to be evicted first.
+        """Fill the empty tier with existing keys, the first victim first.
 
-        Without `addresses` (files) they get some. Ends an adoption. Returns the positions of those
-        that were refused: an address that does not exist or is named twice, a key that is named
-        twice, or more keys than places (the first ones are refused then).
+        Without `addresses` (files), assigns some. Ends an adoption. Returns the positions of
+        refused keys: an invalid or repeated address, a repeated key, or more keys than places (the
+        first ones are refused then).
 
         Raises InvalidInputError if the tier is not empty, or there are not as many addresses or
         labels as keys.
@@ -526,7 +526,7 @@ class TierManager(OffloadingManager):
         return refused
 
     def present_event(self) -> OffloadingEvent | None:
-        """Return an event that says all that is ready now, parents first; None without labels."""
+        """Return an event with all ready content, parents first; None without labels."""
         addresses: IndexArray = np.flatnonzero(self._table.states == READY)
         if self._contents is None or not len(addresses):
             return None
@@ -544,19 +544,19 @@ class TierManager(OffloadingManager):
         return self._counts.statistics(self.options, self._table, told)
 
     def on_new_request(self, ctx: ReqContext) -> None:
-        """It is all the same to this tier."""
+        """Does nothing."""
         check_kind("ctx", ctx, ReqContext)
 
     on_request_finished = on_new_request
 
     def on_schedule_end(self) -> None:
-        """Nothing is put off."""
+        """Does nothing: no work is deferred."""
 
     def shutdown(self) -> None:
-        """Books end with their process."""
+        """Does nothing: the tables end with their process."""
 
     def num_jobs(self) -> tuple[int, int, int]:
-        """Return how many keys are written, loaded (each as often as it is) and spilled."""
+        """Return how many keys are written, loaded (each load counts) and spilled."""
         table = self._table
         return (
             int(table.is_written.sum()),
@@ -565,7 +565,7 @@ class TierManager(OffloadingManager):
         )
 
     def order(self) -> list[int]:
-        """Return the idle slots, the next to be evicted first. For audits."""
+        """Return the idle slots, the next victim first. For audits."""
         return self._eviction.order()
 
     def check(self) -> None:
@@ -590,7 +590,7 @@ class TierManager(OffloadingManager):
     def _wanted(
         self, keys: Sequence[OffloadKey], addresses: IndexArray, is_forced: bool
     ) -> IndexArray:
-        """Return the positions of keys that are to be stored, each key once."""
+        """Return the positions of keys to store, each key once."""
         positions: IndexArray = np.flatnonzero(addresses == NO_ADDRESS)
         if len(set(keys)) != len(keys):
             positions = np.intersect1d(positions, first_of_each(keys))
@@ -607,13 +607,13 @@ class TierManager(OffloadingManager):
             )
 
     def _num_obtainable_slots(self, *, drops_dirty: bool) -> int:
-        """Return how many slots new content could have now, of the tenant that is served."""
+        """Return how many slots the served tenant could get now for new content."""
         if self.tenants is not None:
             return self._eviction.num_obtainable(self.tenants, drops_dirty=drops_dirty)
         return len(self._table.free_slots) + self._eviction.num_evictable(drops_dirty=drops_dirty)
 
     def _make_room(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
-        """Evict until `num_slots` slots, which can be had, are free; return the keys that went."""
+        """Evict until `num_slots` are free, which is possible; return the evicted keys."""
         keys: tuple[OffloadKey, ...] = ()
         if self.tenants is not None and (num_own := self.tenants.demand(num_slots)):
             with self.tenants.gives_its_own():
@@ -633,7 +633,7 @@ class TierManager(OffloadingManager):
     def _occupy(
         self, keys: Sequence[OffloadKey], placement: Placement, labels: Label | None
     ) -> IndexArray:
-        """Put the placed keys into slots, as many of which are free; return their addresses."""
+        """Put the placed keys into free slots; return their addresses."""
         table = self._table
         start = len(table.free_slots) - placement.num_new_slots
         new_slots = index_array(sorted(table.free_slots[start:]))
@@ -650,7 +650,8 @@ class TierManager(OffloadingManager):
         return addresses
 
     def _end_jobs(self, addresses: IndexArray) -> None:
-        """Empty what was forgotten and has no job any more, and let idle slots be evicted."""
+        """Empty dropped addresses that have no job any more, and update the policy for idle
+        slots."""
         table = self._table
         slots = table.slots_of(addresses)
         lost = table.distinct(addresses[table.states[addresses] == FORGOTTEN])
@@ -660,7 +661,7 @@ class TierManager(OffloadingManager):
     def _fill(
         self, keys: Sequence[OffloadKey], addresses: IndexArray | None, labels: Label | None
     ) -> IndexArray:
-        """Fill the empty tier, the next to be evicted first; return what positions were kept."""
+        """Fill the empty tier, the first victim first; return the positions that were kept."""
         table = self._table
         kept = first_of_each(keys)
         if addresses is None:
@@ -684,13 +685,13 @@ class TierManager(OffloadingManager):
         return kept
 
     def _tell(self, addresses: IndexArray, *, removed: bool) -> None:
-        """Note that what lies at these addresses appeared or disappears, if that is told."""
+        """Record an event of contents at these addresses, if events are kept."""
         event = self._event(addresses, removed=removed)
         if event is not None:
             self._events.append(event)
 
     def _event(self, addresses: IndexArray, *, removed: bool) -> OffloadingEvent | None:
-        """Return an event of those addresses that have a label; None if there are none."""
+        """Return an event of the addresses that have a label; None if there are none."""
         if self._contents is None or not len(addresses):
             return None
         labelled, labels = self._contents.read(addresses)
@@ -708,7 +709,7 @@ class TierManager(OffloadingManager):
     def _count_adopted(
         self, tenants: TenantLedger, labels: Label | None, rows: IndexArray, places: IndexArray
     ) -> None:
-        """Count slots for the tenants whose contents, as the labels say, were there already."""
+        """Charge slots to the tenants of adopted contents, by their labels."""
         slots = self._table.slots_of(places)
         if labels is None:
             tenants.took(self._table.distinct(slots), tenants.account_named(""))
@@ -720,7 +721,7 @@ class TierManager(OffloadingManager):
                 tenants.took(theirs[tenants.owners[theirs] == NOBODY], account)
 
     def _ready(self, keys: Sequence[OffloadKey]) -> IndexArray:
-        """Return the addresses of those keys that are ready, each once."""
+        """Return the addresses of the ready keys, each once."""
         addresses = self._table.addresses_of(keys)
         ready: IndexArray = addresses[self._table.states_of(addresses) == READY]
         return self._table.distinct(ready)
@@ -728,7 +729,7 @@ class TierManager(OffloadingManager):
     def _require(
         self, keys: Sequence[OffloadKey], states: tuple[int, ...], what: str
     ) -> IndexArray:
-        """Return the addresses of keys; raises InvalidInputError unless all are in such a state."""
+        """Return the addresses of keys; raises InvalidInputError unless all have this state."""
         addresses = self._table.addresses_of(keys)
         found = self._table.states_of(addresses)
         is_wrong: BoolArray = np.ones(len(found), np.bool_)
@@ -741,7 +742,7 @@ class TierManager(OffloadingManager):
     def _require_read(
         self, keys: Sequence[OffloadKey], counts: CountArray, what: str
     ) -> IndexArray:
-        """Return the addresses of keys; raises InvalidInputError unless each is read so often."""
+        """Return the addresses of keys; raises InvalidInputError unless each has enough readers."""
         addresses = self._require(keys, (READY, FORGOTTEN), what)
         is_wrong: BoolArray = counts[addresses] < 1
         if len(self._table.distinct(addresses)) < len(addresses):
@@ -752,7 +753,7 @@ class TierManager(OffloadingManager):
         return addresses
 
     def _refuse(self, keys: Sequence[OffloadKey], is_wrong: BoolArray, what: str) -> None:
-        """Raise InvalidInputError about those of the keys that are wrong, of which there are."""
+        """Raise InvalidInputError about the wrong keys, of which there is at least one."""
         wrong = np.flatnonzero(is_wrong)
         raise InvalidInputError(
             f"{len(wrong)} of {len(keys)} keys are not {what} in tier {self.medium!r}, the first "

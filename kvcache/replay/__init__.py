@@ -1,4 +1,4 @@
-"""Playing a workload step by step, as an engine would, on whatever carries steps."""
+"""Plays a workload step by step, like an engine, on any stepper."""
 
 from __future__ import annotations
 

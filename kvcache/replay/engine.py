@@ -4,11 +4,11 @@
                     ▲                    │    ◀──settle── StepResult ◀──
                     └────── preempt ─────┘
 
-Every step runs all rows on (one token each, or a chunk of the prompt) within a budget of tokens,
-then admits the requests that wait, in order. Tokens are "sampled" by a rule, not by a model, so
-that a replay is the same every time. Who finds no room makes the most recently admitted request
-give way: what tiers do not keep of it is computed again later. Refuses to play on after a wrong
-byte, and says which block it was.
+Every step continues all rows (one token each, or a chunk of the prompt) within a budget of tokens,
+then admits waiting requests in order. Tokens are "sampled" by a rule, not by a model, so that a
+replay is the same every time. If a running request finds no room, the most recently admitted one is
+preempted; tokens that tiers do not keep are computed again later. Stops at a wrong byte, and names
+the block.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from kvcache.simulate.workload import Workload, WorkloadRequest
 class Before:
     """Where a request goes back to: its row, the preempted ones, or the new ones.
 
-    `keeps_row`: its row has run on since before the failed step, if it still has one. `is_new`: the
-    manager forgets it, it starts over.
+    `keeps_row`: its row has been running since before the failed step, if it still has one.
+    `is_new`: the manager forgets it, and it starts over.
     """
 
     request: ReplayedRequest
@@ -61,7 +61,7 @@ class Before:
 
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """What one step changed: rows as they were before it, and whom it admitted."""
+    """The changes of one step: rows before it, and admitted requests."""
 
     step: int
     rows: RowPositions
@@ -75,16 +75,16 @@ class UndoLog:
         self._records: deque[StepRecord] = deque()
 
     def add(self, record: StepRecord) -> None:
-        """Remember a step that has just been sent."""
+        """Add a step that has just been sent."""
         self._records.append(record)
 
     def drop_finished(self, finished_step: int) -> None:
-        """Forget steps up to `finished_step`."""
+        """Drop steps up to `finished_step`."""
         while self._records and self._records[0].step <= finished_step:
             self._records.popleft()
 
     def undo(self, failed_step: int) -> list[Before]:
-        """Forget steps from `failed_step` on; return how everybody in them stood before."""
+        """Drop steps from `failed_step` on; return the earlier state of their requests."""
         failed: deque[StepRecord] = deque()
         while self._records and self._records[-1].step >= failed_step:
             failed.appendleft(self._records.pop())
@@ -105,20 +105,20 @@ class UndoLog:
 
 
 class WaitingRequests:
-    """Preempted and new requests. At most `max_parked` step aside; then later ones have to wait."""
+    """Preempted and new requests. At most `max_parked` step aside; then later ones must wait."""
 
     def __init__(self, arrivals: Iterable[WorkloadRequest], max_parked: int) -> None:
         self._arrivals = iter(arrivals)
         self._max_parked = max_parked
         self._preempted: deque[ReplayedRequest] = deque()
         self._ready: deque[ReplayedRequest] = deque()
-        self._parked: dict[str, list[ReplayedRequest]] = {}  # by the request they quote
+        self._parked: dict[str, list[ReplayedRequest]] = {}  # by the quoted request
         self._num_parked = 0
-        self._unanswered: set[str] = set()  # drawn from the workload, not yet finished
+        self._unanswered: set[str] = set()  # drawn, not finished
         self.num_drawn = 0
 
     def look_ahead(self, count: int) -> list[ReplayedRequest]:
-        """Return up to `count` requests that may run now, in order, without taking them."""
+        """Return up to `count` requests that may run now, in order, without removing them."""
         while len(self._preempted) + len(self._ready) < count and self._draw():
             pass
         heads = list(self._preempted)[:count]
@@ -129,7 +129,7 @@ class WaitingRequests:
         (self._preempted if request.is_known else self._ready).remove(request)
 
     def put_preempted(self, request: ReplayedRequest) -> None:
-        """Let a request that was preempted run again before all others."""
+        """Put a preempted request before all others."""
         self._preempted.appendleft(request)
 
     def put_withdrawn(self, requests: Iterable[ReplayedRequest]) -> None:
@@ -140,7 +140,7 @@ class WaitingRequests:
             self._ready.appendleft(request)
 
     def take_preempted(self) -> list[ReplayedRequest]:
-        """Take all preempted requests out, in order: the manager has forgotten them."""
+        """Remove and return all preempted requests, in order: the manager has forgotten them."""
         preempted = list(self._preempted)
         self._preempted.clear()
         return preempted
@@ -153,7 +153,7 @@ class WaitingRequests:
         self._ready.extend(ready)
 
     def _draw(self) -> bool:
-        """Draw one request from the workload; False if there is none, or too many stand aside."""
+        """Draw one request from the workload; False if there is none, or too many are parked."""
         if self._num_parked >= self._max_parked:
             return False
         arrived = next(self._arrivals, None)
@@ -210,14 +210,14 @@ class ReplayEngine:
         self._waiting = WaitingRequests(self._arrivals(), max_parked=4 * limits.max_num_seqs)
         self._undo_log = UndoLog()
         self._last_step = 0
-        self._finished_step = NO_STEP  # as far as the stepper has said
+        self._finished_step = NO_STEP  # according to the stepper
         self._num_admissions = 0
         self._num_fruitless = 0  # steps in a row that changed nothing
         self._must_preempt = False  # a running row found no room in the last step
-        self._is_refused = False  # the first in line found no room: it goes in before all others
+        self._is_refused = False  # the first in line found no room
         self._leaving: tuple[ReplayedRequest, ...] = ()  # finished, not reported yet
-        self._returning: list[ReplayedRequest] = []  # back from an epoch that is over
-        self._has_room_come = False  # somebody has gone since then: worth another try
+        self._returning: list[ReplayedRequest] = []  # of an epoch that has ended
+        self._has_room_come = False  # a request has ended since
         self._start_s = self._advanced_s = self._statistics_s = clock.now()
 
     def run(self) -> ReplayReport:
@@ -241,14 +241,14 @@ class ReplayEngine:
         return self.report()
 
     def _go_on(self) -> bool:
-        """Play a step; say whether there is another one to play. Comes back after a loss."""
+        """Play a step; return whether there are more. Recovers from a loss."""
         try:
             self._await_pipeline(self._limits.pipeline_depth)
             plan = self._plan()
             if not plan.is_empty:
                 self._play(plan)
             elif self._finished_step < self._last_step:
-                self._await_pipeline(0)  # a failed step would bring its requests back
+                self._await_pipeline(0)  # a failed step would return its requests
             else:
                 self._exchange(self._request())  # seals the last step
                 self._await_pipeline(0)
@@ -291,14 +291,14 @@ class ReplayEngine:
         return progress
 
     def _undo(self, failed_step: int) -> None:
-        """Void the failed step and all later ones; their requests go back to where they were."""
+        """Void the failed step and all later ones; their requests return to their earlier state."""
         last_step = self._last_step
         result = self._exchange(
             replace(self._request(), completed_step=failed_step - 1, failed_step=failed_step)
         )
         self._tally.num_failed_steps += last_step - failed_step + 1
         withdrawn: list[ReplayedRequest] = []
-        seatless: list[str] = []  # of these the manager must have said the same
+        seatless: list[str] = []  # the manager must agree about these
         for before in self._undo_log.undo(failed_step):
             request = before.request
             if request.is_gone:
@@ -328,11 +328,11 @@ class ReplayEngine:
         self._await_pipeline(0)
 
     def _come_back(self) -> None:
-        """The epoch is over, and all that was scheduled in it is void: go on in the next one.
+        """Continue in the next epoch, because the present one ended and its steps are void.
 
-        A request that ran comes back as a new one, with all of its tokens, and all of them with one
-        step: what is cached of them is held before any of them takes room. Raises DeadlineError
-        when no epoch begins in time.
+        A request that ran comes back as a new one, with all of its tokens. All of them are in one
+        step, so that their cached blocks are held before any of them takes new ones. Raises
+        DeadlineError if no epoch begins in time.
         """
         self._stepper.attach()
         self._tally.num_returns += 1
@@ -350,13 +350,13 @@ class ReplayEngine:
     # -- one step --------------------------------------------------------------------------------
 
     def _plan(self) -> _Plan:
-        """Decide what the next step holds. Takes finished and preempted rows out."""
+        """Decide the next step. Removes finished and preempted rows."""
         finished = tuple(self._rows.remove(self._rows.done()))
         preempted: tuple[ReplayedRequest, ...] = ()
         if finished:
             self._has_room_come = True
         elif self._must_preempt and len(self._rows) > 1:
-            # The request that came last has lost least, and blocks of its prompt may still be found
+            # The last admitted request has lost least, and blocks of its prompt may still be cached
             # later.
             preempted = tuple(self._rows.remove([len(self._rows) - 1]))
             self._is_refused, self._has_room_come = True, False
@@ -374,7 +374,7 @@ class ReplayEngine:
     def _pick_admissions(
         self, num_planned_tokens: int
     ) -> tuple[tuple[ReplayedRequest, ...], tuple[int, ...]]:
-        """Choose who may enter with the tokens and seats that running rows leave."""
+        """Choose requests to admit, with the tokens and seats that running rows leave."""
         returning = self._returning
         if returning:
             share = max(1, self._limits.max_num_batched_tokens // len(returning))
@@ -385,7 +385,7 @@ class ReplayEngine:
         if self._must_preempt or must_wait:
             return (), ()
         picked, tokens = [], []
-        # Once refused, the first one is tried alone, so that none behind it takes its room.
+        # After a refusal, the first one is tried alone, so that no later one takes its room.
         for request in self._waiting.look_ahead(1 if self._is_refused else seats):
             if budget <= 0:
                 break
@@ -407,15 +407,15 @@ class ReplayEngine:
             yield request
 
     def _first_chunk(self, num_tokens: int) -> int:
-        """Return how much of `num_tokens` to ask for before it is known how many are found.
+        """Return how much of `num_tokens` to schedule before the number of hits is known.
 
-        Where ends of chunks matter it is no more than one of them apart, so that a chunk that
-        starts behind a hit does not pass the last one.
+        If the ends of chunks matter, at most one boundary interval, so that a chunk that starts
+        after a hit does not pass the last boundary.
         """
         return min(num_tokens, self._limits.model.boundary_tokens or num_tokens)
 
     def _play(self, plan: _Plan) -> None:
-        """Send one step and write down what came of it."""
+        """Send one step and record its result."""
         resumed = [request for request in plan.admitting if request.is_known]
         new = plan.admitting[len(resumed) :]
         max_new = plan.max_new_tokens
@@ -451,14 +451,14 @@ class ReplayEngine:
             self._require_hope(result)
 
     def _let_go(self) -> None:
-        """Count finished requests, once nothing of them is kept any more."""
+        """Count finished requests once the manager has freed them."""
         for request in self._leaving:
             request.is_gone = True
         self._tally.count_finished(self._leaving)
         self._leaving = ()
 
     def _admit(self, admitting: Sequence[ReplayedRequest], result: StepResult) -> list[Before]:
-        """Seat the requests that found room; return how they stood before."""
+        """Give rows to the admitted requests; return their earlier state."""
         admitted = []
         outcomes = zip(
             admitting,
@@ -486,10 +486,10 @@ class ReplayEngine:
         return admitted
 
     def _require_hope(self, result: StepResult) -> None:
-        """Called when a step got nowhere: raise unless another one might get further.
+        """Called after a step without effect: raise unless another one might have one.
 
-        Raises OutOfBlocksError when a request that wants to run has the pool to itself, or is more
-        than its tenant may ever have, and DeadlineError when nothing has advanced for `stall_s`.
+        Raises OutOfBlocksError if a request that wants to run has the pool to itself, or exceeds
+        its tenant's limit, and DeadlineError if nothing has advanced for `stall_s`.
         """
         self._num_fruitless += 1
         if result.refused:
@@ -498,7 +498,7 @@ class ReplayEngine:
                 f"request {refusal.request_id} of {self._workload.name}: {refusal.reason}"
             )
         if len(self._rows) <= 1 and (self._must_preempt or self._is_refused):
-            # What finished steps still hold comes free when they are reported: ask once more.
+            # Blocks of finished steps become free when they are reported: try once more.
             self._await_pipeline(0)
             if self._num_fruitless > 1:
                 raise self._does_not_fit()
@@ -524,11 +524,11 @@ class ReplayEngine:
     # -- sending ---------------------------------------------------------------------------------
 
     def _request(self) -> StepRequest:
-        """Return an empty step that reports what has finished."""
+        """Return an empty step that reports finished requests."""
         return StepRequest(client_id="", step=0, epoch=0, completed_step=self._finished_step)
 
     def _exchange(self, request: StepRequest) -> StepResult:
-        """Send a step and return its answer. Raises RequestError when it was refused."""
+        """Send a step and return its answer. Raises RequestError if it was refused."""
         number = self._stepper.submit(request)
         result = self._stepper.wait_result(number)
         if result.error:

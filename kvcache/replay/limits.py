@@ -1,7 +1,4 @@
-"""What a replayed step may hold, and how long the engine waits.
-
-The settings of the replay engine. Refuses numbers that cannot be meant.
-"""
+"""Limits of replayed steps, and of the engine's waits. Refuses invalid numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ from kvcache.simulate.workload import WorkloadRequest
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What a step may hold, and how the engine waits.
+    """Limits of steps and waits.
 
-    `pipeline_depth`: steps whose forwards may still run when the next one is submitted.
-    `stall_s`: how long nothing may advance before the replay is given up. `skips_too_long`:
-    requests longer than `max_model_len` are left out and counted. `model`: what its kinds of
-    attention want of steps.
+    `pipeline_depth`: most steps whose forwards still run when the next one is sent. `stall_s`: how
+    long nothing may advance before the replay gives up. `skips_too_long`: requests longer than
+    `max_model_len` are left out and counted. `model`: the demands of its attention kinds on steps.
 
-    Raises RequestError for a number that cannot be meant.
+    Raises RequestError for an invalid number.
     """
 
     max_model_len: int
@@ -45,7 +41,7 @@ class EngineLimits:
 
 
 def require_model_len(workload_name: str, request: WorkloadRequest, max_model_len: int) -> None:
-    """Raise RequestError unless a request of `max_model_len` tokens may be as long as this one."""
+    """Raise RequestError unless a request may be as long as `max_model_len`."""
     if request.num_tokens > max_model_len:
         raise RequestError(
             f"request {request.request_id} of {workload_name} has {request.num_prompt_tokens} "

@@ -1,7 +1,4 @@
-"""The results of a replay.
-
-Stands between a replay and the commands that show it. Pure data: rendering is not done here.
-"""
+"""The results of a replay. Pure data; the commands render it."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from kvcache.replay.stepper import TierCounters
 class ReplayReport:
     """The results of a replay, finished or not.
 
-    Hits are those of first admissions: `num_hit_tokens` of `num_prompt_tokens` were found in the
-    cache and not computed again. What preempted requests found again or computed a second time
-    is counted apart. `peak_usage` is the largest share of blocks in use that was sampled.
-    `num_wrong_blocks`: blocks found to hold other bytes than their tokens demand; the first one
-    ends the replay. `num_returns`: how often all requests came back to a cluster that had lost its
-    coordinator or a worker. `num_skipped_requests` were longer than `max_model_len` and not played.
-    `tiers` is None where there are none below the device.
+    Hits are those of first admissions: `num_hit_tokens` of `num_prompt_tokens` were cached and not
+    computed again. Tokens that preempted requests hit or computed again are counted separately.
+    `peak_usage` is the largest sampled share of blocks in use. `num_wrong_blocks`: blocks with
+    other bytes than their tokens demand; the first one ends the replay. `num_returns`: how often
+    all requests returned to a cluster that had lost its coordinator or a worker.
+    `num_skipped_requests` were longer than `max_model_len` and not played. `tiers` is None without
+    tiers below the device.
     """
 
     workload: str
@@ -48,7 +45,7 @@ class ReplayReport:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were found in the cache, 0 to 1; 0.0 without any."""
+        """Share of cached prompt tokens, 0 to 1; 0.0 without any."""
         return self.num_hit_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
@@ -58,12 +55,12 @@ class ReplayReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second that were found or computed; 0.0 before time has passed."""
+        """Tokens per second that were hit or computed; 0.0 before time has passed."""
         tokens = self.num_hit_tokens + self.num_computed_tokens
         return tokens / self.wall_time_s if self.wall_time_s > 0 else 0.0
 
     def to_json(self) -> str:
-        """Return the report as JSON, keys as the fields are named, rates included."""
+        """Return the report as JSON, with the fields' names as keys, including rates."""
         rates = {
             "hit_rate": self.hit_rate,
             "steps_per_s": self.steps_per_s,

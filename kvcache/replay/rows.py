@@ -1,14 +1,14 @@
-"""The requests that are running, as arrays, and how much of each the next step may compute.
+"""The running requests as arrays, and the tokens of each that the next step may compute.
 
-Stands inside the replay engine, which decides who enters and who leaves. One row per running
-request, in order of admission, the most recent last. A row's life in tokens:
+Part of the replay engine, which decides which requests run. One row per running request, in order
+of admission. A row's life in tokens:
 
     0 ........ computed ........ known ........ target
       in the cache     in a chunk to come   sampled one by one
 
-`known` tokens have been told to the manager (the prompt, and what was appended since); the row is
-done when `target` tokens are computed. When all known tokens are computed, the next token has been
-sampled and is appended by the next step. The last sampled token is never computed.
+The manager has been told `known` tokens (the prompt, and appended ones); the row is done when
+`target` tokens are computed. When all known tokens are computed, the next token has been sampled,
+and the next step appends it. The last sampled token is never computed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SLOTS, _KNOWN, _COMPUTED, _TARGETS, _PROMPTS, _NUM_COLUMNS = 0, 1, 2, 3, 4, 5
 
 @dataclass(eq=False)
 class ReplayedRequest:
-    """A request under way. `num_known_tokens` is kept here while it has no row.
+    """A request in progress. `num_known_tokens` is kept here while it has no row.
 
-    `is_known` tells the manager's requests (running or preempted) from new ones. `admission` counts
-    admissions, over all requests. `num_ever_computed` is how far it has got: what is computed
-    below that is computed again. `is_gone`: finished, and the manager has been told.
+    `is_known` distinguishes the manager's requests (running or preempted) from new ones.
+    `admission` counts admissions over all requests. `num_ever_computed` is its maximum so far:
+    tokens below it are computed again. `is_gone`: finished, and the manager has been told.
     """
 
     request: WorkloadRequest
@@ -51,7 +51,7 @@ class ReplayedRequest:
 
     @property
     def known_token_ids(self) -> Int32Array:
-        """The prompt and what has been sampled since, as far as the manager was told."""
+        """The prompt and the sampled tokens that the manager knows."""
         prompt, name = self.request.token_ids, self.request.request_id
         num_sampled = self.num_known_tokens - self.request.num_prompt_tokens
         if num_sampled <= 0:
@@ -60,13 +60,13 @@ class ReplayedRequest:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens to compute in all: every one but the last that is sampled."""
+        """Tokens to compute in total: all but the last sampled one."""
         return self.request.num_prompt_tokens + max(self.request.num_output_tokens, 1) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedRows:
-    """What the next step asks for the first `num_rows` rows, and the arrays to send."""
+    """The next step for the first `num_rows` rows, and the arrays to send."""
 
     num_rows: int
     running: RunningRequests
@@ -75,7 +75,7 @@ class PlannedRows:
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """Where rows stood at some moment. Shapes of the arrays: `(len(requests),)`."""
+    """A snapshot of the rows. Shapes of the arrays: `(len(requests),)`."""
 
     requests: Sequence[ReplayedRequest]
     num_computed_tokens: IndexArray
@@ -88,7 +88,7 @@ class RunningRows:
     def __init__(self, capacity: int) -> None:
         self._table = np.zeros((_NUM_COLUMNS, capacity), np.int64)
         self._seeds = np.zeros(capacity, np.uint64)
-        self._requests: list[ReplayedRequest] = []  # replaced, never changed: others keep it
+        self._requests: list[ReplayedRequest] = []  # replaced, never mutated: callers keep it
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -112,7 +112,7 @@ class RunningRows:
         self._requests = [*self._requests, request]
 
     def remove(self, rows: Sequence[int]) -> list[ReplayedRequest]:
-        """Take rows out and return their requests; the others keep their order."""
+        """Remove rows and return their requests; the others keep their order."""
         if not rows:
             return []
         before, gone = len(self._requests), set(rows)
@@ -136,8 +136,8 @@ class RunningRows:
     def plan(self, budget_tokens: int, boundary_tokens: int | None = None) -> PlannedRows:
         """Plan at most `budget_tokens`, oldest rows first. Changes nothing.
 
-        A chunk that passes a multiple of `boundary_tokens` ends at the last one it reaches; what is
-        behind it comes with the next step. Rows that are done must have been removed.
+        A chunk that passes a multiple of `boundary_tokens` ends at the last one that it reaches;
+        the rest comes with the next step. Finished rows must have been removed.
         """
         num_rows = len(self._requests)
         table = self._table[:, :num_rows]
@@ -149,7 +149,7 @@ class RunningRows:
         if boundary_tokens is not None:
             cut = (computed + granted) // boundary_tokens * boundary_tokens - computed
             granted = np.where(cut > 0, cut, granted)
-        count = int(np.count_nonzero(granted > 0))  # the oldest ones: what is left only shrinks
+        count = int(np.count_nonzero(granted > 0))  # the oldest ones, as the budget shrinks
         samples = samples[:count]
         offsets = np.zeros(count + 1, np.int32)
         np.cumsum(samples, out=offsets[1:])
@@ -167,10 +167,10 @@ class RunningRows:
         return PlannedRows(count, running, int(num_new.sum()))
 
     def settle(self, planned: PlannedRows, scheduled: Int32Array) -> list[int]:
-        """Write down what a step did of `planned`; return the rows that found no room.
+        """Record the result of `planned`; return the rows that found no room.
 
-        Shape of `scheduled`: `(planned.num_rows,)`, 1 where the row got its blocks. Sampled
-        tokens are known to the manager either way.
+        Shape of `scheduled`: `(planned.num_rows,)`, 1 if the row got its blocks. The manager knows
+        the sampled tokens either way.
         """
         count = planned.num_rows
         self._table[_KNOWN, :count] += np.diff(planned.running.token_offsets)
@@ -178,7 +178,7 @@ class RunningRows:
         return [] if scheduled.all() else np.flatnonzero(scheduled == 0).tolist()
 
     def positions(self) -> RowPositions:
-        """Return where every row stands now, to go back to if the next step fails."""
+        """Return a snapshot of all rows, in case the next step fails."""
         count = len(self._requests)
         table = self._table[:, :count]
         return RowPositions(self._requests, table[_COMPUTED].copy(), table[_KNOWN].copy())
@@ -188,6 +188,6 @@ class RunningRows:
         return self._requests.index(request) if request in self._requests else None
 
     def go_back(self, row: int, num_computed: int, num_known: int) -> None:
-        """Set a row back to what it was."""
+        """Restore a row."""
         self._table[_COMPUTED, row] = num_computed
         self._table[_KNOWN, row] = num_known

@@ -1,8 +1,7 @@
-"""Whom the replay engine drives: anything that takes steps and runs their forwards.
+"""The interface below the replay engine: takes steps and runs their forwards.
 
-Stands between the engine and a cluster's client, a cluster in this process, or a bare manager. The
-engine decides what each step holds; a stepper numbers the steps, carries them, and says how far
-their forwards have got. Refuses to schedule anything.
+Implemented by a cluster's client, a cluster in this process, and a bare manager. The engine decides
+the content of each step; a stepper numbers steps, sends them, and reports the progress of forwards.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvcache.protocol.step import NO_STEP, StepRequest, StepResult
 
 @dataclass(frozen=True)
 class ForwardProgress:
-    """How far forwards have got on every rank.
+    """The progress of forwards on all ranks.
 
     Every step up to `finished_step` is complete. `failed_step` is the first step that was void
     and has not been reported to the manager yet, else `NO_STEP`; it is given only when no rank can
@@ -33,10 +32,10 @@ class ForwardProgress:
 
 @dataclass(frozen=True)
 class TierCounters:
-    """What went through the tiers below the device since the epoch began: tokens that requests did
-    not compute because they were loaded, those of them that came from files, and bytes over all
-    ranks. Of the requests that were swapped out some came back where they had been: so many tokens
-    were not computed again although they have no content hash."""
+    """Traffic of the tiers below the device since the epoch began: tokens that were loaded instead
+    of computed, how many of them came from files, and bytes over all ranks. And swaps: requests
+    that were swapped out and in, and unhashed tokens that were not computed again because of
+    that."""
 
     num_loaded_tokens: int = 0
     num_fetched_tokens: int = 0
@@ -49,7 +48,7 @@ class TierCounters:
     num_swap_saved_tokens: int = 0
 
     def grown_since(self, before: TierCounters) -> TierCounters:
-        """Return by how much each counter has grown. One that is lower was reset."""
+        """Return the increase of each counter. A counter that fell was reset."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return TierCounters(*(now - then if now >= then else now for now, then in pairs))
 
@@ -60,8 +59,8 @@ class TierCounters:
 
 @dataclass(frozen=True)
 class CacheCounters:
-    """What the cluster knows, since it was started: blocks evicted, and blocks copied by each rank.
-    `usage` is of this moment, 0 to 1. `tiers` is None where there are none."""
+    """Counters of the cluster since its start: blocks evicted, and blocks copied by each rank.
+    `usage` is the present share, 0 to 1. `tiers` is None without tiers."""
 
     num_blocks: int
     num_evictions: int
@@ -76,35 +75,35 @@ class Stepper(Protocol):
     def submit(self, step: StepRequest) -> int:
         """Send `step` and return its number.
 
-        `client_id`, `step` and `epoch` are filled in here, whatever they were.
+        Overwrites `client_id`, `step` and `epoch`.
         """
 
     def wait_result(self, step: int) -> StepResult:
         """Return the manager's answer to step number `step`, or to the later number under which it
-        was sent again because it had been refused for a while: see `StepResult.step`.
+        was sent again after a temporary refusal: see `StepResult.step`.
 
-        Raises DeadlineError; StaleEpochError or WorkerLostError when the epoch is over.
+        Raises DeadlineError; StaleEpochError or WorkerLostError if the epoch has ended.
         """
 
     def wait_finished(self, step: int) -> None:
-        """Return once `progress` has reached `step` or shows a failure. Raises as `wait_result`."""
+        """Wait until `progress` has reached `step` or shows a failure. Raises as `wait_result`."""
 
     def attach(self) -> None:
-        """Go on in a new epoch, after the old one has ended: everything scheduled is void, and
-        every request unknown. Raises DeadlineError when no epoch begins."""
+        """Continue in a new epoch after the old one has ended: all scheduled steps are void, and
+        all requests unknown. Raises DeadlineError if no epoch begins."""
 
     def progress(self) -> ForwardProgress:
-        """Say how far forwards have got, without waiting."""
+        """Return the progress of forwards, without waiting."""
 
     def statistics(self) -> CacheCounters:
-        """Return the manager's statistics. May take a while: not for every step."""
+        """Return the manager's statistics. May be slow: not for every step."""
 
 
 class ManagerStepper:
     """A bare manager whose forwards take no time: nothing is computed and nothing checked.
 
     `fails` says which steps fail (none by default); such a step and those scheduled after it are
-    void. `lag` steps are always unfinished, as if a forward were still running.
+    void. `lag` steps are always unfinished, like running forwards.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class ManagerStepper:
         self._fails = fails
         self._results: dict[int, StepResult] = {}
         self._last_step = 0
-        self._seen_step = 0  # forwards up to here have ended, well or not
+        self._seen_step = 0  # forwards up to here have ended
         self._failing_step = NO_STEP  # the first void step the manager has not been told of
         self._void = range(0)
 
@@ -147,10 +146,10 @@ class ManagerStepper:
         self._seen_step = max(self._seen_step, step)
 
     def attach(self) -> None:
-        """A bare manager has one epoch, which ends with it: there is nothing to do."""
+        """Does nothing: a bare manager has one epoch, which ends with it."""
 
     def progress(self) -> ForwardProgress:
-        """Nothing is checked, so nothing is ever wrong."""
+        """Nothing is checked, so nothing is wrong."""
         if NO_STEP < self._failing_step <= self._seen_step:
             return ForwardProgress(self._failing_step - 1, self._failing_step)
         finished = self._void.start - 1 if self._seen_step in self._void else self._seen_step
@@ -163,7 +162,7 @@ class ManagerStepper:
 
 
 def describe_failures(failures: Sequence[FailedForward]) -> str:
-    """Return one paragraph per forward that found wrong bytes, the block's history included."""
+    """Return one paragraph per forward with wrong bytes, including the block's history."""
     return "\n".join(
         f"step {failure.step}, rank {failure.rank}: {failure.detail}" for failure in failures
     )

@@ -1,7 +1,4 @@
-"""The running sums of a replay, from which its report is made.
-
-Stands inside the replay engine. Only adds up; what counts as what is said here in one place.
-"""
+"""The running sums of a replay, from which its report is made."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from kvcache.replay.stepper import CacheCounters, TierCounters
 
 
 class ReplayTally:
-    """Sums of one replay. The manager's own counts start where the first sample found them."""
+    """Sums of one replay. The manager's own counts are relative to the first sample."""
 
     def __init__(self, workload: str) -> None:
         self.num_steps = 0
@@ -39,7 +36,7 @@ class ReplayTally:
         self._latest: CacheCounters | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
-        """Count requests that have been answered to the end."""
+        """Count finished requests."""
         for request in requests:
             self._num_requests += 1
             self._num_output_tokens += request.request.num_output_tokens
@@ -47,10 +44,10 @@ class ReplayTally:
     def count_admission(
         self, request: ReplayedRequest, num_hit_tokens: int, num_scheduled_tokens: int
     ) -> None:
-        """Count an admission that found `num_hit_tokens`, before the request is marked admitted.
+        """Count an admission with `num_hit_tokens`, before the request is marked as admitted.
 
-        A request is looked up once: what a preempted one finds, or computes again, and what a
-        withdrawn one computes again, is counted apart.
+        A request counts as looked up once: later hits and recomputed tokens of preempted and
+        withdrawn requests are counted separately.
         """
         self.num_computed_tokens += num_scheduled_tokens
         if request.admission == 0:
@@ -61,7 +58,7 @@ class ReplayTally:
             self._num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
 
     def sample(self, statistics: CacheCounters) -> None:
-        """Take the manager's statistics of this moment."""
+        """Record the manager's present statistics."""
         if self._latest is not None:
             self._num_evictions += _grown(statistics.num_evictions, self._latest.num_evictions)
             self._num_copies += _grown(statistics.num_copies, self._latest.num_copies)
@@ -100,5 +97,5 @@ class ReplayTally:
 
 
 def _grown(count: int, before: int) -> int:
-    """Return by how much a count has grown; one that is lower was reset by a new epoch."""
+    """Return the increase of a count; one that fell was reset by a new epoch."""
     return count - before if count >= before else count

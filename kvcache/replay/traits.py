@@ -1,6 +1,6 @@
-"""What the replay engine must know of the model it replays: how its kinds of attention want steps.
+"""Properties of a replayed model: the demands of its attention kinds on steps.
 
-Read off the KV cache groups of a plan. Refuses to know layers, pages and memory.
+Derived from the KV cache groups of a plan.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvcache.specs import KVCacheGroupSpec
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Traits of a model.
+    """Properties of a model.
 
-    `boundary_tokens`: a state can be found again only where a chunk ended, and together with
-    blocks of all other groups only at multiples of this; None where it does not matter.
-    `keeps_states`: what a failed step ran cannot go back, and is computed again.
-    `max_encoder_tokens`: of one request, 0 where nothing reads any.
+    `boundary_tokens`: a state can be hit only where a chunk ended, and together with blocks of all
+    other groups only at multiples of this; None if it does not matter. `keeps_states`: rows of a
+    failed step cannot be rolled back, and are computed again. `max_encoder_tokens`: of one request,
+    0 without an encoder.
     """
 
     boundary_tokens: int | None = None
@@ -28,7 +28,7 @@ class ModelTraits:
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroupSpec]) -> ModelTraits:
-        """Return the traits of a model whose layers are in `groups`."""
+        """Return the properties of a model with these groups."""
         specs = [group.kv_cache_spec for group in groups]
         keeps_states = any(spec.num_state_blocks is not None for spec in specs)
         has_hits = all(spec.can_prefix_cache for spec in specs)
@@ -41,4 +41,4 @@ class ModelTraits:
 
 
 PLAIN_MODEL = ModelTraits()
-"""A model that keeps tokens, and nothing else."""
+"""A model that keeps only tokens."""
