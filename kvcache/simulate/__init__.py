@@ -1,4 +1,4 @@
-"""Workloads and what-if: requests to play, and what a cache of some size would make of them."""
+"""Workloads, and simulations of caches that serve them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""What to give device, host and disk for some money: which sizes are worth a simulation.
+"""How much device, host and disk memory to buy with a budget: the sizes worth a simulation.
 
     curves by policy ──▶ all ways to spend the budget ──▶ the best of each shape ──▶ simulated
     (one pool)           (estimated)                      (device; + host; + disk)   (measured)
 
-An estimate takes a hit rate from the curve of one pool: the device hits as a pool of its size does,
-device and host together as the larger of the two does, because what is on the device is in host
-memory too, and with a disk as if the disk held other blocks than those. The last is too good where
-both hold the same; so estimates only choose what is simulated, and advice is what was measured.
+An estimate takes hit rates from the curve of one pool. The device hits like a pool of its size;
+device and host together like the larger of the two, because host memory also has the device's
+blocks; with a disk, as if the disk had other blocks than those. The last is too optimistic if both
+have the same blocks. So estimates only choose what to simulate, and the advice comes from
+simulations.
 
-A hit is worth the prefill time it saves: all of it on the device, less the time of the transfer
-where its block comes from below.
+A hit is worth the prefill time that it saves, minus the time of the transfer if its block comes
+from below the device.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from kvcache.simulate.simulation import SimulationResult
 GIB = 2**30
 _NUM_SHARES = 40
 _AS_GOOD = 0.002
-"""Cheaper ways that save so much less, as a share of prefill time, are taken to be as good."""
+"""A cheaper option that saves less by at most this share of prefill time counts as equal."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Money per GiB; None: there is no such tier.
+    """Money per GiB; None: no such tier.
 
-    Raises ConfigurationError for what cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     device: float
@@ -53,9 +54,9 @@ class Prices:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast tokens are computed and bytes are loaded, of all ranks together.
+    """The speed of prefill and of loads, of all ranks together.
 
-    Raises ConfigurationError for what cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     prefill_tokens_per_s: float = 10_000.0
@@ -80,37 +81,38 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a block costs: `block_bytes` on all ranks together, prices, and the money there is."""
+    """Costs: `block_bytes` on all ranks together, prices, and the budget."""
 
     block_bytes: float
     prices: Prices
     budget: float
 
     def cost(self, cache: SimulatedCache) -> float:
-        """Return what a cache costs. It has a limited device."""
+        """Return the price of a cache, whose device is limited."""
         sizes = (cache.num_blocks or 0, cache.host_blocks, cache.disk_blocks)
         prices = (self.prices.device, self.prices.host or 0.0, self.prices.disk or 0.0)
         return sum(self.gib(n) * price for n, price in zip(sizes, prices, strict=True))
 
     def gib(self, num_blocks: int) -> float:
-        """Return the size of so many blocks."""
+        """Return the size of this many blocks."""
         return num_blocks * self.block_bytes / GIB
 
     def most_blocks(self, price: float, money: float) -> int:
-        """Return how many blocks money buys."""
+        """Return how many blocks this money buys."""
         return int(money / price * GIB / self.block_bytes)
 
 
 class HitCurve:
-    """Hit rate by size of one pool, straight between what was simulated over the logarithm."""
+    """Hit rate by size of one pool, interpolated linearly over the logarithm of the size."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        """Take at least one point, blocks and rate."""
+        """Use at least one point, blocks and rate."""
         self.points = tuple(sorted(points))
         self._logs = [log(num_blocks) for num_blocks, _ in self.points]
 
     def rate(self, num_blocks: int) -> float:
-        """Return the rate; below the smallest pool it falls to 0, behind the largest it stays."""
+        """Return the rate: below the smallest pool it falls to 0, above the largest it is
+        constant."""
         if num_blocks < 1:
             return 0.0
         least, least_rate = self.points[0]
@@ -127,8 +129,8 @@ class HitCurve:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to spend the money, and what it is estimated to do. `saved` is a share of the prefill
-    time, `hit_rate` of block references."""
+    """A purchase and its estimated effect. `saved` is a share of the prefill time, `hit_rate` of
+    block references."""
 
     shape: str
     cache: SimulatedCache
@@ -139,7 +141,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class MeasuredCandidate:
-    """A candidate and what its simulation said."""
+    """A candidate and the result of its simulation."""
 
     candidate: Candidate
     result: SimulationResult
@@ -153,11 +155,11 @@ def best_candidates(
     tokens_per_block: int,
     least: int,
 ) -> list[Candidate]:
-    """Return the best way to spend the money for each shape: what saves most, or the cheapest of
-    those that save about as much. A shape that is in no way better than the one with a tier less
-    is left out. `least` blocks are needed on the device.
+    """Return the best purchase of each shape: the one that saves most, or the cheapest of those
+    that save about as much. A shape that is no better than the one with a tier less is left out.
+    The device needs at least `least` blocks.
 
-    Raises ConfigurationError where the money does not buy those.
+    Raises ConfigurationError if the budget does not buy those.
     """
     affordable = memory.most_blocks(memory.prices.device, memory.budget)
     if affordable < least:
@@ -183,20 +185,20 @@ def best_candidates(
 
 
 def _is_better(one: Candidate, other: Candidate) -> bool:
-    """Whether one saves more, or about as much for less money."""
+    """Return whether `one` saves more, or about as much for less money."""
     if one.saved > other.saved + _AS_GOOD:
         return True
     return one.saved >= other.saved - _AS_GOOD and one.cost < other.cost
 
 
 SHAPES = ("device", "device, host", "device, host, disk")
-"""What can have memory, the simplest first."""
+"""The shapes of purchases, the simplest first."""
 
 
 def measured(
     candidate: Candidate, result: SimulationResult, speeds: Speeds, bytes_per_token: float
 ) -> MeasuredCandidate:
-    """Return the candidate with what its simulation said it saves."""
+    """Return the candidate with the savings in its simulation."""
     hits = (result.num_device_hits, result.num_host_hits, result.num_disk_hits)
     worth = speeds.worth(bytes_per_token)
     saved = sum(n * w for n, w in zip(hits, worth, strict=True)) / result.num_references
@@ -214,9 +216,9 @@ def choose(candidates: Sequence[MeasuredCandidate]) -> MeasuredCandidate:
 def _ways(
     policy: str, memory: Memory, least: int, most: int
 ) -> Iterator[tuple[str, SimulatedCache]]:
-    """Yield ways to spend shares of the money, the least that a device needs aside.
+    """Yield divisions of the budget, after the smallest device is paid.
 
-    A device of `most` blocks, where curves end, hits all that can be hit: nothing dearer is tried.
+    A device of `most` blocks, the end of the curves, hits all that can be hit: none is larger.
     """
     prices = memory.prices
     money = min(memory.budget, memory.gib(max(least, most)) * prices.device)

@@ -1,11 +1,11 @@
-"""A whole trace as arrays of block numbers, checked: what simulations of all kinds are run on.
+"""A whole trace as arrays of block numbers, checked: the input of all simulations.
 
     requests      0                1            2
     starts        0                4            6                9
     blocks        0   1   2   3    0   1'       0   1   2   4         a number fixes all before it
 
-Made once from a file or a generator, read again and again. Whatever contradicts itself is found
-here, with the line it stands in.
+Made once from a file or a generator, and read many times. Contradictions are found here, with their
+line.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvcache.simulate.workload import Workload, WorkloadRequest
 
 _NO_PARENT = -1
 COMPACT_BLOCK_SIZE = 2
-"""Tokens that stand for a whole block in `CompactTrace`."""
+"""Tokens that represent a whole block in `CompactTrace`."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTrace:
     """`blocks[starts[i]:starts[i + 1]]` are the blocks of request `i`, numbered from 0 in order of
-    appearance, a partial last one included; `lines[i]` is where it stands in its file."""
+    appearance, including a partial last one; `lines[i]` is its line in the file."""
 
     name: str
     block_size: int
@@ -57,7 +57,7 @@ class BlockTrace:
 
     @cached_property
     def num_distinct_blocks(self) -> int:
-        """How many different blocks there are, partial ones included."""
+        """Number of different blocks, including partial ones."""
         return int(self.blocks.max()) + 1
 
     @cached_property
@@ -72,11 +72,11 @@ class BlockTrace:
 
     @cached_property
     def most_blocks(self) -> int:
-        """Blocks of the longest request: with fewer it could not be served."""
+        """Blocks of the longest request: a smaller cache could not serve it."""
         return self.num_blocks_of(self.longest)
 
     def num_blocks_of(self, request: int) -> int:
-        """Return how many blocks a request takes."""
+        """Return the number of blocks of a request."""
         return int(self.starts[request + 1] - self.starts[request])
 
     def blocks_of(self, request: int) -> NDArray[np.int32]:
@@ -88,7 +88,7 @@ class BlockTrace:
         return (int(self.input_lengths[request]) - 1) // self.block_size
 
     def to_lines(self) -> Iterator[TraceLine]:
-        """Yield what a file of this trace says."""
+        """Yield the lines of a file with this trace."""
         for i in range(self.num_requests):
             yield TraceLine(
                 timestamp_ms=int(self.arrivals_ms[i]),
@@ -99,18 +99,18 @@ class BlockTrace:
             )
 
     def place_of(self, request: int) -> str:
-        """Return how to call a request in a message."""
+        """Return the name of a request in messages."""
         return f"{self.name}, line {self.lines[request]}"
 
 
 def read_block_trace(
     workload: Workload, *, limit: int | None = None, block_size: int | None = None
 ) -> BlockTrace:
-    """Read a workload, its first `limit` requests only if one is given: a file, what a generator
-    makes, or any prompts of tokens.
+    """Read a workload, or only its first `limit` requests: a file, a generator's traffic, or any
+    prompts of tokens.
 
-    `block_size` None: the workload's; the blocks of a file are what they are. Raises TraceError
-    where it is empty, cannot be read, has timestamps out of order, or one block behind two
+    `block_size` None: the workload's; the blocks of a file are fixed. Raises TraceError if the
+    workload is empty or unreadable, has timestamps out of order, or has one block after two
     different ones.
     """
     if block_size is None or isinstance(workload, MooncakeTrace):
@@ -157,7 +157,7 @@ def _token_lines(workload: Workload, block_size: int) -> Iterator[MooncakeLine]:
 
 
 class _Collection:
-    """Takes lines in, checks what they say together, and numbers their blocks."""
+    """Collects lines, checks their consistency, and numbers their blocks."""
 
     def __init__(self, name: str, block_size: int) -> None:
         self._name = name
@@ -230,10 +230,10 @@ class _Collection:
 
 
 class CompactTrace:
-    """A trace as a workload with two tokens for each block: all that hits depend on, and no more.
+    """A trace as a workload with two tokens for each block: enough for hits and evictions.
 
-    A partial last block has one. Hits, evictions and all that follows from contents are those of
-    the trace itself, whatever its block size; lengths in tokens are not.
+    A partial last block has one token. Hits, evictions and their consequences are those of the
+    trace itself, whatever its block size; lengths in tokens are not.
     """
 
     def __init__(self, trace: BlockTrace) -> None:
@@ -251,12 +251,12 @@ class CompactTrace:
 
     @property
     def total_input_tokens(self) -> int | None:
-        """Not asked for: tokens do not mean anything here."""
+        """Not used: these tokens have no meaning."""
         return None
 
     @property
     def block_size(self) -> int:
-        """Tokens that stand for one block."""
+        """Tokens that represent one block."""
         return COMPACT_BLOCK_SIZE
 
     def __iter__(self) -> Iterator[WorkloadRequest]:

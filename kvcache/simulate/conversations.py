@@ -1,13 +1,13 @@
-"""The workload the package brings along: people talking to a few assistants, turn by turn.
+"""The default workload: users talk to a few assistants, turn by turn.
 
-Every conversation starts with the system prompt of one of a few assistants; each turn's prompt is
-the whole conversation so far, the answers included, and a new question:
+Every conversation starts with the system prompt of one of a few assistants. Each turn's prompt is
+the whole conversation so far, including the answers, and a new question:
 
     turn 1   [system prompt][question 1]
     turn 2   [system prompt][question 1][answer 1][question 2]
     turn 3   [system prompt][question 1][answer 1][question 2][answer 2][question 3]
 
-So conversations share their system prompts with each other and everything with themselves. All
+So conversations share their system prompts with each other, and turns share the conversation. All
 of it follows from a seed; nothing is read and nothing kept.
 """
 
@@ -28,13 +28,12 @@ from kvcache.simulate.workload import WorkloadRequest
 
 @dataclass(frozen=True)
 class ConversationShape:
-    """How many conversations, how long, and of what. Lengths are tokens, ranges inclusive.
+    """Number, length and content of conversations. Lengths are in tokens, ranges inclusive.
 
     `document_share` of the first questions come with an attached document. The defaults fill a pool
-    of two million tokens: there are evictions, and a few preemptions, and still every third token
-    is found in the cache.
+    of two million tokens: there are evictions, a few preemptions, and a hit rate of about a third.
 
-    Raises TraceError for a number that cannot be meant.
+    Raises TraceError for an invalid number.
     """
 
     num_conversations: int = 136
@@ -64,7 +63,7 @@ class ConversationShape:
 
 @dataclass(frozen=True)
 class _Turn:
-    """What is said in one turn: lengths, and the number of tokens that come before it."""
+    """One turn: its lengths, and the number of tokens before it."""
 
     num_tokens_before: int
     num_question_tokens: int
@@ -73,7 +72,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A whole conversation, as lengths: its tokens are made when they are asked for."""
+    """A whole conversation, as lengths: its tokens are made on demand."""
 
     index: int
     system_prompt: int
@@ -83,8 +82,8 @@ class _Conversation:
 class Conversations:
     """Conversations of `shape`, drawn by `seed`, in rounds: every first turn before any second.
 
-    Within a round the order is shuffled, so that conversations come back after others have been
-    in between.
+    Within a round the order is shuffled, so that conversations continue after others have come in
+    between.
     """
 
     def __init__(self, shape: ConversationShape | None = None, seed: int = 0) -> None:
@@ -98,7 +97,7 @@ class Conversations:
 
     @property
     def name(self) -> str:
-        """What it is, seed included."""
+        """A description, including the seed."""
         return f"{self._num:,} conversations of {self.shape.num_turns} turns (seed {self.seed})"
 
     @property
@@ -117,7 +116,7 @@ class Conversations:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block when nothing else decides it."""
+        """Tokens per block by default."""
         return 16
 
     def __iter__(self) -> Iterator[WorkloadRequest]:

@@ -1,11 +1,11 @@
-"""The counting rule: what hit rate a cache of some size would have had, without any cluster.
+"""The counting rule: the hit rate of a cache of some size, without a cluster.
 
     each request, one after another:  look up ──▶ allocate the whole prompt ──▶ free, tail first
 
-Input only, no decoding. A request holds its blocks (a partial last one takes a block too) until
-the next one comes; only full blocks are cached; a hit ends at the last token but one, because the
-last token is always computed. The rate is hit blocks over all block references. The books are
-kept by the manager that serves real requests; no bytes are touched.
+Prompts only, no decoding. A request holds its blocks (also a partial last one) until the next one
+comes; only full blocks are cached; a hit ends at the last token but one, because the last token is
+always computed. The rate is hit blocks over all block references. The manager that serves real
+requests keeps the state; no bytes are touched.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_LIMIT_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class PrefillCount:
-    """What was counted. `num_blocks` is the capacity without the null block, None for unlimited."""
+    """The counts. `num_blocks` is the capacity without the null block, None for unlimited."""
 
     workload: str
     num_blocks: int | None
@@ -46,17 +46,17 @@ class PrefillCount:
         return self.num_hit_blocks / max(1, self.num_block_references)
 
     def to_json(self) -> str:
-        """Return the count as JSON, keys as the fields are named, the rate included."""
+        """Return the counts as JSON, with the fields' names as keys, including the rate."""
         return json.dumps({**asdict(self), "hit_rate": self.hit_rate}, indent=2)
 
 
 @dataclass(frozen=True)
 class CountingOptions:
-    """The cache to count with. `num_blocks` None: as many as would ever be needed.
+    """The cache to simulate. `num_blocks` None: as many as would ever be needed.
 
-    `block_size` None: what the workload comes in. `groups` are those of a model, which share the
-    blocks; none: one group of full attention. With several kinds, or blocks of other sizes than the
-    workload's, only hit tokens mean something.
+    `block_size` None: the workload's. `groups` are those of a model, which share the blocks; none:
+    one group of full attention. With several kinds, or block sizes other than the workload's, only
+    hit tokens are meaningful.
     """
 
     num_blocks: int | None = None
@@ -77,7 +77,7 @@ def count_prefill_hits(
     `on_progress` is called after every request with the statistics so far.
 
     Raises:
-        OutOfBlocksError: a single request needs more blocks than there are.
+        OutOfBlocksError: one request needs more blocks than there are.
         TraceError: the workload cannot be read.
     """
     block_size = workload.block_size if options.block_size is None else options.block_size
@@ -123,7 +123,7 @@ def count_prefill_hits(
 
 
 def counted_config(options: CountingOptions, block_size: int, num_blocks: int) -> KVCacheConfig:
-    """Return the plan of a model with the groups asked for and no bytes to speak of."""
+    """Return the plan of a model with the given groups and almost no bytes."""
     spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
     return KVCacheConfig(
         num_blocks=num_blocks + _NUM_NULL_BLOCKS,
@@ -135,7 +135,7 @@ def counted_config(options: CountingOptions, block_size: int, num_blocks: int) -
 def make_counted_manager(
     options: CountingOptions, block_size: int, num_blocks: int, most_running: int = 1
 ) -> KVCacheManager:
-    """Make the manager of such a model, with a slot for each request that runs at a time."""
+    """Make the manager of such a model, with a slot for each concurrent request."""
     return KVCacheManager(
         counted_config(options, block_size, num_blocks),
         _NO_LIMIT_TOKENS,

@@ -1,25 +1,25 @@
-"""A bound for hybrids: no policy, and no choice of victims in any group, has more hits.
+"""An upper bound for hybrids: no policy, and no choice of victims in any group, has more hits.
 
-What a group with a window should keep with the blocks of full attention, so that hits are longest
-over time, is a knapsack over all requests to come: the optimum of a real trace is not known. This
-is the optimum of an easier problem, and so at least as good:
+Which window blocks to keep along with those of full attention, so that hits are longest over time,
+is a knapsack problem over all future requests: the optimum of a real trace is not known. This is
+the optimum of an easier problem, which is at least as good:
 
-- A hit needs the blocks of those groups that read the whole prefix. Those of windows, chunks and
-  states are taken to be there whenever they are wanted.
-- But a request that runs holds the blocks of windows and chunks that even its longest possible hit
-  leaves to compute or to read: so much less room is left to everybody's prefixes meanwhile.
+- A hit needs the blocks of the groups that read the whole prefix. Blocks of windows, chunks and
+  states count as always there when needed.
+- But a running request holds the blocks of windows and chunks that even its longest possible hit
+  must compute or read, so the room for prefixes shrinks meanwhile.
 
-A *column* is what the groups that read all of a prefix keep of as many tokens as all groups' blocks
-agree on (their least common multiple): hits have whole columns, and all of a column goes or stays.
-Which columns go is Belady's choice, as in `optimum.py`, with room that changes from request to
-request. A column that is computed again takes the place of the cached one.
+A *column* is the blocks that the groups with whole prefixes keep for a common multiple of all block
+sizes: hits have whole columns, and a column is kept or evicted as a whole. Belady's rule chooses
+the victims, as in `optimum.py`, with room that changes from request to request. A column that is
+computed again replaces the cached one.
 
     blocks of the trace   |      0      |      1      |   2   |      a prompt of 2.6 blocks
     columns               | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |          of whichever size
     pieces                |      0      |      1      |  2  | 3 |    cut where some prompt ends
 
-Columns that lie in one block of the trace, and between the same ends of prompts, are always asked
-for together: a piece of them is one entry, of which the last columns go first.
+Columns in one block of the trace, and between the same ends of prompts, are always requested
+together: such a piece is one entry, whose last columns are evicted first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REPORT_EVERY = 256
 
 @dataclass(frozen=True)
 class HybridBound:
-    """At least as many hit tokens as any way to use the blocks could have."""
+    """At least as many hit tokens as any use of the blocks could have."""
 
     num_hit_tokens: int
     num_evictions: int
@@ -53,9 +53,10 @@ def bound_hybrid_hits(
 ) -> HybridBound:
     """Return the bound with `num_blocks` blocks of any group, None for as many as ever needed.
 
-    Where no group reads the whole prefix the room plays no part: all that came before is hit. Where
-    a group cannot cache at all, nothing is. `on_progress` is told now and then how many requests
-    have been played. O(r log r) for r references. Raises OutOfBlocksError where a request cannot
+    If no group reads the whole prefix, the number of blocks does not matter: all earlier content is
+    hit. If a group cannot cache at all, nothing is. `on_progress` is sometimes called with the
+    number of played requests. O(r log r) for r references. Raises OutOfBlocksError if a request
+    cannot fit, whatever it hits.
     fit whatever it hits.
     """
     specs = [group.kv_cache_spec for group in groups]
@@ -76,10 +77,10 @@ def bound_hybrid_hits(
 
 
 class _Pieces:
-    """Every request as a list of pieces: numbers, each with so many columns.
+    """Every request as a list of pieces, each with a number of columns.
 
-    `of[i]` are those of request `i`, of which the first `num_hittable[i]` end before its last
-    token; `next_uses[i]` says of each which request can hit it next, `num_requests` for none.
+    `of[i]` are the pieces of request `i`; the first `num_hittable[i]` of them end before its last
+    token. `next_uses[i]` has the next request that can hit each piece, `num_requests` for none.
     """
 
     def __init__(self, trace: BlockTrace, column_tokens: int) -> None:
@@ -112,11 +113,11 @@ class _Pieces:
         self.next_uses = self._next_uses()
 
     def _first_column(self, depth: int) -> int:
-        """Return the first column that ends behind the start of the trace's block at `depth`."""
+        """Return the first column that ends after the start of the trace's block at `depth`."""
         return depth * self._size // self.column_tokens
 
     def _ends(self) -> dict[int, list[int]]:
-        """Return, for each block, where its pieces end: behind which columns, in rising order."""
+        """Return, for each block, the columns at which its pieces end, ascending."""
         trace, ends = self.trace, defaultdict[int, set[int]](set)
         for request in range(trace.num_requests):
             blocks = trace.blocks_of(request).tolist()
@@ -128,7 +129,7 @@ class _Pieces:
         return {block: sorted(found) for block, found in ends.items()}
 
     def _next_uses(self) -> list[list[int]]:
-        """A piece that is computed again is of no use before, for any later request."""
+        """Mark pieces that are computed again: no later request uses the earlier ones."""
         never = self.trace.num_requests
         next_of = [never] * len(self.weights)
         uses: list[list[int]] = [[]] * never
@@ -141,7 +142,7 @@ class _Pieces:
 
 
 class _Room:
-    """For how many columns there is room while a request runs."""
+    """The number of columns that fit while a request runs."""
 
     def __init__(
         self,
@@ -160,9 +161,9 @@ class _Room:
         self.blocks_per_column = sum(column_tokens // spec.block_size for spec in self._ordered)
 
     def columns(self, request: int, num_seen: int) -> int | None:
-        """Return how many; None for any number. `num_seen` columns of the request came before.
+        """Return it; None if unlimited. `num_seen` columns of the request came before.
 
-        Raises OutOfBlocksError where not even the request itself fits.
+        Raises OutOfBlocksError if not even the request itself fits.
         """
         if self._num_blocks is None:
             return None
@@ -188,10 +189,10 @@ class _Room:
 
 
 class _Pool:
-    """How many leading columns of each piece are cached, and a heap of what could go.
+    """The number of cached leading columns of each piece, and a heap of victims.
 
     Invariant: `_due[piece]` is the next use of a piece that is cached in part or whole, `_IN_USE`
-    while its request runs, `_ABSENT` of others; an entry of the heap counts while it says the same.
+    while its request runs, `_ABSENT` of others; an entry of the heap is valid if it agrees.
     """
 
     _ABSENT = -1
@@ -209,7 +210,7 @@ class _Pool:
         self.num_evicted = 0
 
     def play(self, request: int) -> None:
-        """Count the leading columns that are there, bring the others, and leave all cached."""
+        """Count the leading columns that are hit, add the others, and leave all cached."""
         pieces, weights, there, due = (
             self._pieces.of[request],
             self._pieces.weights,
@@ -241,7 +242,7 @@ class _Pool:
             heapq.heappush(self._heap, (-use, -depth, piece))
 
     def _make_room(self, num_columns: int) -> None:
-        """Evict until at most `num_columns` are there."""
+        """Evict until at most `num_columns` are cached."""
         heap, due, there = self._heap, self._due, self._there
         while self._num_there > num_columns:
             minus_use, minus_depth, piece = heapq.heappop(heap)

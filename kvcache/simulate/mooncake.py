@@ -2,11 +2,10 @@
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
-A hash id names a block of 512 tokens together with all that precedes it; the last one of a line
-may be partial. Lines of our own recordings say how many tokens it is (`"block_size": 16`), and may
-name a tenant. Token ids are made from the hash ids, so that two requests share exactly the blocks
-that the trace says they share. Reads line by line, keeps nothing, and refuses a line that does not
-hold together, naming it.
+A hash id stands for a block of 512 tokens and all blocks before it; the last one of a line may be
+partial. Lines of our own recordings have the number of tokens (`"block_size": 16`), and may name a
+tenant. Token ids are made from the hash ids, so that two requests share exactly the blocks that the
+trace says. Reads line by line, keeps nothing, and refuses an inconsistent line by number.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one hash id stands for."""
 
 TRACE_ENDS = (".jsonl", ".jsonl.gz")
-"""How names of trace files end: by these they are told from files of text."""
+"""Suffixes of trace files; other files are texts."""
 
 _LARGEST_HASH_ID = 2**63 - 1
 _MOST_TOKENS = 2**31 - 1
-_LARGEST_TIMESTAMP_MS = 2**53  # whole numbers up to here are exact as floats
-_LONGEST_LINE = 1 << 27  # four million hash ids of any length and more
+_LARGEST_TIMESTAMP_MS = 2**53  # floats are exact up to here
+_LONGEST_LINE = 1 << 27  # at least four million hash ids
 _GZIP_MAGIC = b"\x1f\x8b"
 _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
 
 @dataclass(frozen=True)
 class MooncakeLine:
-    """One line, checked; `number` counts from 1. `block_size` is None where it is not said."""
+    """One checked line; `number` counts from 1. `block_size` is None if the line has none."""
 
     number: int
     timestamp_ms: float
@@ -58,9 +57,9 @@ class MooncakeLine:
 class MooncakeTrace:
     """The trace in the file at `path`; gzip is recognised by its content.
 
-    `block_size` None: what the first line says, otherwise 512. Raises TraceError at once when the
-    file cannot be opened, and while iterating when a line is broken; the message names the file and
-    the line.
+    `block_size` None: that of the first line, by default 512. Raises TraceError at once if the file
+    cannot be opened, and while iterating for an invalid line; the message names the file and the
+    line.
     """
 
     def __init__(self, path: Path, block_size: int | None = None) -> None:
@@ -100,7 +99,7 @@ class MooncakeTrace:
         return map(self._request, self.lines())
 
     def lines(self) -> Iterator[MooncakeLine]:
-        """Yield the lines themselves; empty ones are skipped. Raises as iterating does."""
+        """Yield the lines themselves; skips empty ones. Raises as iterating does."""
         for line in self._checked_lines():
             if line.block_size not in {None, self._block_size}:
                 raise self._broken(
@@ -117,7 +116,7 @@ class MooncakeTrace:
             yield line
 
     def _said_block_size(self) -> int:
-        """Return what the first line says; what is wrong with it is said when it is read."""
+        """Return the block size of the first line; errors are raised when the line is read."""
         with suppress(TraceError):
             first = next(self._checked_lines(), None)
             if first is not None and first.block_size is not None:
@@ -210,7 +209,7 @@ def _prompt(hash_ids: tuple[int, ...], input_length: int, block_size: int) -> In
 def _count(
     values: dict[str, object], key: str, at_least: int, fail: Callable[[str], TraceError]
 ) -> int:
-    """Return a whole number of at least `at_least`, an int32; raises what `fail` makes."""
+    """Return a whole number of at least `at_least`, an int32; raises the error of `fail`."""
     if key not in values:
         raise fail(f"has no {key}")
     value = values[key]

@@ -1,7 +1,6 @@
-"""From what stands on a command line to a workload, or to a trace in arrays.
+"""Opens a workload, or a trace in arrays, by its name on the command line.
 
-Stands at the front of every replay and simulation. Decides by name and path only; whether a file's
-content is sound is its reader's question.
+Decides by name and path only; readers check the content of files.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from kvcache.simulate.text import TextDocuments
 from kvcache.simulate.workload import LimitedWorkload, Workload
 
 CONVERSATIONS = "conversations"
-"""Name of the workload that the package brings along."""
+"""Name of the default workload."""
 
 
 def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Workload:
-    """Return the workload called `name`, its first `limit` requests only if one is given.
+    """Return the workload called `name`, or only its first `limit` requests.
 
     `name` is `conversations` or a generator's (drawn by `seed`), the path of a Mooncake trace
-    (`.jsonl`, `.jsonl.gz`), of a text file, or of a directory of text files. A generator goes on
-    for `DEFAULT_NUM_REQUESTS` where no limit is given. Raises TraceError otherwise.
+    (`.jsonl`, `.jsonl.gz`), of a text file, or of a directory of text files. A generator makes
+    `DEFAULT_NUM_REQUESTS` without a limit. Raises TraceError otherwise.
     """
     if name in GENERATORS:
         num_requests = DEFAULT_NUM_REQUESTS if limit is None else limit
@@ -37,10 +36,10 @@ def open_workload(name: str, *, limit: int | None = None, seed: int = 0) -> Work
 def open_block_trace(
     name: str, *, limit: int | None = None, seed: int = 0, block_size: int | None = None
 ) -> BlockTrace:
-    """Return the trace called `name`, as `open_workload` takes it, read and checked.
+    """Return the trace called `name`, as in `open_workload`, read and checked.
 
-    `block_size` is how many tokens a block has of a file that does not say, or of what is made.
-    Raises TraceError for what cannot be read or contradicts itself.
+    `block_size` applies to files without one and to generated traffic. Raises TraceError for a
+    trace that cannot be read or contradicts itself.
     """
     if name.endswith(TRACE_ENDS):
         workload: Workload = MooncakeTrace(Path(name), block_size)

@@ -1,12 +1,12 @@
-"""The optimum: what no policy can beat, because it knows what will be asked for (Belady's MIN).
+"""The optimum, which knows all future requests (Belady's MIN): no policy can beat it.
 
-    each request:  its hits stay ──▶ what is missing gets a block ──▶ for it goes whatever is needed
+    each request:  its hits stay ──▶ what is missing gets a block ──▶ the victim is the block needed
                                                                       again last, or never
 
-The counting rule of `counting.py`: requests one after another, each of which takes all its blocks
-whether they are worth it or not (admission is forced) and loses none while it runs. A block is
-needed again by the next request that can hit it. A parent is needed again no later than its
-children, and of equals the deepest goes first, so prefixes stay whole.
+The counting rule of `counting.py`: one request after another. Each takes all its blocks, useful or
+not (admission is forced), and loses none while it runs. A block is needed again by the next request
+that can hit it. A parent is needed again no later than its children, and among equals the deepest
+goes first, so prefixes stay whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REPORT_EVERY = 256
 
 @dataclass(frozen=True)
 class OptimalCount:
-    """Hits in blocks, and how many blocks were evicted for them."""
+    """Hits in blocks, and evictions for the missing ones."""
 
     num_hit_blocks: int
     num_evictions: int
@@ -39,8 +39,8 @@ def count_optimal_hits(
 ) -> OptimalCount:
     """Play `trace` with `num_blocks` blocks, None for as many as would ever be needed.
 
-    `on_progress` is told now and then how many requests have been played. O(r log r) for r
-    references. Raises OutOfBlocksError where the longest request does not fit.
+    `on_progress` is sometimes called with the number of played requests. O(r log r) for r
+    references. Raises OutOfBlocksError if the longest request does not fit.
     """
     capacity = trace.num_references if num_blocks is None else num_blocks
     if capacity < trace.most_blocks:
@@ -58,10 +58,10 @@ def count_optimal_hits(
 
 
 def next_uses(trace: BlockTrace) -> NDArray[np.int32]:
-    """Return for each reference the next request that can hit what is cached there.
+    """Return for each reference the next request that can hit the content that it leaves.
 
-    `num_requests` where there is none. A full block that a request computes again, because its last
-    token is always computed, is of no use from then on; a partial one changes nothing.
+    `num_requests` if there is none. A full block that a request computes again, because its last
+    token is always computed, is useless from then on; a partial one changes nothing.
     """
     never = trace.num_requests
     uses = np.full(trace.num_references, never, np.int32)
@@ -78,10 +78,10 @@ def next_uses(trace: BlockTrace) -> NDArray[np.int32]:
 
 
 class _Pool:
-    """What is cached, and a heap of what could go: the latest next use first, then the deepest.
+    """The cached blocks, and a heap of victims: the latest next use first, then the deepest.
 
-    Invariant: `_due[block]` is the next use of a cached block, `_IN_USE` while a request that found
-    it runs, and `_ABSENT` of others; an entry of the heap counts while it says the same.
+    Invariant: `_due[block]` is the next use of a cached block, `_IN_USE` while a request that hit
+    it runs, and `_ABSENT` of others; an entry of the heap is valid if it agrees.
     """
 
     _ABSENT = -1
@@ -97,7 +97,7 @@ class _Pool:
         self.num_evictions = 0
 
     def play(self, request: int) -> None:
-        """Look up, evict for what is missing, and leave the full blocks cached."""
+        """Look up, evict for missing blocks, and leave the full blocks cached."""
         trace, due = self._trace, self._due
         start = int(trace.starts[request])
         blocks = trace.blocks_of(request).tolist()
@@ -113,7 +113,7 @@ class _Pool:
         uses = self._uses[start : start + num_full].tolist()
         for depth, (block, use) in enumerate(zip(blocks, uses, strict=False)):
             if depth >= num_hits and due[block] != self._ABSENT:
-                self._num_free += 1  # computed again; the cached one gives way to it
+                self._num_free += 1  # computed again: replaces the cached one
             due[block] = use
             heapq.heappush(self._heap, (-use, -depth, block))
         self._num_free += len(blocks) - num_full

@@ -1,7 +1,7 @@
-"""Prompts as passages: who has the same text as whom, without making any token.
+"""Prompts as passages: which prompts share text, without making tokens.
 
-Stands between generators, which say of what a prompt consists, and both ways to use it: as tokens
-(a replay) and as block ids (a trace). Both ways share exactly the same blocks.
+Generators describe prompts by passages. Passages become tokens (for a replay) or block ids (for a
+trace). Both share exactly the same blocks.
 
     prompt     [ system prompt ][ document 17 ............ ][ question ]
     blocks     [ 0       ][ 1       ][ 2       ][ 3       ][ 4  ]        an id fixes all before it
@@ -33,7 +33,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A request whose prompt is written down as passages; otherwise as `WorkloadRequest`."""
+    """A request with a prompt of passages; otherwise like `WorkloadRequest`."""
 
     request_id: str
     arrival_s: float
@@ -47,7 +47,7 @@ class ScriptedRequest:
         return sum(passage.num_tokens for passage in self.passages)
 
     def to_workload_request(self) -> WorkloadRequest:
-        """Return it as something to play; its tokens are made when they are asked for."""
+        """Return it for a player; its tokens are made on demand."""
         return WorkloadRequest(
             request_id=self.request_id,
             num_prompt_tokens=self.num_prompt_tokens,
@@ -59,7 +59,7 @@ class ScriptedRequest:
 
 
 def passage_tokens(passages: tuple[Passage, ...]) -> Int32Array:
-    """Return the tokens of all passages, one after another. Shape `(num_prompt_tokens,)`."""
+    """Return the tokens of all passages, joined. Shape `(num_prompt_tokens,)`."""
     return np.concatenate([token_stream(p.seed, p.num_tokens) for p in passages])
 
 
@@ -68,9 +68,9 @@ _Piece: TypeAlias = "tuple[int, int, int]"
 
 
 class BlockNames:
-    """Names blocks by what they and all before them hold: 0, 1, 2, in order of appearance.
+    """Names blocks by their content and that of all blocks before: 0, 1, 2, in order of appearance.
 
-    Blocks of equal content behind equal prefixes have the same name, a partial one another name
+    Blocks of equal content after equal prefixes have the same name; a partial one has another name
     than a full one. Grows with the number of distinct blocks.
     """
 
@@ -79,7 +79,7 @@ class BlockNames:
         self._names: dict[tuple[int, tuple[_Piece, ...]], int] = {}
 
     def name(self, passages: tuple[Passage, ...]) -> list[int]:
-        """Return the names of a prompt's blocks, the last, partly filled one included."""
+        """Return the names of a prompt's blocks, including a partly filled last one."""
         names = []
         parent = _NO_PARENT
         for pieces in _cut(passages, self._block_size):
@@ -89,7 +89,7 @@ class BlockNames:
 
 
 def _cut(passages: tuple[Passage, ...], block_size: int) -> Iterator[tuple[_Piece, ...]]:
-    """Yield what each block holds."""
+    """Yield the content of each block."""
     pieces: list[_Piece] = []
     room = block_size
     for passage in passages:

@@ -1,7 +1,7 @@
-"""A trace file that grows while a cluster serves: a line per request, no tokens, no digests.
+"""Writes a trace file while a cluster serves: a line per request, without tokens and digests.
 
-Digests of blocks become numbers in order of appearance. The file is created, readable for its owner
-alone, and ends where it would grow beyond its bound.
+Digests of blocks become numbers in order of appearance. Only the file's owner can read it. Writing
+stops before the file would exceed its limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcache.simulate.trace_writing import TraceLine, require_trace_name
 
 
 class DigestedRequest(Protocol):
-    """What is known of a request: `digests` has equally many bytes for each of its blocks."""
+    """The data about a request: `digests` has equally many bytes for each of its blocks."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -33,20 +33,20 @@ class DigestedRequest(Protocol):
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """How much is written, and whether tenants are named."""
+    """The size limit, and whether tenants are named."""
 
     max_bytes: int
     has_tenants: bool = False
 
 
 class RequestRecording:
-    """Writes requests to a new file. Its first request is at time 0, none before another.
+    """Writes requests to a new file. Times are relative to the first request and never decrease.
 
-    Invariant: the file ends with a whole line, and is `num_bytes` long.
+    Invariant: the file ends with a whole line and has `num_bytes`.
     """
 
     def __init__(self, path: Path, options: RecordingOptions) -> None:
-        """Create the file. Raises TraceError if that cannot be done, or there is one already."""
+        """Create the file. Raises TraceError if that fails, or if the file exists."""
         require_trace_name(path)
         self.path = path
         self.num_requests = self.num_bytes = 0
@@ -78,13 +78,13 @@ class RequestRecording:
 
     @property
     def num_distinct_blocks(self) -> int:
-        """How many different blocks have been seen."""
+        """Number of different blocks so far."""
         return len(self._numbers)
 
     def append(self, request: DigestedRequest, block_size: int) -> bool:
-        """Append a request; False where it would pass the bound: then nothing is written.
+        """Append a request; return False, and write nothing, if it would exceed the limit.
 
-        Raises TraceError where the disk takes it not.
+        Raises TraceError if the disk refuses it.
         """
         if self._first_s is None:
             self._first_s = request.arrival_s

@@ -1,15 +1,15 @@
-"""Counting with requests that run side by side, by the timestamps of a trace, answers included.
+"""Counting with concurrent requests, by the timestamps of a trace, including answers.
 
     arrival ──▶ waits, first come first served ──▶ admitted ──▶ prefill ──▶ decoding ──▶ freed
                 until its prompt and its answer fit    hits counted    └─▶ its blocks go to tiers
 
-Where `counting.py` has one request after another, here all that run hold their blocks, and those of
-their answers, for as long as computing takes at a given pace: so less is left for what is cached,
-and under load requests wait. Room for a whole answer is taken at once, so no request is preempted.
-What an answer says is not in a trace: its blocks are never hit, and no tier keeps them.
+Unlike in `counting.py`, all running requests hold their blocks, and those of their answers, for as
+long as computing takes at a given pace. So fewer blocks are left for the cache, and under load
+requests wait. Room for a whole answer is taken at once, so no request is preempted. A trace has no
+content of answers: their blocks are never hit, and no tier keeps them.
 
-With tiers below, the first request in line has its prefix loaded, as far as there is room, and
-holds that while it waits.
+With tiers, the first waiting request has its prefix loaded, as far as there is room, and holds it
+while it waits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvcache.simulate.tier_traffic import NOTHING_BROUGHT, Brought, TierSizes, T
 from kvcache.simulate.workload import WorkloadRequest
 
 MOST_RUNNING = 256
-"""Requests that run at a time; others wait, as in a cluster that is not configured otherwise."""
+"""Concurrent requests; others wait, as in a cluster with default settings."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast every running request is computed, in tokens a second.
+    """The speed of every running request, in tokens a second.
 
-    Raises ConfigurationError for what cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     prefill_tokens_per_s: float = 10_000.0
@@ -57,8 +57,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Waits:
-    """How requests got along: how many had to wait, how long on average over all, and the most
-    that ran at once."""
+    """Waits: how many requests had to wait, how long on average over all, and the most that ran at
+    the same time."""
 
     num_waited: int
     mean_wait_s: float
@@ -79,8 +79,8 @@ def require_room_for_answers(trace: BlockTrace, num_blocks: int) -> None:
 class RunningCounter:
     """Plays a trace by its timestamps, a request at a time.
 
-    Invariant: time only goes forward, and everything in `_events` comes at or after it. An event
-    is the end of a request, or of its prefill where tiers want to know.
+    Invariant: time only increases, and no event in `_events` is earlier. An event is the end of a
+    request, or of its prefill if tiers need it.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class RunningCounter:
         clock: Clock,
         tiers: TierSizes | None = None,
     ) -> None:
-        """Start with an empty cache of `options.num_blocks`, which has to be a number.
+        """Start with an empty cache of `options.num_blocks`, which must be a number.
 
-        Raises ConfigurationError for tiers that cannot be meant.
+        Raises ConfigurationError for invalid tiers.
         """
         if options.num_blocks is None:
             raise ConfigurationError(
@@ -122,7 +122,7 @@ class RunningCounter:
 
     @property
     def waits(self) -> Waits:
-        """How requests got along so far."""
+        """The waits so far."""
         mean_s = self._waited_s / self._trace.num_requests
         return Waits(self._num_waited, mean_s, self._most_running)
 
@@ -168,7 +168,7 @@ class RunningCounter:
         )
 
     def _play(self, index: int, arrived: WorkloadRequest) -> None:
-        """Let time go on until the request arrives and has room, and admit it."""
+        """Advance time until the request arrives and has room, and admit it."""
         self._now_s = max(self._now_s, arrived.arrival_s)
         self._go_on_until(self._now_s)
         request = Request(arrived.request_id, arrived.token_ids, tenant=arrived.tenant)
@@ -192,7 +192,7 @@ class RunningCounter:
         self._run(index, request, num_hit_tokens)
 
     def _admit(self, request: Request, num_answer_tokens: int) -> int | None:
-        """Allocate a prompt and its answer; return how much was hit, None without room."""
+        """Allocate a prompt and its answer; return the hit, None without room."""
         hit, num_hit_tokens = self.manager.get_computed_blocks(request)
         allocated = self.manager.allocate_slots(
             request,
@@ -213,7 +213,7 @@ class RunningCounter:
         self._num_hit_tokens += self._of_trace(num_hit_tokens)
 
     def _of_trace(self, num_tokens: int) -> int:
-        """Return how many tokens of the trace so many of the workload stand for."""
+        """Return how many tokens of the trace this many tokens of the workload represent."""
         if self._is_whole:
             return num_tokens
         return num_tokens // self._workload.block_size * self._trace.block_size
@@ -229,7 +229,7 @@ class RunningCounter:
         return num_blocks * self._workload.block_size - num_prompt_tokens
 
     def _run(self, index: int, request: Request, num_hit_tokens: int) -> None:
-        """Note when the request will have been prefilled, and when it ends."""
+        """Schedule the end of the request's prefill, and its own end."""
         trace, pace = self._trace, self._pace
         scale = 1 if self._is_whole else trace.block_size / self._workload.block_size
         num_computed = int(trace.input_lengths[index]) - num_hit_tokens * scale
@@ -246,7 +246,7 @@ class RunningCounter:
             self._go_on()
 
     def _wait_for_an_end(self) -> None:
-        """Let time go on until a request ends, and all that end with it."""
+        """Advance time until a request ends, with all that end at the same time."""
         num_running = self._num_running
         while self._num_running == num_running:
             self._now_s = self._events[0][0]
@@ -254,7 +254,7 @@ class RunningCounter:
         self._go_on_until(self._now_s)
 
     def _go_on(self) -> None:
-        """Let the next event happen."""
+        """Process the next event."""
         _, _, is_end, request = heapq.heappop(self._events)
         if is_end:
             self.manager.free(request)

@@ -1,6 +1,6 @@
-"""A cache to simulate: policy, sizes of its tiers, kinds of layers, pace of its requests.
+"""The cache of a simulation: policy, sizes of its tiers, kinds of layers, pace of requests.
 
-What can be asked of `simulation.py`, checked as far as that can be before a trace is played.
+The options of `simulation.py`, checked as far as possible before a trace is played.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from kvcache.simulate.running_counting import Pace, require_room_for_answers
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 OPTIMUM = "optimum"
-"""Stands where a policy's name would, for what no policy can beat."""
+"""The name of the optimum in place of a policy's."""
 
 
 @dataclass(frozen=True)
 class SimulatedCache:
     """A cache to simulate: sizes in blocks, `num_blocks` None for as many as are ever needed.
 
-    With `groups`, the groups of a model, blocks are theirs, and hits are counted in tokens. With a
-    `pace`, requests run side by side, answers included.
+    With `groups` of a model, blocks are theirs, and hits are counted in tokens. With a `pace`,
+    requests run concurrently, including their answers.
 
-    Raises ConfigurationError for what cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     policy: str
@@ -84,7 +84,7 @@ class SimulatedCache:
 
     def require_room(self, trace: BlockTrace) -> None:
         """Raise an error that names the line if a request does not fit: ConfigurationError for a
-        prompt, OutOfBlocksError for it with its answer. Of `groups` only playing tells."""
+        prompt, OutOfBlocksError for it with its answer. With `groups`, only playing shows it."""
         if self.num_blocks is None or self.groups:
             return
         if trace.most_blocks <= self.num_blocks:
@@ -101,7 +101,7 @@ class SimulatedCache:
 def window_groups(block_size: int, window_tokens: int) -> tuple[KVCacheGroupSpec, ...]:
     """Return the groups of a model with full attention and a sliding window, in equal shares.
 
-    Raises ConfigurationError for a window that cannot be meant.
+    Raises ConfigurationError for an invalid window.
     """
     full = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1)
     window = SlidingWindowSpec(

@@ -1,9 +1,8 @@
-"""One simulation: a trace, a cache, and what the cache would have made of it.
+"""One simulation: a trace, a cache, and the result.
 
-Stands above the ways of counting and picks one: `counting.py` for the device alone,
-`tier_counting.py` with tiers below it, `optimum.py` for what no policy can beat, `hybrid_bound.py`
-where groups share the blocks. These follow one rule, so that their results can be compared;
-`running_counting.py` has requests run side by side instead.
+Chooses the way of counting: `counting.py` for the device alone, `tier_counting.py` with tiers below
+it, `optimum.py` for the optimum, `hybrid_bound.py` if groups share the blocks. These follow one
+rule, so that their results can be compared; `running_counting.py` has concurrent requests instead.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ _NUM_PARTS = 10
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What was counted, in blocks of the trace; hits where the block was when it was asked for.
+    """The counts, in blocks of the trace; a hit counts for the tier that had the block when it was
+    requested.
 
-    With groups of its own a cache is hit by tokens, `num_hit_tokens` in all tiers: hits in blocks
+    A cache with groups of its own is hit by tokens, `num_hit_tokens` in all tiers: hits in blocks
     are these, divided.
     """
 
@@ -54,7 +54,7 @@ class SimulationResult:
     num_host_hit_tokens: int = 0
     num_disk_hit_tokens: int = 0
     waits: Waits | None = None
-    """How requests that ran side by side got along."""
+    """Waits of concurrent requests."""
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -68,14 +68,14 @@ class SimulationResult:
 
     @property
     def hit_rate(self) -> float:
-        """Hits over references, 0 to 1; of tokens where the cache has groups of its own."""
+        """Hits over references, 0 to 1; of tokens if the cache has groups of its own."""
         if self.cache.groups:
             return self.num_hit_tokens / self.num_input_tokens
         return self.num_hits / self.num_references
 
     @property
     def hit_rates_by_tier(self) -> tuple[float, float, float]:
-        """What `hit_rate` is the sum of: hits on the device, in host memory, on disk."""
+        """The parts of `hit_rate`: hits on the device, in host memory, on disk."""
         if self.cache.groups:
             hits = self.num_device_hit_tokens, self.num_host_hit_tokens, self.num_disk_hit_tokens
             num_all = self.num_input_tokens
@@ -110,9 +110,9 @@ def simulate(
     clock: Clock,
     on_progress: Callable[[int], None] = lambda num_requests: None,
 ) -> SimulationResult:
-    """Play the whole trace on the cache; `on_progress` hears how many requests were played.
+    """Play the whole trace on the cache; `on_progress` gets the number of played requests.
 
-    Raises ConfigurationError or OutOfBlocksError where the longest request does not fit.
+    Raises ConfigurationError or OutOfBlocksError if the longest request does not fit.
     """
     cache.require_room(trace)
     enough = _enough_blocks(trace, cache)
@@ -151,10 +151,10 @@ def _enough_blocks(trace: BlockTrace, cache: SimulatedCache) -> int:
 
 
 def _with_at_most(cache: SimulatedCache, enough: int) -> SimulatedCache:
-    """Return a cache of the same hits whose books take no more memory than the trace is worth."""
+    """Return a cache with the same hits, whose state needs no more memory than the trace."""
     if cache.num_blocks is None:
         return cache
-    num_below = 2 * enough  # so much as is kept free for what comes next is free then
+    num_below = 2 * enough  # then the spare share is always free
     return replace(
         cache,
         num_blocks=min(cache.num_blocks, enough),
@@ -164,7 +164,7 @@ def _with_at_most(cache: SimulatedCache, enough: int) -> SimulatedCache:
 
 
 class _Tenths:
-    """Hit rates of each tenth of the requests, from statistics that add up."""
+    """Hit rates of each tenth of the requests, from cumulative statistics."""
 
     def __init__(self, trace: BlockTrace, cache: SimulatedCache) -> None:
         self._num_requests = trace.num_requests
@@ -174,7 +174,7 @@ class _Tenths:
         self.rates: list[float] = []
 
     def hear(self, count: PrefillCount | TierPrefillCount) -> None:
-        """Take the statistics after a request."""
+        """Record the statistics after a request."""
         self.num_played = count.num_requests
         num_parts = _NUM_PARTS if self._num_requests >= _NUM_PARTS else 0
         if count.num_requests * num_parts < self._num_requests * (len(self.rates) + 1):
@@ -191,7 +191,7 @@ class _Tenths:
 
 @dataclass(frozen=True)
 class _Hits:
-    """What one way of counting found, in tokens of the trace."""
+    """The result of one way of counting, in tokens of the trace."""
 
     tokens: int
     num_evictions: int
@@ -249,7 +249,7 @@ def _count_apart(
     report: Callable[[PrefillCount | TierPrefillCount], None],
 ) -> _Hits:
     """Play one request after another."""
-    # Where blocks are the trace's, two tokens for each say all that hits depend on.
+    # If blocks are the trace's, two tokens for each determine all hits.
     workload: Workload = TraceTokens(trace) if device.groups else CompactTrace(trace)
 
     def tokens(num_tokens: int) -> int:
@@ -271,9 +271,9 @@ def _count_apart(
 
 
 def _best(trace: BlockTrace, cache: SimulatedCache, on_progress: Callable[[int], None]) -> _Hits:
-    """Return what no policy can beat.
+    """Return the optimum.
 
-    Tiers are one pool here, as large as all of them: better than any way to use them.
+    It treats the tiers as one pool of their total size, which is better than any use of them.
     """
     if cache.groups:
         bound = bound_hybrid_hits(trace, cache.groups, cache.total_blocks, on_progress)
@@ -284,7 +284,7 @@ def _best(trace: BlockTrace, cache: SimulatedCache, on_progress: Callable[[int],
 
 @contextmanager
 def _naming_lines(trace: BlockTrace, cache: SimulatedCache, tenths: _Tenths) -> Iterator[None]:
-    """Say of a request that does not fit with its groups which line of the trace it is."""
+    """Return the error for a request that does not fit with its groups, with its line."""
     try:
         yield
     except OutOfBlocksError as error:

@@ -1,11 +1,11 @@
-"""Many simulations on all cores: a process for each, results in order whatever their number.
+"""Runs many simulations on all cores: one process per core, results in order.
 
     this process ──task──▶ simulating process ──progress, result──▶ this process
                    pipe                         pipe
 
-A simulation depends on its task alone, so results are the same with one process as with many.
-Whatever ends the caller's wait, Ctrl-C included, ends the processes too; one whose caller has died
-finds its pipe closed and ends.
+A simulation depends only on its task, so the number of processes does not change results. When the
+caller's wait ends, also by Ctrl-C, the processes end too; a process whose caller has died finds its
+pipe closed and ends.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class SimulationTask:
-    """Which of the traces to play, and on what."""
+    """A trace, by its index, and a cache."""
 
     trace_index: int
     cache: SimulatedCache
 
 
 OnProgress: TypeAlias = "Callable[[int, int], None]"
-"""Called with the index of a task and how many of its requests have been played."""
+"""Called with the index of a task and the number of its played requests."""
 
 
 def run_simulations(
@@ -48,10 +48,10 @@ def run_simulations(
     num_processes: int | None = None,
     on_progress: OnProgress = lambda task_index, num_requests: None,
 ) -> list[SimulationResult]:
-    """Return the result of every task, in their order.
+    """Return the result of every task, in order.
 
-    `num_processes` None: one for each core, at most one for each task; one task, or one process,
-    runs here. Raises ConfigurationError where a request does not fit, before anything is begun.
+    `num_processes` None: one per core, at most one per task; a single task, or a single process,
+    runs here. Raises ConfigurationError if a request does not fit, before anything starts.
     """
     if num_processes is not None and num_processes < 1:
         raise ConfigurationError(f"{num_processes} processes: give at least 1")
@@ -69,7 +69,7 @@ def run_simulations(
 
 
 def num_cores() -> int:
-    """Return on how many cores this process may run."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -85,7 +85,7 @@ def _run_one(
 
 
 class _Dispatch:
-    """Gives tasks out, one at a time to each process, and collects what comes back."""
+    """Gives tasks to processes, one at a time, and collects the results."""
 
     def __init__(self, tasks: Sequence[SimulationTask], on_progress: OnProgress) -> None:
         self._tasks = tasks
@@ -96,7 +96,7 @@ class _Dispatch:
     def run(self, connections: list[Connection]) -> list[SimulationResult]:
         """Return all results in order.
 
-        Raises what a simulation raised, ExhaustedError where a process was ended from outside.
+        Raises the errors of simulations, ExhaustedError if a process was killed from outside.
         """
         for connection in connections:
             self._give(connection)
@@ -128,7 +128,7 @@ class _Dispatch:
 
 @contextmanager
 def _alive() -> Iterator[None]:
-    """Talk to a process; raises ExhaustedError where it has died, which none does by itself."""
+    """Exchange messages with a process; raises ExhaustedError if it has died."""
     try:
         yield
     except (EOFError, OSError) as error:
@@ -140,7 +140,7 @@ def _alive() -> Iterator[None]:
 
 @contextmanager
 def _processes(traces: Sequence[BlockTrace], count: int) -> Iterator[list[Connection]]:
-    """Processes that wait for tasks, and do not outlive the `with` block."""
+    """Processes that wait for tasks, and end with the `with` block."""
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     connections: list[Connection] = []
@@ -165,7 +165,7 @@ def _processes(traces: Sequence[BlockTrace], count: int) -> Iterator[list[Connec
 
 @contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """What is started meanwhile never sees Ctrl-C: it is this process that answers to it."""
+    """Protect processes started here from Ctrl-C: this process handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -174,7 +174,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 
 def _serve(connection: Connection, traces: list[BlockTrace]) -> None:
-    """Do tasks until there are no more: what a simulating process does."""
+    """Run tasks until there are no more: the main function of a process."""
     clock = SystemClock()
     with suppress(EOFError, ConnectionError):
         while True:

@@ -1,13 +1,13 @@
-"""Real text as a workload: documents that are each asked several questions.
+"""Real text as a workload: several questions about each document.
 
 A token is a byte of the file, shifted by a few reserved ids. A document is cut into parts that fit
-a prompt; every part is asked the same questions, all behind one instruction:
+into a prompt; every part gets the same questions, after one instruction:
 
-    [instruction][part 1][question 1]      the instruction is shared by everything,
-    [instruction][part 1][question 2]      a part by its questions
+    [instruction][part 1][question 1]      all prompts share the instruction,
+    [instruction][part 1][question 2]      a part's questions share it
     [instruction][part 2][question 1]
 
-Files are read when their turn comes. Refuses to guess encodings: bytes are bytes.
+Files are read when their turn comes, as bytes, whatever their encoding.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class _Document:
 class TextDocuments:
     """The text files at `path`: one file, or all of a directory, sorted by name.
 
-    A directory is searched through; hidden files, empty ones and those that look binary (a zero
-    byte near the start) are left out.
+    Searches directories recursively; leaves out hidden, empty and binary files (with a zero byte
+    near the start).
 
-    Raises TraceError when the path does not exist, cannot be read, or holds no text.
+    Raises TraceError if the path does not exist, cannot be read, or has no text.
     """
 
     def __init__(self, path: Path, options: ReadingOptions | None = None) -> None:
@@ -80,7 +80,7 @@ class TextDocuments:
 
     @property
     def name(self) -> str:
-        """Where the text comes from."""
+        """The path of the text."""
         count = len(self._documents)
         return f"{self.path} ({count:,} text file{'s' if count > 1 else ''})"
 
@@ -102,7 +102,7 @@ class TextDocuments:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block when nothing else decides it."""
+        """Tokens per block by default."""
         return 16
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
@@ -138,7 +138,7 @@ class TextDocuments:
 
 
 def byte_token_ids(content: bytes) -> Int32Array:
-    """Return one token per byte, behind the reserved ids."""
+    """Return one token per byte, after the reserved ids."""
     return np.add(np.frombuffer(content, np.uint8), NUM_RESERVED_TOKENS, dtype=np.int32)
 
 

@@ -2,11 +2,10 @@
 
     each request, one after another:
 
-    bring what is in tiers ──▶ look up on the device ──▶ allocate ──▶ store ──▶ free
+    load from tiers ──▶ look up on the device ──▶ allocate ──▶ store ──▶ free
 
-The rule is that of `counting.py`; a block that is loaded is a hit as well. The books are those that
-serve real requests, `KVCacheManager` for the device and, behind `TierTraffic`, the tiers' own.
-No bytes are touched.
+The rule is that of `counting.py`; a loaded block is a hit as well. Real classes keep the state: a
+`KVCacheManager` for the device and, through `TierTraffic`, a `TierHierarchy`. No bytes are touched.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from kvcache.simulate.workload import Workload, WorkloadRequest
 
 @dataclass(frozen=True)
 class TierPrefillCount:
-    """What was counted; a hit is counted where it was when it was asked for.
+    """The counts; a hit counts for the tier that had the block when it was requested.
 
-    Hits by tier are tokens; in blocks they mean something where the cache has one group whose
-    blocks are the workload's.
+    Hits by tier are in tokens; in blocks they are meaningful if the cache has one group with the
+    workload's blocks.
     """
 
     workload: str
@@ -82,7 +81,7 @@ class TierPrefillCount:
 class TierCounter:
     """Plays a workload by the counting rule, a request at a time.
 
-    `manager` and `traffic` may be looked at between requests; their `check()` holds then.
+    `manager` and `traffic` may be inspected between requests; their `check()` passes then.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ class TierCounter:
     ) -> None:
         """Make an empty device and empty tiers.
 
-        Raises ConfigurationError for sizes or policies that cannot be meant, a device of unlimited
-        size among them, and for kinds of attention that tiers cannot serve.
+        Raises ConfigurationError for invalid sizes or policies, a device of unlimited size, and
+        attention kinds that tiers cannot serve.
         """
         if device.num_blocks is None:
             raise ConfigurationError(
@@ -160,7 +159,7 @@ class TierCounter:
         )
 
     def _admit(self, request: Request) -> int | None:
-        """Allocate the whole prompt; return how much of it was hit, None without room."""
+        """Allocate the whole prompt; return its hit, None without room."""
         hit, num_hit_tokens = self.manager.get_computed_blocks(request)
         num_new_tokens = request.num_tokens - num_hit_tokens
         allocated = self.manager.allocate_slots(request, num_new_tokens, num_hit_tokens, hit)

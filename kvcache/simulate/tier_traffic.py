@@ -1,11 +1,11 @@
-"""What moves between a simulated device and the tiers below it, for one request after another.
+"""Transfers between a simulated device and the tiers below it, for one request after another.
 
-    bring ──▶ fetch from disk, load into blocks of the device, held ──▶ let_go, once it is let in
-    store ──▶ what its tables hold goes down; what has to go for it is spilled, then forgotten
+    bring ──▶ fetch from disk, load into blocks of the device, hold ──▶ let_go after admission
+    store ──▶ store a request's blocks; spill victims to make room, then drop them
 
-Between the ways of counting and the books that serve real requests: hits are found over all groups
-by the coordinator's `TierHitFinder`, blocks are taken by the manager's `PrefixLoads`, contents are
-kept by a `TierHierarchy`. Every transfer ends at once and well. Refuses to admit requests.
+Uses the parts that serve real requests: the coordinator's `TierHitFinder` finds hits over all
+groups, the manager's `PrefixLoads` takes blocks, a `TierHierarchy` keeps contents. Every transfer
+succeeds at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcache.specs import KVCacheConfig
 
 @dataclass(frozen=True)
 class TierSizes:
-    """Tiers below a device, in blocks, and how they are kept; no disk without blocks for it."""
+    """Sizes of the tiers in blocks, and their rules; no disk without blocks for it."""
 
     host_blocks: int
     disk_blocks: int = 0
@@ -40,7 +40,7 @@ class TierSizes:
     movement: HierarchyOptions = field(default_factory=HierarchyOptions)
 
     def make(self) -> TierHierarchy:
-        """Return empty tiers. Raises ConfigurationError for sizes or policies that cannot be."""
+        """Return empty tiers. Raises ConfigurationError for invalid sizes or policies."""
         per_slot = self.blocks_per_host_slot
         host = TierOptions(
             HOST_MEDIUM,
@@ -59,7 +59,7 @@ class TierSizes:
 
 @dataclass(frozen=True)
 class Brought:
-    """Tokens of a request that came to the device from each tier: hits, where they were found."""
+    """Tokens of a request that were loaded from each tier."""
 
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
@@ -83,17 +83,17 @@ NOTHING_BROUGHT = Brought()
 class TierTraffic:
     """The tiers of one simulation. Between calls no job is open.
 
-    Of the blocks of a hit that the tiers complete those count for the disk that were not in host
-    memory; with several groups, which may differ, its tokens are divided as its blocks are.
+    Blocks of a hit that were not in host memory count for the disk. With several groups, which may
+    differ, its tokens are divided as its blocks are.
     """
 
     def __init__(
         self, manager: KVCacheManager, config: KVCacheConfig, sizes: TierSizes, clock: Clock
     ) -> None:
-        """Begin with nothing below `manager`, whose plan is `config`.
+        """Start with empty tiers below `manager`, whose plan is `config`.
 
-        Raises ConfigurationError for sizes or policies that cannot be meant, and for a kind of
-        attention whose blocks cannot be loaded by content.
+        Raises ConfigurationError for invalid sizes or policies, and for an attention kind whose
+        blocks cannot be loaded by content.
         """
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._finder = TierHitFinder(config, math.gcd(*(spec.block_size for spec in specs)))
@@ -107,11 +107,11 @@ class TierTraffic:
         self.num_spilled = 0
 
     def bring(self, request: Request) -> Brought:
-        """Load all that the tiers add to what the device has of a request, as far as there is room.
+        """Load all that the tiers add to a request's device hit, as far as there is room.
 
-        What was loaded is hittable, and held until `let_go`: no block that the request will not
-        need itself. What cannot be fetched from disk at a time comes piece by piece; of several
-        groups, only as far as host memory has what all of them need.
+        Loaded blocks are hittable, and held until `let_go`; no block that the request itself does
+        not need. Blocks that cannot be fetched from disk at once come piece by piece; with several
+        groups, only as far as host memory has the blocks of all of them.
         """
         tiers, brought = self.hierarchy, NOTHING_BROUGHT
         num_tokens = self._loads.num_device_tokens(request)
@@ -130,13 +130,13 @@ class TierTraffic:
         return brought
 
     def let_go(self) -> None:
-        """Hold nothing any more of what was brought."""
+        """Release the loaded blocks."""
         if self._held is not None:
             self._loads.release(self._held)
         self._held = None
 
     def store(self, request: Request) -> None:
-        """Bring down what a request holds, computed or hit, and spill what has to go for it."""
+        """Store a request's blocks, computed or hit, and spill victims to make room."""
         for keys in self._held_keys(request):
             self.hierarchy.see(keys)
             self.hierarchy.touch(keys)
@@ -144,14 +144,15 @@ class TierTraffic:
         self.hierarchy.take_discards()
 
     def check(self) -> None:
-        """Raise InvariantError if books do not add up, or a job is open."""
+        """Raise InvariantError if the state is inconsistent, or a job is open."""
         self.hierarchy.check()
         assert not self.hierarchy.num_open_jobs
 
     def _load(
         self, request: Request, num_device_tokens: int, from_disk: set[OffloadKey]
     ) -> tuple[int, Brought] | None:
-        """Load what host memory has; return how far that reaches. None: nothing, or no room."""
+        """Load from host memory; return how far the prefix reaches then. None: nothing, or no
+        room."""
         tiers = self.hierarchy
         there = self._finder.find(request, num_device_tokens, tiers.locate, _is_in_host)
         if there is None:
@@ -168,7 +169,7 @@ class TierTraffic:
         assert job is not None and len(job.keys) == len(keys), "found in host memory just now"
         tiers.loaded(job.job_id, ok=True)
         self._loads.finish(load.load_id)
-        self.let_go()  # of the piece before: this one holds it too, as far as it is needed
+        self.let_go()  # the piece before, which this one holds too if needed
         self._held = load.load_id
         num_loaded = load.num_tokens - load.num_device_tokens
         num_fetched = num_loaded * sum(key in from_disk for key in keys) // len(keys)

@@ -1,8 +1,7 @@
 """Token ids that follow from a name alone, so that a replay is the same every time.
 
-First thing in a replay's flow: workloads make prompts of these ids, the replay engine "samples"
-the same ids that a later turn of the conversation quotes. Knows no requests and no files, and
-refuses to draw from a random source: everything is a function of its arguments.
+Workloads make prompts of these ids, and the replay engine "samples" the same ids that a later turn
+of the conversation quotes. Everything is a function of its arguments, without a random source.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ def token_stream(seed: int, num_tokens: int) -> Int32Array:
 
 
 def answer_seed(request_id: str) -> int:
-    """Return the seed of what the replayed model answers to request `request_id`."""
+    """Return the seed of the replayed model's answer to request `request_id`."""
     return token_seed("answer", request_id)
 
 
 def answer_token_ids(request_id: str, num_tokens: int) -> Int32Array:
-    """Return the first `num_tokens` tokens that the replayed model answers to `request_id`."""
+    """Return the first `num_tokens` tokens of the replayed model's answer to `request_id`."""
     return token_stream(answer_seed(request_id), num_tokens)
 
 
 def num_encoder_tokens(request_id: str, most: int) -> int:
-    """Return how many encoder tokens, 1 to `most`, the replayed request `request_id` comes with."""
+    """Return the number of encoder tokens, 1 to `most`, of the replayed request `request_id`."""
     return 1 + token_seed("encoder", request_id) % most
 
 
 def block_token_ids(block_names: NDArray[np.int64], block_size: int) -> Int32Array:
-    """Return `block_size` tokens for each named block, one block after another.
+    """Return `block_size` tokens for each named block, joined.
 
-    The name's 62 mixed bits enter the even and the odd positions, so that no two of a trace's
-    blocks share their tokens. Blocks of one token get by with half of the bits.
+    The name's 62 mixed bits enter the even and the odd positions, so that two blocks of a trace
+    never have the same tokens. Blocks of one token have only half of the bits.
     """
     mixed = _mix((block_names.astype(np.uint64) + np.uint64(1)) * _STEP)
     even = (mixed & _LARGEST_TOKEN_ID).astype(np.int32)

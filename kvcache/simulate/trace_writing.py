@@ -1,8 +1,8 @@
-"""Traces, written: Mooncake's format, so that its readers can read ours.
+"""Writes traces in Mooncake's format.
 
-A line per request, as `mooncake.py` reads it. A file whose name ends with .gz is compressed, the
-same bytes for the same requests. Block ids are numbers in order of appearance: they say who shares
-what with whom, and nothing of what it is.
+A line per request, as `mooncake.py` reads it. A file whose name ends with .gz is compressed; the
+same requests give the same bytes. Block ids are numbers in order of appearance: they show which
+requests share blocks, but not their content.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvcache.simulate.passages import BlockNames
 
 @dataclass(frozen=True)
 class TraceLine:
-    """One request of a trace. `block_ids` names its blocks, a partial last one included.
+    """One request of a trace. `block_ids` names its blocks, including a partial last one.
 
-    `block_size` is said in the line unless it is what readers take it to be.
+    The line has a `block_size` unless it is the readers' default.
     """
 
     timestamp_ms: int
@@ -36,7 +36,7 @@ class TraceLine:
     block_size: int = MOONCAKE_BLOCK_SIZE
 
     def to_json(self) -> bytes:
-        """Return the line, its end included."""
+        """Return the line, with its line break."""
         values: dict[str, object] = {
             "timestamp": self.timestamp_ms,
             "input_length": self.input_length,
@@ -53,7 +53,7 @@ class TraceLine:
 def trace_lines(
     workload: SyntheticWorkload, block_size: int = MOONCAKE_BLOCK_SIZE
 ) -> Iterator[TraceLine]:
-    """Yield what a trace of the workload says."""
+    """Yield the lines of a workload's trace."""
     names = BlockNames(block_size)
     for request in workload.script():
         yield TraceLine(
@@ -66,7 +66,7 @@ def trace_lines(
 
 
 def require_trace_name(path: Path) -> None:
-    """Raise TraceError unless who reads the file will take it for a trace, by its name."""
+    """Raise TraceError unless readers will recognise the file as a trace by its name."""
     if not path.name.endswith(TRACE_ENDS):
         raise TraceError(
             f"{path}: names of traces end with {' or '.join(TRACE_ENDS)}, others are read as text: "
@@ -75,7 +75,7 @@ def require_trace_name(path: Path) -> None:
 
 
 def write_trace(path: Path, lines: Iterable[TraceLine]) -> int:
-    """Write a trace and return how many lines it has. Raises TraceError if that cannot be done."""
+    """Write a trace and return its number of lines. Raises TraceError if that fails."""
     require_trace_name(path)
     try:
         with _created(path) as file:
@@ -98,4 +98,4 @@ def _created(path: Path) -> Iterator[BinaryIO]:
             yield plain
             return
         with gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0) as packed:
-            yield cast(BinaryIO, packed)  # it is one but for its type
+            yield cast(BinaryIO, packed)  # only its type differs

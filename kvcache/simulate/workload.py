@@ -1,8 +1,7 @@
-"""What a workload is: requests in order of arrival, each made when its turn comes.
+"""The interface of workloads: requests in order of arrival, each made when its turn comes.
 
-Stands between files or generators and their players (the replay engine, the counting rule).
-A workload can be iterated again and again and yields the same requests each time. Refuses to know
-blocks, steps and clusters.
+Implemented by files and generators, used by players (the replay engine, the counting rule). A
+workload can be iterated several times and yields the same requests each time.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from kvcache.base.errors import TraceError
 class WorkloadRequest:
     """One request of a workload.
 
-    `make_token_ids` returns the prompt, `num_prompt_tokens` ids, each time it is called: a trace
-    may hold far more tokens than fit into memory. `num_output_tokens` are sampled, 0 for requests
-    that are only read. `arrival_s` counts from the start of the workload. The request can only be
-    asked once request `after` has been answered, because its prompt quotes that answer.
+    `make_token_ids` returns the prompt, `num_prompt_tokens` ids, at each call: a trace may have far
+    more tokens than fit into memory. `num_output_tokens` are sampled, 0 for requests that only
+    read. `arrival_s` counts from the start of the workload. The request can be sent only after
+    request `after` has been answered, because its prompt quotes that answer.
     """
 
     request_id: str
@@ -37,7 +36,7 @@ class WorkloadRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it has in the end, prompt and output."""
+        """Its final number of tokens, prompt and output."""
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
@@ -51,22 +50,22 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is, for titles and reports."""
+        """A name for titles and reports."""
 
     @property
     def num_requests(self) -> int | None:
-        """How many requests there are, None if only reading all of it would tell."""
+        """Number of requests, None if only reading the whole workload would tell."""
 
     @property
     def total_input_tokens(self) -> int | None:
-        """Prompt tokens of all requests, None if only reading all of it would tell."""
+        """Prompt tokens of all requests, None if only reading the whole workload would tell."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per block when nothing else decides it."""
+        """Tokens per block by default."""
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the requests, in order. Raises TraceError where a file cannot be read."""
+        """Yield the requests, in order. Raises TraceError if a file cannot be read."""
 
 
 class LimitedWorkload:
@@ -86,18 +85,18 @@ class LimitedWorkload:
 
     @property
     def name(self) -> str:
-        """Name of the whole workload, and how much of it."""
+        """Name of the whole workload, and the limit."""
         return f"{self._workload.name}, first {self._limit:,} requests"
 
     @property
     def num_requests(self) -> int | None:
-        """The limit, or fewer where the workload is known to be shorter."""
+        """The limit, or fewer if the workload is known to be shorter."""
         whole = self._workload.num_requests
         return None if whole is None else min(whole, self._limit)
 
     @property
     def total_input_tokens(self) -> int | None:
-        """Known only where the limit does not cut anything."""
+        """Known only if the limit cuts nothing."""
         whole = self._workload.num_requests
         cuts = whole is None or whole > self._limit
         return None if cuts else self._workload.total_input_tokens

@@ -1,10 +1,10 @@
 """Synthetic traffic by name: chat, agents, retrieval, scans. Everything follows from a seed.
 
-    sessions.py    sessions become requests in order of arrival     draws.py   what is drawn how
-    chat.py  agents.py  retrieval.py  scans.py                      what a session is, by kind
+    sessions.py    sessions become requests in order of arrival     draws.py   distributions
+    chat.py  agents.py  retrieval.py  scans.py                      sessions by kind
 
-The shapes are ours: they show what policies and sizes do to kinds of traffic, and are no claim
-about anybody's. Users with a load of their own record it.
+The shapes are invented: they show how policies and sizes treat kinds of traffic, and do not claim
+to be like any real one. Users can record their own load.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvcache.simulate.generators.scans import Scans, ScanShape
 from kvcache.simulate.generators.sessions import SessionKind, SyntheticWorkload
 
 DEFAULT_NUM_REQUESTS = 5_000
-"""As many requests are made where nothing else is said."""
+"""Default number of requests."""
 
 GENERATORS: Mapping[str, Callable[[int], SessionKind]] = MappingProxyType(
     {"agents": Agents, "chat": Chat, "retrieval": Retrieval, "scans": Scans}
 )
-"""Kinds of traffic by name, each made with a seed."""
+"""Kinds of traffic by name, each made from a seed."""
 
 __all__ = [
     "DEFAULT_NUM_REQUESTS",

@@ -1,12 +1,12 @@
-"""Agents: long contexts that many share, worked on step by step, and bursts of helpers.
+"""Agents: long shared contexts, worked on step by step, and bursts of helpers.
 
     burst    several tasks on one project begin within seconds; all read the same context
     task     [agent's tools][project's context][task] + step + step + step ...    a step every few s
     helpers  now and then a task forks: helpers go on from all it knows, side by side, and end;
              the task goes on with what they found
 
-Prefixes are read often and in quick succession, then never again; the tools and the projects that
-are worked on come back. A policy that never forgets uses keeps finished tasks.
+Prefixes are read often and in quick succession, then never again, but the tools and active projects
+come back. A policy that never forgets uses keeps finished tasks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Agents:
 
 
 class _Work:
-    """A task, or a helper's part of one, as it goes on: what it knows, and what was asked."""
+    """A task, or a helper's part of one, as it proceeds: its context, and its requests."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Work:
         self.requests: list[ScriptedRequest] = []
 
     def do(self, num_steps: int, rng: Random, *, may_fork: bool) -> None:
-        """Draw steps; helpers, where it may have them, are part of `requests`."""
+        """Draw steps; `requests` includes those of helpers, if it may have them."""
         shape = self._agents.shape
         for i in range(num_steps):
             self._step(f"{self._name}-step-{i + 1}", rng)
@@ -128,7 +128,7 @@ class _Work:
         self._after = request_id
 
     def _have_helped(self, name: str, rng: Random) -> None:
-        """Helpers go on from what is known here; the last one's end is when this goes on."""
+        """Start helpers from the present context; continue when the last one ends."""
         shape = self._agents.shape
         last_s = self._now_s
         for i in range(rng.randint(2, shape.most_helpers)):

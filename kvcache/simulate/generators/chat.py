@@ -1,7 +1,7 @@
-"""Chat: people who ask, read the answer, and ask again, behind a few system prompts.
+"""Chat: users ask, read the answer, and ask again, after a few system prompts.
 
-Some bring a long text with their first question. Most turns find all before them in the cache, if
-it is still there when the reader has thought; half of the conversations never come back.
+Some first questions have a long text attached. Most turns hit all of the conversation, if it is
+still cached when the user has thought; half of the conversations have only one turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChatShape:
 class Chat:
     """Conversations of `shape`, drawn by `seed`. See `SessionKind`.
 
-    `name` sets conversations apart from those of another mix of traffic.
+    `name` distinguishes conversations from those of another mix of traffic.
     """
 
     def __init__(self, seed: int, shape: ChatShape | None = None, name: str = "chat") -> None:

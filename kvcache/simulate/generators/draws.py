@@ -1,6 +1,6 @@
-"""What generators draw: lengths with a long tail, pauses, and what is popular.
+"""Random draws of generators: lengths with a long tail, pauses, and popularity.
 
-Every function takes the source it draws from. Refuses to know what is drawn for.
+Every function takes its random source.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvcache.base.errors import TraceError
 
 @dataclass(frozen=True)
 class Length:
-    """Tokens, log-normal around a median: half are shorter; `spread` 1 has two thirds between
+    """Tokens, log-normal around a median: half are shorter; with `spread` 1, two thirds are between
     median / e and median * e. Never outside `[least, most]`.
 
-    Raises TraceError for a length that cannot be meant.
+    Raises TraceError for an invalid length.
     """
 
     median: int
@@ -41,7 +41,7 @@ class Length:
 
 
 class Popularity:
-    """A choice among `num_items`, item `i` weighing `1 / (i + 1) ** exponent` (Zipf)."""
+    """A choice among `num_items`; item `i` has weight `1 / (i + 1) ** exponent` (Zipf)."""
 
     def __init__(self, num_items: int, exponent: float) -> None:
         self._sums = list(accumulate((i + 1) ** -exponent for i in range(num_items)))

@@ -1,8 +1,8 @@
-"""Retrieval: short questions behind documents that a search put in front of them.
+"""Retrieval: short questions after documents that a search put in front of them.
 
-Questions are about topics, some of them much more popular than others, and what is popular drifts.
-A topic's documents come in the order of its ranking, but searches differ a little: a question finds
-the first documents of earlier ones in the cache, seldom all. Some ask on.
+Questions are about topics, some of them much more popular than others, and popularity drifts. A
+topic's documents come in the order of its ranking, but searches differ a little: a question hits
+the first documents of earlier ones, seldom all. Some users ask again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvcache.simulate.tokens import answer_seed, token_seed
 
 @dataclass(frozen=True)
 class RetrievalShape:
-    """Lengths in tokens, pauses and `drift_s` in seconds: as often a new topic is the first."""
+    """Lengths in tokens, pauses and `drift_s` in seconds: how often a new topic becomes the
+    first."""
 
     pause_s: float = 0.5
     instructions_tokens: int = 700
@@ -47,11 +48,11 @@ class Retrieval:
 
     @property
     def pause_s(self) -> float:
-        """Mean time between two people who begin to ask."""
+        """Mean time between two new users."""
         return self.shape.pause_s
 
     def session(self, index: int, start_s: float, rng: Random) -> list[ScriptedRequest]:
-        """Return one person's questions on a topic."""
+        """Return one user's questions on a topic."""
         shape = self.shape
         place = self._popularity.draw(rng)
         topic = (place - int(start_s / shape.drift_s)) % shape.num_topics
@@ -76,7 +77,8 @@ class Retrieval:
         return requests
 
     def _found(self, topic: int, rng: Random) -> list[Passage]:
-        """Return the documents of a search: the ranking's first ones, a few of them swapped."""
+        """Return the documents of a search: the first ones of the ranking, a few of them
+        swapped."""
         shape = self.shape
         ranking = list(range(shape.num_ranked))
         for i in range(shape.num_ranked - 1):

@@ -1,8 +1,8 @@
-"""Scans: batch jobs that read whole collections, while people chat.
+"""Scans: batch jobs that read whole collections, while users chat.
 
-A job asks one question of every document of a collection, and again the next question: the same
-documents in the same order, one after another. A collection larger than the cache throws out what
-people will come back to, and least recently used is the worst order for it.
+A job asks one question about every document of a collection, then the next question: the same
+documents in the same order, one after another. A collection larger than the cache evicts the
+conversations, and least recently used is the worst order for it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Sessions become one stream of requests in order of arrival.
+"""Merges sessions into one stream of requests in order of arrival.
 
     sessions   ──┬────────┬──────────┬───▶  begin at random, at a rate
                  │ a a  a │   a      │
                  └▶ b  b b b         │
-    requests   ──a─b─a─b─b─a─b────a──…───▶  a heap holds what has begun and is not due yet
+    requests   ──a─b─a─b─b─a─b────a──…───▶  a heap holds requests that are not due yet
 
-A session is all of one conversation, burst or job. Each is drawn from a source of its own, so the
-first requests are the same however many are asked for.
+A session is one conversation, burst or job. Each is drawn from a source of its own, so a longer
+trace begins with the same requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.simulate.tokens import token_seed
 from kvcache.simulate.workload import WorkloadRequest
 
 OUTPUT_TOKENS_PER_S = 40.0
-"""How fast answers come, for the time at which the next request of a session can arrive."""
+"""The speed of answers, from which the arrival of a session's next request follows."""
 
 
 class SessionKind(Protocol):
@@ -32,11 +32,11 @@ class SessionKind(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called on a command line."""
+        """Its name on the command line."""
 
     @property
     def seed(self) -> int:
-        """Everything follows from it."""
+        """The seed of all draws."""
 
     @property
     def pause_s(self) -> float:
@@ -71,7 +71,7 @@ class SyntheticWorkload:
 
     @property
     def num_requests(self) -> int:
-        """As many as were asked for."""
+        """The number of requests."""
         return self._num_requests
 
     @cached_property
@@ -81,11 +81,11 @@ class SyntheticWorkload:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block when nothing else decides it: those of a trace."""
+        """Tokens per block by default: those of a trace."""
         return MOONCAKE_BLOCK_SIZE
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the requests as something to play."""
+        """Yield the requests for a player."""
         return (request.to_workload_request() for request in self.script())
 
     def script(self) -> Iterator[ScriptedRequest]:
