@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import ParamSpec
 
 from kvcache.base.clock import Clock
 from kvcache.base.errors import (
@@ -85,6 +86,8 @@ REPEATED_REPORTS = (Finished, LabelReport)
 
 NAMED_CLIENTS = 8
 """Most clients that a log line names."""
+
+_Arguments = ParamSpec("_Arguments")
 
 
 class Coordinator:
@@ -246,7 +249,7 @@ class Coordinator:
         ledger = self._clients.get(message.client_id)
         if message.epoch != self.epoch or ledger is None or ledger.is_leaving:
             return self._part_from([message.client_id])
-        return self._guarded(lambda: epoch_state.on_client_message(ledger, message))
+        return self._guarded(epoch_state.on_client_message, ledger, message)
 
     def _on_detach(self, client_id: str) -> list[Outgoing]:
         """Stop serving a client, in whatever epoch it attached: no id is used twice."""
@@ -254,7 +257,7 @@ class Coordinator:
         if epoch_state is None:
             self._clients.detach(client_id)
         confirmed = Outgoing((ClientAddress(client_id),), Detached(client_id, self.epoch))
-        freed = [] if epoch_state is None else self._guarded(lambda: epoch_state.detach(client_id))
+        freed = [] if epoch_state is None else self._guarded(epoch_state.detach, client_id)
         return [confirmed, *freed]
 
     def on_client_lost(self, client_id: str) -> None:
@@ -283,7 +286,7 @@ class Coordinator:
         collection = self._collection
         if collection is not None:
             asked = collection.on_tick(self._clock.now(), self.settings.labels_s)
-            return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
+            return self._guarded(self._run, collection) if collection.is_over else asked
         if self._epoch_state is None:
             return []
         out: list[Outgoing] = []
@@ -456,11 +459,11 @@ class Coordinator:
             and epoch_state is not None
             and report.epoch == self.epoch
         ):
-            return self._guarded(lambda: epoch_state.on_tier_labels(report))
+            return self._guarded(epoch_state.on_tier_labels, report)
         if collection is None or report.medium != DEVICE_MEDIUM:
             return []
         asked = collection.on_report(report, now_s)
-        return self._guarded(lambda: self._run(collection)) if collection.is_over else asked
+        return self._guarded(self._run, collection) if collection.is_over else asked
 
     def _run(self, collection: LabelCollection) -> list[Outgoing]:
         """Start serving steps, with the blocks that the ranks still hold."""
@@ -519,10 +522,16 @@ class Coordinator:
             return self._begin_epoch(reason)
         return self._give_way(reason)
 
-    def _guarded(self, act: Callable[[], list[Outgoing]]) -> list[Outgoing]:
-        """Return what `act` returns; if the epoch cannot go on, begin another one, or give way."""
+    def _guarded(
+        self,
+        act: Callable[_Arguments, list[Outgoing]],
+        *arguments: _Arguments.args,
+        **options: _Arguments.kwargs,
+    ) -> list[Outgoing]:
+        """Call `act` and return its messages; if the epoch cannot go on, begin another one, or give
+        way."""
         try:
-            return act()
+            return act(*arguments, **options)
         except SupersededError as error:
             return self._give_way(str(error))
         except ProtocolError:
@@ -552,7 +561,7 @@ class Coordinator:
             return self._grants()
         self._members.heard(*who, message.epoch, now_s)
         epoch_state = self._epoch_state
-        return [] if epoch_state is None else self._guarded(lambda: epoch_state.on_report(message))
+        return [] if epoch_state is None else self._guarded(epoch_state.on_report, message)
 
     def _begin_epoch(self, reason: str) -> list[Outgoing]:
         """End the present epoch and fence the next one. Clients must attach again."""

@@ -77,7 +77,10 @@ class MessageHeader:
 
 class Envelope:
     """Messages of one kind in which only the first fields, texts and numbers, vary: their constant
-    first and last bytes."""
+    first and last bytes.
+
+    Benchmark row C1 defends it: without envelopes an empty step takes a quarter longer.
+    """
 
     def __init__(
         self,
