@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from actors.calls import CallTable
+from actors.calls import SentTokens
 from actors.connection import (
     ClientConnection,
     Dialing,
     limit_of,
     lost_workers_error,
-    require_served,
+    overdue_error,
+    result_of_step,
 )
 from actors.session_view import SessionView
 from kvcache.base.arguments import as_int
@@ -25,10 +26,8 @@ from kvcache.base.errors import (
     ClusterError,
     DeadlineError,
     KVCacheError,
-    NotRunningError,
     RequestError,
     StaleEpochError,
-    SupersededError,
 )
 from kvcache.client.session import SessionState, Submitted
 from kvcache.protocol.messages import CallResult
@@ -44,7 +43,7 @@ class AsyncStepClient(SessionView):
     def __init__(self, connection: ClientConnection) -> None:
         """Use `connect` instead."""
         self._connection = connection
-        self._call_table = CallTable()
+        self._sent = SentTokens()
         self._waiters: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -81,14 +80,16 @@ class AsyncStepClient(SessionView):
         session = self._connection.session
         limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         if session.state not in (SessionState.ATTACHED, SessionState.ATTACHING):
-            self._call_table.forget()
+            self._sent.forget_all()
             self._connection.send(session.attach())
             self._drain_soon()
         try:
             await self._wait(self._connection.is_attached, limit_s, "be attached")
         except DeadlineError:
             error = session.not_attached(limit_s)
-            raise lost_workers_error(error, await self._lost_workers()) from None
+            raise lost_workers_error(
+                error, await asyncio.to_thread(self._connection.lost_workers)
+            ) from None
 
     async def step(self, request: StepRequest, timeout_s: float | None = None) -> StepResult:
         """Schedule one step and return its answer. See `StepClient.step`."""
@@ -102,11 +103,7 @@ class AsyncStepClient(SessionView):
 
     async def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
         """Return the answer to a step. See `StepClient.wait_result`."""
-        answer = await self._wait_answer(step, timeout_s)
-        if not isinstance(answer, StepResult):
-            raise RequestError(f"number {step} was a call, not a step")
-        require_served(answer)
-        return answer
+        return result_of_step(step, await self._wait_answer(step, timeout_s))
 
     async def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands."""
@@ -182,18 +179,15 @@ class AsyncStepClient(SessionView):
         give_up_s = self._connection.clock.now() + timeout_s
         while True:
             if self._is_closed:
-                raise NotRunningError(f"client {self.client_id} is closed: make a new one")
+                raise self._connection.closed_error()
             try:
                 if is_done():
                     return
             except StaleEpochError as error:
-                lost = await self._lost_workers()
+                lost = await asyncio.to_thread(self._connection.lost_workers)
                 raise lost_workers_error(error, lost) from error
             if self._connection.clock.now() >= give_up_s:
-                raise DeadlineError(
-                    f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
-                    "status"
-                )
+                raise overdue_error(what, timeout_s)
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiters.add(waiter)
             try:
@@ -229,14 +223,6 @@ class AsyncStepClient(SessionView):
             await asyncio.wait((waiter,), timeout=timeout_s)
         finally:
             self._waiters.discard(waiter)
-
-    async def _lost_workers(self) -> str:
-        try:
-            return await asyncio.to_thread(self._connection.dialer.lost_workers)
-        except SupersededError:
-            raise
-        except ClusterError:
-            return ""
 
     def _on_readable(self) -> None:
         """Take in everything there is: the descriptor may tell only once."""

@@ -1,25 +1,34 @@
 """The synchronous client: an engine's way to the coordinator, by steps or request by request.
 
-What the methods mean is `KVCacheManager`'s; how they travel is calls.py's; waiting, threads and
-deadlines are step_client.py's.
+What the methods mean is `KVCacheManager`'s. Each checks its arguments as a manager does, packs them
+into a `RemoteCall` and runs it: what is refused is not sent. Waiting, threads and deadlines are
+step_client.py's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from actors.calls import RemoteCall, read_answer
-from actors.connection import require_served
+from actors.calls import RemoteCall, pack_ids, pack_texts, tables_of
+from actors.connection import result_of_call
 from actors.step_client import StepClient
-from kvcache.base.errors import RequestError
+from kvcache.base.arguments import (
+    MAX_INT32,
+    as_bool,
+    as_int,
+    as_integers,
+    as_number,
+    as_text,
+    check_kind,
+)
+from kvcache.base.errors import BlockError, RequestError
 from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.manager.kv_cache_manager import checked_counts
+from kvcache.manager.kv_cache_manager import COUNTS, checked_counts
 from kvcache.manager.pins import Pin
 from kvcache.manager.statistics import PrefixCacheStats
-from kvcache.protocol.messages import CallResult
 from kvcache.protocol.step import NO_STEP
-from kvcache.requests.request import LoRARequest, Request, TokenIds
+from kvcache.requests.request import LoRARequest, Request, TokenIds, as_token_ids, check_request
 
 T = TypeVar("T")
 
@@ -34,7 +43,12 @@ class KVCacheClient(StepClient):
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """See `KVCacheManager.get_computed_blocks`."""
-        return self._run(self._call_table.get_computed_blocks(request))
+        check_kind("request", request, Request, RequestError)
+
+        def read(values: Any) -> tuple[KVCacheBlocks, int]:
+            return KVCacheBlocks(tables_of(values["block_ids"])), values["num_computed_tokens"]
+
+        return self._run(self._sent.call("get_computed_blocks", request, {}, read))
 
     def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -58,54 +72,99 @@ class KVCacheClient(StepClient):
             num_external_computed_tokens,
             num_encoder_tokens,
         )
-        call = self._call_table.allocate_slots(
-            request, counts, new_computed_blocks, delay_cache_blocks
+        if new_computed_blocks is not None:
+            check_kind("new_computed_blocks", new_computed_blocks, KVCacheBlocks, RequestError)
+
+        def read(values: Any) -> KVCacheBlocks | None:
+            if values is None:
+                return None
+            return KVCacheBlocks(tables_of(values["block_ids"]), tables_of(values["unhashed"]))
+
+        arguments: dict[str, Any] = dict(zip(COUNTS, counts, strict=True))
+        arguments["delay_cache_blocks"] = as_bool(
+            "delay_cache_blocks", delay_cache_blocks, RequestError
         )
-        return self._run(call)
+        if new_computed_blocks is not None:
+            tables = new_computed_blocks.get_block_ids()
+            arguments["new_computed_blocks"] = [pack_ids(table) for table in tables]
+        return self._run(self._sent.call("allocate_slots", request, arguments, read))
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
         """See `KVCacheManager.fork`. Forwards wait for `last_seq` afterwards."""
-        return self._run(self._call_table.fork(parent_request, child_request))
+        check_request(parent_request)
+        check_request(child_request)
+        num_tokens, num_computed = parent_request.num_tokens, parent_request.num_computed_tokens
+
+        def read(values: Any) -> KVCacheBlocks | None:
+            self._sent.remember(parent_request.request_id, num_tokens)
+            if values is None:
+                return None
+            child_request.num_computed_tokens = num_computed
+            return KVCacheBlocks(tables_of(values["block_ids"]))
+
+        arguments = {"parent": self._sent.describe(parent_request)}
+        return self._run(self._sent.call("fork", child_request, arguments, read))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """See `KVCacheManager.cache_blocks`."""
-        self._run(self._call_table.cache_blocks(request, num_computed_tokens))
+        check_request(request)
+        what = f"request {request.request_id}: num_computed_tokens"
+        arguments = {"num_computed_tokens": as_int(what, num_computed_tokens, error=RequestError)}
+        return self._run(self._sent.call("cache_blocks", request, arguments, _nothing))
 
     def free(self, request: Request) -> None:
         """See `KVCacheManager.free`."""
-        self._run(self._call_table.free(request))
+        check_request(request)
+        request_id = request.request_id
+        return self._run(
+            RemoteCall(
+                "free", {"request_id": request_id}, _nothing, lambda: self._sent.forget(request_id)
+            )
+        )
 
     def free_block_hashes(self, request: Request) -> None:
         """See `KVCacheManager.free_block_hashes`."""
-        self._run(self._call_table.free_block_hashes(request))
+        check_request(request)
+        return self._run(self._sent.call("free_block_hashes", request, {}, _nothing))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int
     ) -> list[int]:
         """See `KVCacheManager.get_num_common_prefix_blocks`."""
-        return self._run(
-            self._call_table.get_num_common_prefix_blocks(request, num_running_requests)
-        )
+        check_kind("request", request, Request, RequestError)
+        count = as_int("num_running_requests", num_running_requests, error=RequestError)
+        arguments = {"num_running_requests": count}
+        return self._run(self._sent.call("get_num_common_prefix_blocks", request, arguments, list))
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """See `KVCacheManager.get_blocks`."""
-        return self._run(self._call_table.get_blocks(request_id))
+        request_id = as_text("request id", request_id, RequestError, may_be_empty=True)
+        return self._run(RemoteCall("get_block_ids", {"request_id": request_id}, _blocks))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """See `KVCacheManager.get_block_ids`."""
-        return self.get_blocks(request_id).get_block_ids()
+        request_id = as_text("request id", request_id, RequestError, may_be_empty=True)
+        return self._run(
+            RemoteCall(
+                "get_block_ids",
+                {"request_id": request_id},
+                lambda packed: _blocks(packed).get_block_ids(),
+            )
+        )
 
     def usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
-        return self._run(self._call_table.usage())
+        return self._run(RemoteCall("usage", {}, float))
 
     def reset_prefix_cache(self, drain: bool = False) -> bool:
         """See `KVCacheManager.reset_prefix_cache`."""
-        return self._run(self._call_table.reset_prefix_cache(drain))
+        arguments = {"drain": as_bool("drain", drain, RequestError)}
+        return self._run(RemoteCall("reset_prefix_cache", arguments, bool))
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `KVCacheManager.evict_blocks`."""
-        self._run(self._call_table.evict_blocks(block_ids))
+        ids = as_integers("block_ids", block_ids, at_most=MAX_INT32, error=BlockError)
+        return self._run(RemoteCall("evict_blocks", {"block_ids": pack_ids(ids)}, _nothing))
 
     def pin_prefix(
         self,
@@ -117,24 +176,44 @@ class KVCacheClient(StepClient):
         tenant: str | None = None,
     ) -> Pin:
         """See `KVCacheManager.pin_prefix`."""
-        return self._run(self._call_table.pin_prefix(token_ids, ttl_s, lora, cache_salt, tenant))
+        arguments: dict[str, Any] = {
+            "token_ids": pack_ids(as_token_ids(token_ids, "token id")),
+            "ttl_s": as_number("ttl_s", ttl_s, above=0, error=RequestError),
+        }
+        if lora is not None:
+            check_kind("lora", lora, LoRARequest, RequestError)
+        if cache_salt is not None:
+            cache_salt = as_text("cache salt", cache_salt, RequestError)
+        if tenant is not None:
+            tenant = as_text("tenant", tenant, RequestError)
+        arguments.update(pack_texts(lora, cache_salt, tenant))
+        return self._run(RemoteCall("pin_prefix", arguments, lambda values: Pin(**values)))
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
-        return self._run(self._call_table.unpin_prefix(pin))
+        check_kind("pin", pin, Pin, RequestError)
+        arguments = {"pin_id": as_int("pin_id", pin.pin_id, error=RequestError)}
+        return self._run(RemoteCall("unpin_prefix", arguments, bool))
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """See `KVCacheManager.make_prefix_cache_stats`."""
-        return self._run(self._call_table.make_prefix_cache_stats())
+
+        def read(values: Any) -> PrefixCacheStats | None:
+            return None if values is None else PrefixCacheStats(**values)
+
+        return self._run(RemoteCall("make_prefix_cache_stats", {}, read))
 
     def _run(self, call: RemoteCall[T]) -> T:
         """Make a call, wait for its answer, read it."""
         session, send = self._connection.session, self._connection.send_step
-        number = self._submit(
-            lambda: send(session.call(call.method, call.arguments, NO_STEP)), None
-        )
-        answer = self._wait_answer(number, None)
-        require_served(answer)
-        if not isinstance(answer, CallResult):
-            raise RequestError(f"number {number} was a step, not a call")
-        return read_answer(call, answer.result)
+        arguments = call.pack()
+        number = self._submit(lambda: send(session.call(call.method, arguments, NO_STEP)), None)
+        return call.answer(result_of_call(number, self._wait_answer(number, None)))
+
+
+def _blocks(packed: Sequence[bytes]) -> KVCacheBlocks:
+    return KVCacheBlocks(tables_of(packed))
+
+
+def _nothing(values: Any) -> None:
+    return None

@@ -18,10 +18,14 @@ from kvcache.base import errors
 from kvcache.base.arguments import as_number, as_text
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import (
+    ClusterError,
     ConfigurationError,
+    DeadlineError,
     KVCacheError,
     NotRunningError,
     ProtocolError,
+    RequestError,
+    SupersededError,
     WorkerLostError,
     shown,
 )
@@ -228,6 +232,22 @@ class ClientConnection:
         """The coordinator could not be asked: ask again after as long a time as before."""
         self._heard_s = self._asked_s = self.clock.now()
 
+    def lost_workers(self) -> str:
+        """Say which ranks are lost and why, empty if none is or nothing can say it.
+
+        Any thread. May take a while; raises SupersededError.
+        """
+        try:
+            return self.dialer.lost_workers()
+        except SupersededError:
+            raise
+        except ClusterError:
+            return ""
+
+    def closed_error(self) -> NotRunningError:
+        """Return what to raise when a closed client is used."""
+        return NotRunningError(f"client {self.session.client_id} is closed: make a new one")
+
     def redial(self, endpoint: Endpoint) -> None:
         """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
         self._heard_s = self._asked_s = self.clock.now()
@@ -294,10 +314,33 @@ def _checked_name(client_name: str) -> str:
     return name
 
 
+def overdue_error(what: str, timeout_s: float) -> DeadlineError:
+    """Return what to raise when the coordinator did not do `what` in time."""
+    return DeadlineError(
+        f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's status"
+    )
+
+
 def lost_workers_error(error: KVCacheError, lost: str) -> KVCacheError:
     """Return what to raise for a step that is void, or a client that is not attached: which ranks
     are lost, if that is why."""
     return WorkerLostError(f"{lost}: {error}") if lost else error
+
+
+def result_of_step(number: int, answer: StepResult | CallResult) -> StepResult:
+    """Return a step's answer; raises the error it carries, RequestError for a call's answer."""
+    if not isinstance(answer, StepResult):
+        raise RequestError(f"number {number} was a call, not a step")
+    require_served(answer)
+    return answer
+
+
+def result_of_call(number: int, answer: StepResult | CallResult) -> bytes:
+    """Return a call's packed result; raises the error it carries, RequestError for a step's."""
+    require_served(answer)
+    if not isinstance(answer, CallResult):
+        raise RequestError(f"number {number} was a step, not a call")
+    return answer.result
 
 
 def require_served(answer: StepResult | CallResult) -> None:

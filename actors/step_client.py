@@ -19,26 +19,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from actors.calls import CallTable
+from actors.calls import SentTokens
 from actors.connection import (
     ClientConnection,
     Dialing,
     limit_of,
     lost_workers_error,
-    require_served,
+    overdue_error,
+    result_of_step,
 )
 from actors.session_view import SessionView
 from actors.transport import Endpoint
 from kvcache.base.arguments import as_int
 from kvcache.base.errors import (
     BacklogFullError,
-    ClusterError,
     DeadlineError,
     KVCacheError,
-    NotRunningError,
     RequestError,
     StaleEpochError,
-    SupersededError,
 )
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.client.session import SessionState
@@ -61,7 +59,7 @@ class StepClient(SessionView):
         WorkerLostError when it waits for a rank.
         """
         self._connection = ClientConnection(dialer, client_name)
-        self._call_table = CallTable()
+        self._sent = SentTokens()
         self._changed = threading.Condition()
         self._num_blocked = 0
         self._is_reading = False
@@ -100,7 +98,7 @@ class StepClient(SessionView):
             if session.state is SessionState.ATTACHED:
                 return
             if session.state is not SessionState.ATTACHING:
-                self._call_table.forget()
+                self._sent.forget_all()
                 self._connection.send(session.attach())
         finally:
             self._end_to_write()
@@ -108,7 +106,7 @@ class StepClient(SessionView):
             self._wait(self._connection.is_attached, limit_s, "be attached")
         except DeadlineError:
             error = session.not_attached(limit_s)
-            raise lost_workers_error(error, self._lost_workers()) from None
+            raise lost_workers_error(error, self._connection.lost_workers()) from None
 
     # --- steps
 
@@ -135,11 +133,7 @@ class StepClient(SessionView):
         `is_attached`, a WorkerLostError says that a rank is silent: the step was refused, nothing
         has changed, and it may be sent again; otherwise the epoch is over: see `attach`.
         """
-        answer = self._wait_answer(step, timeout_s)
-        if not isinstance(answer, StepResult):
-            raise RequestError(f"number {step} was a call, not a step")
-        require_served(answer)
-        return answer
+        return result_of_step(step, self._wait_answer(step, timeout_s))
 
     def wait_applied(self, step: int, timeout_s: float | None = None) -> None:
         """Return once every rank has applied the step's commands. Raises as `wait_result`."""
@@ -225,7 +219,7 @@ class StepClient(SessionView):
             except BacklogFullError:
                 num_taken = self._num_taken
             except StaleEpochError as error:
-                raise self._explained(error) from error
+                raise lost_workers_error(error, self._connection.lost_workers()) from error
             remaining_s = max(0.0, give_up_s - clock.now())
             self._wait(self._has_taken_more_than(num_taken), remaining_s, "make room")
 
@@ -290,18 +284,6 @@ class StepClient(SessionView):
         number = as_int("step", step, 1, error=RequestError)
         self._wait(lambda: has_reached(number), limit_s, f"have step {step} {what} on every rank")
 
-    def _explained(self, error: StaleEpochError) -> KVCacheError:
-        """Return what to raise when an epoch is over: which ranks are lost, if that is why."""
-        return lost_workers_error(error, self._lost_workers())
-
-    def _lost_workers(self) -> str:
-        try:
-            return self._connection.dialer.lost_workers()
-        except SupersededError:
-            raise
-        except ClusterError:
-            return ""
-
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Serve the connection until `is_done()`, at most `timeout_s`.
 
@@ -312,7 +294,7 @@ class StepClient(SessionView):
         try:
             self._wait_with_lock(is_done, timeout_s, what)
         except StaleEpochError as error:
-            raise self._explained(error) from error
+            raise lost_workers_error(error, self._connection.lost_workers()) from error
 
     def _wait_with_lock(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         clock, tick_s = self._connection.clock, self._connection.tick_s
@@ -323,10 +305,7 @@ class StepClient(SessionView):
                 now_s = clock.now()
                 remaining_s = give_up_s - now_s
                 if remaining_s <= 0:
-                    raise DeadlineError(
-                        f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's "
-                        "status"
-                    )
+                    raise overdue_error(what, timeout_s)
                 if self._is_reading or self._num_writers:
                     self._block(remaining_s)
                 else:
@@ -377,7 +356,7 @@ class StepClient(SessionView):
 
     def _require_open(self) -> None:
         if self._has_closed:
-            raise NotRunningError(f"client {self.client_id} is closed: make a new one")
+            raise self._connection.closed_error()
 
     def _keep_alive(self) -> None:
         """Say that this client lives, unless a thread that waits says it."""

@@ -206,11 +206,11 @@ def test_commands_that_are_too_long_end_the_epoch_with_the_reason_and_nothing_ha
 def test_a_call_that_cannot_be_meant_is_refused_and_the_client_goes_on(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], said: str
 ) -> None:
-    describe = calls._describe
+    describe = calls.SentTokens.describe
     request = Request("r", list(range(40)))
     with LocalCluster(make_config()) as cluster, cluster.client() as client:
         with monkeypatch.context() as patch:
-            patch.setattr(calls, "_describe", lambda *args: describe(*args) | changes)
+            patch.setattr(calls.SentTokens, "describe", lambda *args: describe(*args) | changes)
             with pytest.raises(RequestError, match=said):
                 client.allocate_slots(request, 40)
         assert client.allocate_slots(request, 40) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import select
 import threading
 from collections.abc import Callable
@@ -29,6 +30,17 @@ MakeConfig = Callable[..., ClusterConfig]
 
 LONG_S = 0.5
 """Many times the interval in which a client wants to say something."""
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    """The asyncio client's are coroutines."""
+    calls = [name for name, value in vars(KVCacheClient).items() if inspect.isfunction(value)]
+    assert "allocate_slots" in calls
+    for name in calls:
+        awaited = getattr(AsyncKVCacheClient, name)
+        assert inspect.iscoroutinefunction(awaited), name
+        assert inspect.signature(awaited) == inspect.signature(getattr(KVCacheClient, name))
+        assert awaited.__doc__ == getattr(KVCacheClient, name).__doc__
 
 
 class Listener:

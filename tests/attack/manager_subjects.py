@@ -615,7 +615,7 @@ class BorrowedAsyncClient(AsyncKVCacheClient):
     def __init__(self, client: KVCacheClient) -> None:
         self._client = client
         self._connection = client._connection
-        self._call_table = client._call_table
+        self._sent = client._sent
         self._last_seq = 0
 
     async def _run(self, call: Any) -> Any:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.calls import CallTable, RemoteCall, read_answer
+from actors.calls import RemoteCall, SentTokens
+from actors.client import KVCacheClient
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import RequestError
 from kvcache.coordinator.clients import ClientLedger
@@ -37,6 +38,8 @@ from kvcache.replay import EngineLimits, ManagerStepper, ModelTraits, ReplayEngi
 from kvcache.requests.request import Request
 from tests.protocol.scenario import config_of
 from tests.replay.test_replay_engine import random_workload
+
+T = TypeVar("T")
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 12
@@ -121,7 +124,7 @@ class RecordedLife:
         self.recorder.record(EpochBegun(self._epoch, self.manager, labels, commands))
         settings = CoordinatorSettings(NUM_RANKS, "a plan")
         self.server = StepServer(settings, self.manager, JobTable(NUM_RANKS), self.recorder)
-        self._call_table = CallTable()
+        self._caller = _Caller(self)
         self._callers: list[Request] = []
         self._pins: list[int] = []
 
@@ -167,7 +170,7 @@ class RecordedLife:
             self.withdraw,
             self._visit,
             self._be_refused,
-            lambda: self.call(self._call_table.reset_prefix_cache(self.rng.random() < 0.5)),
+            lambda: self._caller.reset_prefix_cache(self.rng.random() < 0.5),
         ]
         if self.rng.random() < 0.7:
             with suppress(RequestError):
@@ -175,55 +178,52 @@ class RecordedLife:
 
     # --- what others do
 
-    def call(self, call: RemoteCall[object]) -> object:
+    def call(self, call: RemoteCall[T]) -> T:
         """Have a caller's method executed; raises RequestError where it is refused."""
         self.num_calls += 1
-        message = Call("caller#1", self._next_step("caller#1"), 1, -1, call.method, call.arguments)
+        message = Call("caller#1", self._next_step("caller#1"), 1, -1, call.method, call.pack())
         served = self.server.serve(ClientLedger("", 1, 1, 0.0), message)
         self._obey(served.commands)
         assert not isinstance(served.answer, StepResult)
         if served.answer.error_type:
             self.num_refused += 1
             raise RequestError(served.answer.error)
-        return read_answer(call, served.answer.result)
+        return call.answer(served.answer.result)
 
     def _call_for_blocks(self) -> None:
         groups = self.manager_config.kv_cache_config.kv_cache_groups
         num_encoder_tokens = int(any(g.kv_cache_spec.keeps_encoder_tokens for g in groups))
         request = Request(self._name("call"), self._prompt(30))
-        found = self.call(self._call_table.get_computed_blocks(request))
-        assert isinstance(found, tuple)
+        found = self._caller.get_computed_blocks(request)
         blocks, num_hit = found
-        counts = (request.num_tokens - num_hit, num_hit, 0, 0, 0, num_encoder_tokens)
-        given = self.call(self._call_table.allocate_slots(request, counts, blocks, False))
+        given = self._caller.allocate_slots(
+            request,
+            request.num_tokens - num_hit,
+            num_hit,
+            blocks,
+            num_encoder_tokens=num_encoder_tokens,
+        )
         if isinstance(given, KVCacheBlocks):
             request.num_computed_tokens = request.num_tokens
             self._callers.append(request)
             if self.rng.random() < 0.3:
                 child = Request(self._name("fork"), request.all_token_ids)
-                if self.call(self._call_table.fork(request, child)) is not None:
+                if self._caller.fork(request, child) is not None:
                     self._callers.append(child)
 
     def _free_a_caller(self) -> None:
         while len(self._callers) > 1:
-            self.call(
-                self._call_table.free(self._callers.pop(self.rng.randrange(len(self._callers))))
-            )
+            self._caller.free(self._callers.pop(self.rng.randrange(len(self._callers))))
 
     def pin(self) -> None:
-        self.call(
-            self._call_table.pin_prefix(
-                self._prompt(40), self.rng.uniform(0.1, 9.0), None, None, None
-            )
-        )
+        self._caller.pin_prefix(self._prompt(40), self.rng.uniform(0.1, 9.0))
 
     def _look(self) -> None:
-        calls = self._call_table
-        self.call(self.rng.choice([calls.usage(), calls.make_prefix_cache_stats()]))
+        self.rng.choice([self._caller.usage, self._caller.make_prefix_cache_stats])()
 
     def _evict(self) -> None:
         ids = [self.rng.randrange(1, self._num_blocks + 3) for _ in range(4)]
-        self.call(self._call_table.evict_blocks(ids))
+        self._caller.evict_blocks(ids)
 
     def withdraw(self) -> None:
         ids = [self.rng.randrange(1, self._num_blocks) for _ in range(self.rng.randrange(3))]
@@ -269,6 +269,17 @@ class RecordedLife:
     def _next_step(self, client_id: str) -> int:
         self._steps[client_id] = self._steps.get(client_id, 0) + 1
         return self._steps[client_id]
+
+
+class _Caller(KVCacheClient):
+    """A client's calls, executed at once."""
+
+    def __init__(self, life: RecordedLife) -> None:
+        self._life = life
+        self._sent = SentTokens()
+
+    def _run(self, call: RemoteCall[T]) -> T:
+        return self._life.call(call)
 
 
 class _Disturbed:
