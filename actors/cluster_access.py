@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from actors.client import KVCacheClient
     from kvcache.coordinator.watchdog import PendingWork
     from kvcache.protocol.labels import LabelSet
-    from kvcache.worker.settings import WorkerStatistics
+    from kvcache.worker.statistics import WorkerStatistics
 
 CALL_TIMEOUT_S = 15.0
 """Longer than the coordinator itself waits for its message loop."""

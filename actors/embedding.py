@@ -38,8 +38,8 @@ from kvcache.protocol.messages import Message, ToWorker
 from kvcache.protocol.wire import decode, encode
 from kvcache.requests.hashing import get_hash_fn
 from kvcache.specs import KVCacheConfig, KVCacheSpec
-from kvcache.worker.file_format import files_bound
-from kvcache.worker.file_tier import FileTierSettings
+from kvcache.worker.files.format import files_bound
+from kvcache.worker.files.tier import FileTierSettings
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
 

@@ -31,7 +31,7 @@ from kvcache.protocol.labels import LabelSet
 
 if TYPE_CHECKING:
     from actors.embedding import EmbeddedWorker
-    from kvcache.worker.settings import WorkerStatistics
+    from kvcache.worker.statistics import WorkerStatistics
 
 CONTROL = "kvcache_control"
 MAIL = "kvcache_mail"

@@ -30,12 +30,11 @@ from bench.step_beside_copies import OtherCopies, StepBesideCopies
 from bench.stopwatch import now_s
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool
-from kvcache.worker.block_move import BlockMove
-from kvcache.worker.checksums import checksums_of_rows
-from kvcache.worker.copy_runner import InlineCopies
-from kvcache.worker.copy_task import Comparison, CopyTask
-from kvcache.worker.host_segment import HostSegment, SegmentShape
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.copies.checksums import checksums_of_rows
+from kvcache.worker.copies.runner import InlineCopies
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyTask
+from kvcache.worker.host_memory.segment import HostSegment, SegmentShape
+from kvcache.worker.host_memory.shared_memory import make_memory
 
 PAGES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 ORDERS = ("contiguous", "scattered", "scattered on both sides")

@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.worker.copy_engine import CopyEngine
-from kvcache.worker.copy_measurement import NEVER_BYTES, measure_cuda
-from kvcache.worker.cuda_engine import CudaCopyEngine, KernelChoice
-from kvcache.worker.engine_choice import chosen, find_kernel
+from kvcache.worker.copies.cuda import CudaCopyEngine, KernelChoice
+from kvcache.worker.copies.engine import CopyEngine
+from kvcache.worker.copies.measurement import NEVER_BYTES, chosen, find_kernel, measure_cuda
 
 PAGE_BYTES = (4096, 16384, 65536, 262144, 1048576, 4194304)
 NUM_PAGES = (16, 256, 4096, 50_000)

@@ -97,6 +97,17 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("registry", "hits"),
         ("hierarchy",),
     ),
+    "worker": (
+        ("block_tables", "history", "kv_cache_pool", "host_memory"),
+        ("copies", "content"),
+        ("files", "validation"),
+        ("settings", "statistics"),
+        ("tiers",),
+        ("transfers",),
+        ("execution",),
+        ("reports",),
+        ("worker",),
+    ),
     "events": (
         ("wire_events", "integers", "answers"),
         ("translation", "mirror"),

@@ -44,15 +44,15 @@ from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.config.sections import Location
 from kvcache.planner import Plan, plan_cluster
-from kvcache.worker.copy_measurement import (
+from kvcache.worker.copies.measurement import (
     PLAIN,
     CopyFigure,
     CopyMeasurement,
+    find_kernel,
     measure_cpu,
     measure_cuda,
 )
-from kvcache.worker.engine_choice import find_kernel
-from kvcache.worker.layout import PoolLayout
+from kvcache.worker.kv_cache_pool import PoolLayout
 
 MAX_MEASURED_PAGE_BYTES = 16 * 2**20
 """Longer pages are as fast as a plain copy; they are not measured."""

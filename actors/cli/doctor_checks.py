@@ -21,7 +21,7 @@ from kvcache.base.clock import Clock
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.planner import Plan
-from kvcache.worker.free_memory import available_memory_bytes
+from kvcache.worker.host_memory.shared_memory import available_memory_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 128 * 2**20

@@ -28,7 +28,7 @@ from kvcache.replay.traits import ModelTraits
 
 if TYPE_CHECKING:
     from actors.cluster import KVCacheCluster
-    from kvcache.worker.settings import WorkerStatistics
+    from kvcache.worker.statistics import WorkerStatistics
 
 _STATISTICS_INTERVAL_S = 1.0
 _SEND_AGAIN_S = 0.1

@@ -21,7 +21,7 @@ import torch
 
 from examples.engine.model_config import DecoderConfig
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.tensors import TORCH_DTYPES
+from kvcache.worker.kv_cache_pool import TORCH_DTYPES
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvcache.metrics import declarations as known
 from kvcache.metrics.metric import Metric, Sample
 
 if TYPE_CHECKING:
-    from kvcache.worker.settings import WorkerStatistics
+    from kvcache.worker.statistics import WorkerStatistics
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,30 @@
-"""Reports of jobs that have ended, repeated until the coordinator says that they arrived.
+"""What a rank tells its coordinator: how jobs have ended, and what its blocks hold.
 
-Stands between jobs and messages. Knows no sockets and no clock of its own. Refuses nothing.
+Stands between the worker, which locks around it, and messages. Reports of jobs are repeated until
+the coordinator says that they arrived. Labels, of blocks, host slots and files, go to a coordinator
+that begins, in pieces, none of them large; nothing is changed, so that a piece asked for twice is
+the same. Knows no sockets and no clock of its own, and not which blocks agree with those of other
+ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.delivery import CommandReceiver
-from kvcache.protocol.messages import Finished, JobReport
+from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.protocol.labels import LABEL_VERSION, LabelSet
+from kvcache.protocol.messages import ClientStep, Finished, JobReport, LabelReport
 from kvcache.protocol.wire import prose
+from kvcache.worker.execution import CommandExecutor
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.format import FileHead, labels_of_heads
+from kvcache.worker.files.store import NUM_DIRECTORIES, ScannedDirectory
+from kvcache.worker.settings import WorkerSettings
 
 MAX_REPORTS_IN_MESSAGE = 512
 """More go into several messages, so that one never grows with a backlog."""
@@ -78,3 +93,166 @@ class ReportQueue:
     def clear(self) -> None:
         """Forget everything: another epoch's reports mean nothing."""
         self._reports.clear()
+
+
+HEAD_BYTES = 256
+"""About what a file's label takes in a report."""
+
+
+def _key_bytes(labels: LabelSet) -> int:
+    """Return how much longer namespaces and extra keys make a report."""
+    names = sum(map(len, labels.labels.namespace_names))
+    return names + sum(map(len, labels.labels.extra_keys.values()))
+
+
+class LabelReporter:
+    """Reports the labels of one worker, which locks around it."""
+
+    def __init__(
+        self, settings: WorkerSettings, receiver: CommandReceiver, executor: CommandExecutor
+    ) -> None:
+        """Report what `executor` holds, in the epoch of `receiver`."""
+        self._settings = settings
+        self._receiver = receiver
+        self._executor = executor
+        self._directories: dict[int, ScannedDirectory] = {}
+        self._are_files_read = False
+        self._are_labels_left_out = False
+
+    def collect(self, first_block: int = 0, end_block: int | None = None) -> LabelSet:
+        """Return the labels of blocks `[first_block, end_block)` as of the last applied message."""
+        return self._executor.labels.collect(
+            self._settings.rank,
+            self._receiver.epoch,
+            self._receiver.applied_seq,
+            self._settings.layout_fingerprint,
+            first_block=first_block,
+            end_block=end_block,
+        )
+
+    def report(self, first_block: int, medium: str = DEVICE_MEDIUM) -> LabelReport:
+        """Say what blocks hold, from `first_block` on as far as one message goes.
+
+        In host memory blocks are slots, in files directories: those are read in the background, and
+        what has not been read yet is not reported yet. Of a tier that is not there, nothing is.
+        """
+        host = self._executor.tiers.host
+        files = self._executor.tiers.files
+        if medium == DEVICE_MEDIUM:
+            table = self._executor.labels
+            return self._report_rows(
+                medium, first_block, table.num_blocks, table.label_bytes, self.collect
+            )
+        if medium == HOST_MEDIUM and host is not None:
+            labels = host.labels
+            return self._report_rows(
+                medium, first_block, host.num_slots, labels.label_bytes, self._collect_slots
+            )
+        if medium == FILE_MEDIUM and files is not None:
+            return self._report_files(first_block, files)
+        return self._piece(medium, 0, 0, 0, self._no_labels())
+
+    def leave_labels_out(self) -> None:
+        """Report no labels until another coordinator asks: the rank says of no block what it holds,
+        and nothing of it is kept."""
+        self._are_labels_left_out = True
+
+    def forget_files(self) -> None:
+        """Another coordinator asks: files are read again when it does."""
+        self._directories.clear()
+        self._are_files_read = self._are_labels_left_out = False
+
+    def _collect_slots(self, first_slot: int, end_slot: int) -> LabelSet:
+        host = self._executor.tiers.host
+        if host is None:
+            return self._no_labels()
+        return host.labels.collect(
+            self._settings.rank,
+            self._receiver.epoch,
+            self._receiver.applied_seq,
+            self._settings.layout_fingerprint,
+            first_slot=first_slot,
+            end_slot=end_slot,
+        )
+
+    def _report_rows(
+        self,
+        medium: str,
+        first: int,
+        num_rows: int,
+        label_bytes: int,
+        collect: Callable[[int, int], LabelSet],
+    ) -> LabelReport:
+        """Report rows `first` to as far as one message goes."""
+        first = min(max(0, first), num_rows)
+        end = min(first + max(1, self._settings.max_report_bytes // label_bytes), num_rows)
+        labels = collect(first, end)
+        while end - first > 1 and (
+            _key_bytes(labels) + (end - first) * label_bytes > 2 * self._settings.max_report_bytes
+        ):
+            end = first + (end - first) // 2
+            labels = collect(first, end)
+        return self._piece(medium, first, end, num_rows, labels)
+
+    def _report_files(self, first: int, files: FilePool) -> LabelReport:
+        """Report the directories from `first` on that have been read, as far as one message goes.
+
+        The first question of each coordinator starts the reading."""
+        first = min(max(0, first), NUM_DIRECTORIES)
+        if not self._are_files_read:
+            self._are_files_read = True
+            files.scan()
+        for scanned in files.take_scanned():
+            self._directories[scanned.prefix] = scanned
+        for prefix in [prefix for prefix in self._directories if prefix < first]:
+            del self._directories[prefix]  # what it holds is not asked for
+        heads: list[FileHead] = []
+        end, most = first, max(1, self._settings.max_report_bytes // HEAD_BYTES)
+        while end in self._directories and (end == first or len(heads) < most):
+            heads += self._directories[end].heads
+            end += 1
+        labels = replace(
+            self._no_labels(),
+            labels=labels_of_heads(heads),
+            checksums=np.array([head.checksum for head in heads], dtype="<i8").tobytes(),
+        )
+        return self._piece(FILE_MEDIUM, first, end, NUM_DIRECTORIES, labels)
+
+    def _no_labels(self) -> LabelSet:
+        settings, receiver = self._settings, self._receiver
+        return LabelSet(
+            LABEL_VERSION,
+            settings.rank,
+            receiver.epoch,
+            receiver.applied_seq,
+            settings.layout_fingerprint,
+            settings.digest_bytes,
+            NO_LABELS,
+            b"",
+        )
+
+    def _piece(
+        self, medium: str, first: int, end: int, total: int, labels: LabelSet
+    ) -> LabelReport:
+        """Return one message. Whose steps were applied is in the first one about the device."""
+        if self._are_labels_left_out:
+            labels = self._no_labels()
+        is_first = first == 0 and medium == DEVICE_MEDIUM
+        steps = self._executor.gate.client_steps if is_first else {}
+        return LabelReport(
+            self._receiver.nonce,
+            self._settings.incarnation,
+            self._settings.rank,
+            self._receiver.epoch,
+            first,
+            end,
+            total,
+            self._executor.model_epoch,
+            labels.version,
+            labels.layout_fingerprint,
+            labels.digest_bytes,
+            labels.labels,
+            labels.checksums,
+            tuple(ClientStep(client_id, step) for client_id, step in steps.items()),
+            medium,
+        )

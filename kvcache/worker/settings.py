@@ -1,20 +1,18 @@
-"""What a worker is made from, and what it says about itself: two frozen records.
+"""What a worker is made from: one frozen record.
 
 Stands before worker.py. Intervals are how often the worker speaks unasked; all are in seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.protocol.delivery import ReceiverStatistics
 from kvcache.specs import KVCacheConfig, require_count
-from kvcache.worker.checksums import VerifyMode
-from kvcache.worker.copy_priority import CopyPriority
-from kvcache.worker.file_tier import FileTierSettings
-from kvcache.worker.tier_statistics import TransferStatistics
+from kvcache.worker.copies.checksums import VerifyMode
+from kvcache.worker.copies.copy_pool import CopyPriority
+from kvcache.worker.files.tier import FileTierSettings
 
 
 @dataclass(frozen=True)
@@ -84,34 +82,3 @@ class WorkerSettings:
             group.kv_cache_spec.max_table_blocks(self.max_model_len)
             for group in self.kv_cache_config.kv_cache_groups
         )
-
-
-@dataclass(frozen=True)
-class WorkerStatistics:
-    """What one worker process has done so far. Counts are since the process started.
-
-    `num_blocks_copied` and `num_blocks_zeroed`: by commands executed on this rank, a block over all
-    layers counted once. `num_refused_reports` could not be sent, or not be read.
-    """
-
-    rank: int
-    epoch: int
-    applied_seq: int
-    model_epoch: int
-    num_labels: int
-    num_forwards: int
-    num_deferred: int
-    num_running_jobs: int
-    num_unacknowledged_reports: int
-    num_failed_jobs: int
-    num_bytes_compared: int
-    num_blocks_copied: int
-    num_blocks_zeroed: int
-    num_invalid_messages: int
-    last_invalid_reason: str
-    num_foreign_messages: int
-    pool_bytes: int
-    host_bytes: int
-    receiver: ReceiverStatistics
-    num_refused_reports: int = 0
-    transfers: TransferStatistics = field(default_factory=TransferStatistics)

@@ -13,17 +13,14 @@ import torch
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
-from kvcache.worker.checksums import ChecksumRule
-from kvcache.worker.file_jobs import FileJobs
-from kvcache.worker.file_pool import FilePool
-from kvcache.worker.file_store import BlockIdentity
-from kvcache.worker.file_tier import FileTier
-from kvcache.worker.host_pool import HostPool
-from kvcache.worker.host_segment import SegmentShape
-from kvcache.worker.layout import PoolLayout
-from kvcache.worker.segment_source import open_segment
+from kvcache.worker.copies.checksums import ChecksumRule
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.store import BlockIdentity
+from kvcache.worker.files.tier import FileTier
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.segment import SegmentShape, open_segment
+from kvcache.worker.kv_cache_pool import PoolLayout
 from kvcache.worker.settings import WorkerSettings
-from kvcache.worker.slot_holds import SlotHolds
 
 logger = get_logger(__name__)
 
@@ -33,16 +30,18 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Tiers:
-    """What a rank has of each tier, None where it has not. `holds` are the host slots';
-    `why_no_files` answers a question for a file all the same, `files_problem` says what is wrong
-    where there should be files and are none."""
+    """What a rank has of each tier, None where it has not. `files_problem` says what is wrong where
+    there should be files and are none."""
 
-    holds: SlotHolds
     host: HostPool | None = None
-    files: FileJobs | None = None
+    files: FilePool | None = None
     file_tier: FileTier | None = None
-    why_no_files: str = "this rank has no file tier: configure one"
     files_problem: str = ""
+
+    @property
+    def why_no_files(self) -> str:
+        """What answers a job for files that are not there."""
+        return f"this rank has no file tier: {self.files_problem or 'configure one'}"
 
     def close(self) -> None:
         """End the threads and give memory and directory back. Nothing copies any more."""
@@ -73,7 +72,7 @@ def make_tiers(
                 f"rank {settings.rank} has a file tier and no host slots to read files into: plan "
                 "host_blocks above 0"
             )
-        return Tiers(SlotHolds(0))
+        return Tiers()
     max_block_tokens = max(settings.block_sizes, default=1)
     shape = SegmentShape(
         layout_fingerprint=settings.layout_fingerprint,
@@ -83,11 +82,10 @@ def make_tiers(
         digest_bytes=settings.digest_bytes,
         max_block_tokens=max_block_tokens,
     )
-    holds = SlotHolds(num_slots)
     host = HostPool(open_segment(shape, settings.memory_service), is_pinned=device.type == "cuda")
     logger.info("rank %d has %d host slots: %s", settings.rank, num_slots, host.segment.origin)
     if settings.file_tier is None:
-        return Tiers(holds, host)
+        return Tiers(host)
     identity = BlockIdentity(
         layout_fingerprint=settings.layout_fingerprint,
         rank=settings.rank,
@@ -100,16 +98,15 @@ def make_tiers(
     except ConfigurationError as error:
         if not settings.file_tier.must_work:
             logger.error("rank %d works without files: %s", settings.rank, error)
-            why = f"this rank has no file tier: {error}"
-            return Tiers(holds, host, why_no_files=why, files_problem=str(error))
+            return Tiers(host, files_problem=str(error))
         host.close()
         raise
     logger.info("rank %d has its files in %s", settings.rank, file_tier.directory)
-    pool = FilePool(
+    files = FilePool(
         file_tier.store,
         host.segment.slot_views,
         settings.file_tier.access.make_lanes(settings.file_tier.threads),
         max_queued_blocks=settings.file_tier.max_queued_blocks,
         on_finished=on_news,
     )
-    return Tiers(holds, host, FileJobs(pool, host.labels, holds), file_tier)
+    return Tiers(host, files, file_tier)

@@ -1,45 +1,287 @@
 """Jobs that move blocks between the tiers of a rank, and end later: started, polled, reported.
 
-Stands between the worker, which starts a job when its command is applied, copy_runner.py, where
-stores and loads are carried out, and the file jobs (spills and fetches). Labels and holds are
-changed here, in the worker's own thread; the copying code sees memory and ids only. A host slot's
-label is withdrawn before a job writes it; its checksum is taken by a store and compared by a load:
-of a slot that is wrong no byte stays in a block, and the report names it.
-Ids of device blocks are validated before; what cannot be done is reported, not raised, because the
-command has been obeyed by then.
+Stands between the worker, which starts a job when its command is applied, and the threads that copy
+(copies/runner.py: stores and loads) and that read and write files (files/file_pool.py: spills and
+fetches). Labels and uses are changed here, in the worker's own thread; the other threads see only
+memory, ids and heads of files. A host slot's label is withdrawn before a job writes it; its
+checksum is taken by a store and compared by a load: of a slot that is wrong no byte stays in a
+block, and the report names it. Ids of device blocks are validated before; what cannot be done is
+reported, not raised, because the command has been obeyed by then.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.errors import BacklogFullError, MalformedMessageError
 from kvcache.base.logs import get_logger
+from kvcache.offload.keys import label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
-from kvcache.worker.block_move import BlockMove
-from kvcache.worker.checksums import ChecksumRule, Int64Array, combined_checksum
-from kvcache.worker.copy_engine import CopyEngine, PendingCopy
-from kvcache.worker.copy_runner import CopyRunner
-from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
-from kvcache.worker.host_labels import NO_CHECKSUM, Generations
-from kvcache.worker.store_reads import BlockUses, TransferUses
-from kvcache.worker.tensors import KVCachePool
-from kvcache.worker.tier_statistics import HostStatistics, JobTally, TransferStatistics
+from kvcache.worker.copies.checksums import ChecksumRule, Int64Array, combined_checksum
+from kvcache.worker.copies.engine import CopyEngine, PendingCopy
+from kvcache.worker.copies.runner import CopyRunner
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.files.file_pool import FilePool, FinishedFileJob
+from kvcache.worker.files.format import FileHead, heads_of_labels, labels_of_heads
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.labels import NO_CHECKSUM, Generations
+from kvcache.worker.kv_cache_pool import KVCachePool
+from kvcache.worker.statistics import HostStatistics, JobTally, TransferStatistics
 from kvcache.worker.tiers import Tiers
-
-__all__ = ["FILE_MEDIUM", "HOST_MEDIUM", "TransferJobs"]
 
 logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 """How long copies that have begun may take when a worker ends."""
+
+MAX_DETAILS = 3
+"""How many blocks a report names with what went wrong."""
+
+
+class BlockUses:
+    """Which blocks which copies use. Not thread-safe: the worker serialises.
+
+    Invariant: `_counts[b]` is how often block `b` is in the ids of `_running`.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Nothing is used."""
+        self._counts = np.zeros(num_blocks, dtype=np.int32)
+        self._running: dict[PendingCopy, Int32Array] = {}
+
+    def add(self, copy: PendingCopy, block_ids: Int32Array) -> None:
+        """A copy uses these blocks from now on."""
+        np.add.at(self._counts, block_ids, 1)
+        self._running[copy] = block_ids
+
+    def remove(self, copy: PendingCopy) -> None:
+        """A copy is over."""
+        np.subtract.at(self._counts, self._running.pop(copy), 1)
+
+    def using(self, block_ids: Int32Array) -> list[PendingCopy]:
+        """Return the copies that use one of these blocks and are not done, as they began."""
+        if not self._running or not self._counts[block_ids].any():
+            return []
+        return [
+            copy
+            for copy, used in self._running.items()
+            if np.isin(used, block_ids).any() and not copy.is_done()
+        ]
+
+
+class TransferUses:
+    """What transfers do to the blocks of a device: stores read them, loads write them.
+
+    A block that a store reads is not written before the copy is over; one that a load writes is not
+    used at all before. Every write is preceded by the block's `Unlabel`, or is the target of a
+    zero, a copy or a load; those that happen in a forward wait when it begins, not when the command
+    comes, so that a step is acknowledged at once. Says what is in the way, and waits for nothing.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """No transfer runs."""
+        self.reads = BlockUses(num_blocks)
+        self.writes = BlockUses(num_blocks)
+        self.num_waits = 0
+        self._awaited: deque[tuple[int, PendingCopy]] = deque()
+
+    def before_write(self, block_ids: Int32Array) -> list[PendingCopy]:
+        """Return the transfers that must be over before these blocks are written."""
+        return self.reads.using(block_ids) + self.writes.using(block_ids)
+
+    def before_read(self, block_ids: Int32Array) -> list[PendingCopy]:
+        """Return the transfers that must be over before these blocks are read."""
+        return self.writes.using(block_ids)
+
+    def on_unlabel(self, seq: int, block_ids: Int32Array) -> None:
+        """Blocks are going to be written by the forward of `seq` or a later one."""
+        self._awaited += ((seq, copy) for copy in self.reads.using(block_ids))
+
+    def before_forward(self, seq: int) -> PendingCopy | None:
+        """Return a copy that reads what was unlabelled for the forward of `seq`, None if none."""
+        while self._awaited and self._awaited[0][0] <= seq:
+            if not self._awaited[0][1].is_done():
+                return self._awaited[0][1]
+            self._awaited.popleft()
+        return None
+
+    def forget_awaited(self) -> None:
+        """No forward of the old epoch comes any more, and nothing runs."""
+        self._awaited.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class _RunningFileJob:
+    """A job and its slots; `unknown` are others that it named, which have no label."""
+
+    job: Spill | Fetch
+    slots: Int32Array
+    generations: Generations | None = None
+    unknown: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+
+
+class FileJobs:
+    """Spills and fetches: jobs between host slots and files."""
+
+    def __init__(self, pool: FilePool, host: HostPool) -> None:
+        """Move between the slots of `host` and the files of `pool`."""
+        self._pool = pool
+        self._labels = host.labels
+        self._uses = host.uses
+        self._running: dict[int, _RunningFileJob] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Jobs that have not been reported."""
+        return len(self._running)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` may have something to return."""
+        return self._pool.has_finished
+
+    def start(self, job: Spill | Fetch) -> str:
+        """Start a job, or say why it cannot be done."""
+        if job.medium != FILE_MEDIUM:
+            return f"medium {job.medium!r} is not served here: only {FILE_MEDIUM!r} is"
+        if job.job_id in self._running:
+            return f"job {job.job_id} runs already: give every job an id of its own"
+        return self._start_spill(job) if isinstance(job, Spill) else self._start_fetch(job)
+
+    def discard(self, keys: bytes) -> None:
+        """Remove the files of packed keys, behind what was started for them before."""
+        self._pool.discard(self._keys(keys))
+
+    def poll(self) -> list[JobReport]:
+        """Return the reports of jobs that have ended since the last call. Never blocks."""
+        reports = []
+        for finished in self._pool.get_finished():
+            running = self._running.pop(finished.job_id)
+            self._uses.release(running.slots, to_write=isinstance(running.job, Fetch))
+            if running.generations is not None:
+                self._label(running.slots, running.generations, finished)
+            reports.append(self._report(running, finished))
+        return reports
+
+    # --- starting
+
+    def _start_spill(self, job: Spill) -> str:
+        """Start it, or say why not."""
+        slots = job.sources
+        problem = self._uses.problem(slots, to_write=False)
+        if problem:
+            return problem
+        # A label may have found no room: that is no reason to lose these.
+        can_be = self._labels.are_readable(slots) & self._labels.are_labelled(slots)
+        slots, unknown = slots[can_be], slots[~can_be]
+        if len(unknown) and not len(slots):
+            return _about_unknown(unknown)
+        labels, every_key = self._labels.labels_of(slots), self._keys(job.keys)
+        keys = [every_key[place] for place in np.flatnonzero(can_be).tolist()]
+        try:
+            held = label_keys(labels)
+        except MalformedMessageError as error:
+            return f"the content of host slots has no key: {error}"
+        wrong = [i for i, key in enumerate(keys) if key != held[i]]
+        if wrong:
+            return f"host slot {int(slots[wrong[0]])} holds another block than its key says"
+        identity = self._pool.store.identity
+        heads = heads_of_labels(
+            labels,
+            b"".join(keys),
+            self._labels.checksums(slots).tolist(),
+            layout_fingerprint=identity.layout_fingerprint,
+            rank=identity.rank,
+            block_bytes=identity.block_bytes,
+        )
+        try:
+            self._pool.submit_spill(job.job_id, slots.tolist(), heads)
+        except BacklogFullError as error:
+            return str(error)
+        self._uses.acquire(slots, to_write=False)
+        self._running[job.job_id] = _RunningFileJob(job, slots, unknown=unknown)
+        return ""
+
+    def _start_fetch(self, job: Fetch) -> str:
+        """Start it, or say why not."""
+        slots = job.destinations
+        problem = self._uses.problem(slots, to_write=True)
+        if problem:
+            return problem
+        generations = self._labels.begin(slots)
+        try:
+            self._pool.submit_fetch(job.job_id, self._keys(job.keys), slots.tolist())
+        except BacklogFullError as error:
+            self._labels.withdraw(slots)
+            return str(error)
+        self._uses.acquire(slots, to_write=True)
+        self._running[job.job_id] = _RunningFileJob(job, slots, generations)
+        return ""
+
+    def _keys(self, packed: bytes) -> list[bytes]:
+        size = self._pool.store.identity.key_bytes
+        return [packed[i : i + size] for i in range(0, len(packed), size)]
+
+    # --- ending
+
+    def _label(
+        self, slots: Int32Array, generations: Generations, finished: FinishedFileJob
+    ) -> None:
+        """Write down what fetched slots hold; what failed holds nothing."""
+        is_awaited = self._labels.are_awaited(slots, generations).tolist()
+        good: list[int] = []
+        heads: list[FileHead] = []
+        for place, head in enumerate(finished.heads):
+            if head is not None and is_awaited[place]:
+                good.append(place)
+                heads.append(head)
+        has_arrived = set(good)
+        failed = [i for i, awaited in enumerate(is_awaited) if awaited and i not in has_arrived]
+        self._labels.withdraw(slots[failed])
+        arrived = slots[good]
+        self._labels.describe(arrived, labels_of_heads(heads))
+        checksums = np.array([head.checksum for head in heads], dtype=np.int64)
+        self._labels.finish(arrived, generations[good], checksums)
+
+    def _report(self, running: _RunningFileJob, finished: FinishedFileJob) -> JobReport:
+        unknown = running.unknown
+        if finished.ok and not len(unknown):
+            if isinstance(running.job, Spill):
+                checksums = self._labels.checksums(running.slots)
+            else:
+                found = [head.checksum for head in finished.heads if head is not None]
+                checksums = np.array(found, dtype=np.int64)
+            checksum = combined_checksum(checksums)
+            return JobReport(finished.job_id, True, checksum, finished.num_bytes)
+        failures = finished.failures
+        named = failures[:MAX_REPORTED_BLOCKS]
+        failed = [int(running.slots[failure.place]) for failure in named] + unknown.tolist()
+        details = [_about_unknown(unknown)] if len(unknown) else []
+        details += [failure.detail for failure in failures[:MAX_DETAILS]]
+        num_failed = len(failures) + len(unknown)
+        return JobReport(
+            finished.job_id,
+            ok=False,
+            num_bytes=finished.num_bytes,
+            detail=f"{num_failed} of {len(running.slots) + len(unknown)} blocks failed: "
+            + "; ".join(details),
+            block_ids=tuple(failed[:MAX_REPORTED_BLOCKS]),
+            lost_ids=tuple(int(running.slots[f.place]) for f in named if f.is_lost),
+        )
+
+
+def _about_unknown(slots: Int32Array) -> str:
+    more = f" ({len(slots)} such slots)" if len(slots) > 1 else ""
+    return f"host slot {int(slots[0])} holds nothing whose content is known{more}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +318,9 @@ class TransferJobs:
         self._pool = pool
         self._tiers = tiers
         self._host = tiers.host
-        self._files = tiers.files
-        self._holds = tiers.holds
+        self._files: FileJobs | None = None
+        if self._host is not None and tiers.files is not None:
+            self._files = FileJobs(tiers.files, self._host)
         self._engine = copying.engine
         self._runner = copying.runner
         self._rule = copying.rule
@@ -108,7 +351,7 @@ class TransferJobs:
         elif self._files is None:
             problem = self._tiers.why_no_files
         else:
-            self._files.start(job)
+            problem = self._files.start(job)
         if problem:
             self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
@@ -169,9 +412,7 @@ class TransferJobs:
         """
         self._ended.clear()
         self._begun.clear()
-        self.uses.reads.forget_awaited()
-        if self._files is not None:
-            self._files.forget_ended()
+        self.uses.forget_awaited()
         if self._host is not None:
             self._host.labels.withdraw_unsealed()
 
@@ -182,14 +423,14 @@ class TransferJobs:
             num_waits=self.uses.num_waits,
             jobs=self._tally.counts(),
             host=None if self._host is None else HostStatistics.of(self._host.segment),
-            files=None if self._files is None else self._files.pool.store.statistics(),
+            files=None if self._tiers.files is None else self._tiers.files.store.statistics(),
             files_problem=self._tiers.files_problem,
         )
 
     def check(self) -> None:
-        """Raise InvariantError if labels or holds do not add up. Changes nothing."""
-        self._holds.check()
+        """Raise InvariantError if labels or uses do not add up. Changes nothing."""
         if self._host is not None:
+            self._host.uses.check()
             self._host.labels.check()
 
     def close(self) -> bool:
@@ -231,7 +472,7 @@ class TransferJobs:
         )
         copy = self._runner.submit(task)
         self._uses_of(job).add(copy, block_ids)
-        self._holds.hold(slots, to_write=isinstance(job, Store))
+        self._host.uses.acquire(slots, to_write=isinstance(job, Store))
         self._running[copy] = _RunningCopy(job, generations)
 
     def _copy_problem(self, job: Store | Load) -> str:
@@ -241,7 +482,7 @@ class TransferJobs:
         if self._host is None:
             return "this rank has no host pool: plan host_blocks above 0"
         slots = _slots(job)
-        problem = self._holds.problem(slots, to_write=isinstance(job, Store))
+        problem = self._host.uses.problem(slots, to_write=isinstance(job, Store))
         if problem or isinstance(job, Store):
             return problem
         empty = np.flatnonzero(~self._host.labels.are_readable(slots))
@@ -258,10 +499,10 @@ class TransferJobs:
         """Let go of what a job held, write down what its slots hold, and return its report."""
         running = self._running.pop(copy)
         job, slots = running.job, _slots(running.job)
-        self._holds.release(slots, to_write=isinstance(job, Store))
         self._uses_of(job).remove(copy)
         if self._host is None:
             return JobReport(job.job_id, ok=True)
+        self._host.uses.release(slots, to_write=isinstance(job, Store))
         labels, checksums = self._host.labels, result.checksums
         if running.generations is None:
             checksums = labels.checksums(slots)

@@ -33,7 +33,7 @@ from kvcache.protocol.commands import (
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import StepCommands
 from kvcache.worker.block_tables import BlockTables
-from kvcache.worker.content import ContentChecker
+from kvcache.worker.content.checker import ContentChecker
 
 
 class CommandValidator:

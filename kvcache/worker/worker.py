@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -45,16 +46,15 @@ from kvcache.protocol.messages import (
 )
 from kvcache.protocol.wire import leading_fields, prose
 from kvcache.worker.block_tables import BlockTables
-from kvcache.worker.copy_engine import CopyEngine
-from kvcache.worker.engine_choice import make_copy_engine
-from kvcache.worker.executor import CommandExecutor
-from kvcache.worker.file_pool import FilePool
-from kvcache.worker.host_pool import HostPool
-from kvcache.worker.label_reports import LabelReporter
-from kvcache.worker.reports import ReportQueue
-from kvcache.worker.segment_source import keep_segment
-from kvcache.worker.settings import WorkerSettings, WorkerStatistics
-from kvcache.worker.worker_statistics import RefusedMessages, worker_statistics
+from kvcache.worker.copies.engine import CopyEngine
+from kvcache.worker.copies.measurement import make_copy_engine
+from kvcache.worker.execution import CommandExecutor
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.segment import keep_segment
+from kvcache.worker.reports import LabelReporter, ReportQueue
+from kvcache.worker.settings import WorkerSettings
+from kvcache.worker.statistics import WorkerStatistics
 
 logger = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class KVCacheWorker:
         self._is_introducing = True
         self._is_closed = False
         self._wholeness = _Wholeness(settings.rank)
-        self._refused = RefusedMessages()
+        self._refused = _RefusedMessages()
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
@@ -132,8 +132,7 @@ class KVCacheWorker:
     @property
     def file_pool(self) -> FilePool | None:
         """Who reads and writes the rank's files, None without a file tier."""
-        files = self._executor.tiers.files
-        return None if files is None else files.pool
+        return self._executor.tiers.files
 
     @property
     def labels(self) -> LabelTable:
@@ -329,7 +328,7 @@ class KVCacheWorker:
             self._run_due_forwards()
             return self._take_replies()
 
-    # --- books
+    # --- labels, memory, statistics
 
     def keep_host_memory(self) -> str:
         """Have the memory service of the node keep this rank's host memory again: a memory service
@@ -356,8 +355,29 @@ class KVCacheWorker:
     def statistics(self) -> WorkerStatistics:
         """Return the statistics of this process, frozen."""
         with self._condition:
-            return worker_statistics(
-                self.settings.rank, self._receiver, self._executor, self._reports, self._refused
+            executor = self._executor
+            return WorkerStatistics(
+                rank=self.settings.rank,
+                epoch=self._receiver.epoch,
+                applied_seq=self._receiver.applied_seq,
+                model_epoch=executor.model_epoch,
+                num_labels=len(executor.labels),
+                num_forwards=executor.gate.num_forwards,
+                num_deferred=len(executor.deferred),
+                num_running_jobs=executor.transfers.num_running,
+                num_unacknowledged_reports=len(self._reports),
+                num_failed_jobs=self._reports.num_failed,
+                num_bytes_compared=executor.num_bytes_compared,
+                num_blocks_copied=executor.deferred.num_blocks_copied,
+                num_blocks_zeroed=executor.deferred.num_blocks_zeroed,
+                num_invalid_messages=self._refused.num_invalid,
+                last_invalid_reason=self._refused.last_invalid,
+                num_foreign_messages=self._refused.num_foreign,
+                num_refused_reports=self._refused.num_reports,
+                pool_bytes=executor.pool.layout.size_bytes,
+                host_bytes=executor.host_bytes,
+                receiver=self._receiver.statistics(),
+                transfers=executor.transfers.statistics(),
             )
 
     def check(self) -> None:
@@ -537,6 +557,17 @@ class KVCacheWorker:
                 f"forward of epoch {epoch} on rank {self.settings.rank}, which is in epoch "
                 f"{receiver.highest_epoch}: what was scheduled before is void, attach again"
             )
+
+
+@dataclass
+class _RefusedMessages:
+    """Messages that were not obeyed, and why the last invalid one was not; and reports of this
+    rank that could not be sent or read."""
+
+    num_invalid: int = 0
+    last_invalid: str = ""
+    num_foreign: int = 0
+    num_reports: int = 0
 
 
 class _Wholeness:

@@ -18,8 +18,8 @@ from actors import LocalCluster
 from kvcache.base.errors import ConfigurationError
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.offload.statistics import TierStatistics
-from kvcache.worker.file_pool import FilePool
-from kvcache.worker.file_system import DirectoryFiles
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.system import DirectoryFiles
 from tests.actors.tier_driver import (
     BLOCK_BYTES,
     BLOCKS,

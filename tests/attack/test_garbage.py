@@ -36,7 +36,7 @@ from kvcache.protocol.messages import (
     Unattached,
 )
 from kvcache.protocol.wire import decode, encode
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.host_memory.shared_memory import make_memory
 from tests.actors.conftest import build_config
 from tests.attack.messages import Storm
 from tests.attack.sockets import Attacker, tcp_connector, unix_connector

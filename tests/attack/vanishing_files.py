@@ -31,7 +31,7 @@ from actors import LocalCluster
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.specs import FILE_MEDIUM
-from kvcache.worker.file_store import SUFFIX
+from kvcache.worker.files.store import SUFFIX
 from tests.actors.tier_driver import (
     BLOCK_BYTES,
     BLOCKS,

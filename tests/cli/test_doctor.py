@@ -33,7 +33,7 @@ from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.config.sections import Location
 from kvcache.planner import plan_cluster
-from kvcache.worker.copy_measurement import CopyMeasurement, MeasureLimits, measure_cpu
+from kvcache.worker.copies.measurement import CopyMeasurement, MeasureLimits, measure_cpu
 
 GIB = 2**30
 ROOMY = NodeStatistics(64 * GIB, 16 * GIB, None, (80 * GIB, 60 * GIB))

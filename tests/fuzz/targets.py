@@ -48,8 +48,7 @@ from kvcache.recorder.records import unpack_record
 from kvcache.requests.request_content import Namespace
 from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from kvcache.worker.file_errors import FileTierError
-from kvcache.worker.file_format import START_BYTES, FileHead, pack_head, unpack_head
+from kvcache.worker.files.format import START_BYTES, FileHead, FileTierError, pack_head, unpack_head
 from tests.fuzz.mutations import mutate_bytes, mutate_json, mutate_msgpack
 from tests.protocol.test_wire import MESSAGES, instances
 

@@ -9,8 +9,7 @@ from typing import Any
 from kvcache.metrics import WORKER_METRICS, RankTraffic, worker_samples
 from kvcache.metrics import declarations as known
 from kvcache.protocol.delivery import ReceiverStatistics
-from kvcache.worker.settings import WorkerStatistics
-from kvcache.worker.tier_statistics import JobTally, TransferStatistics
+from kvcache.worker.statistics import JobTally, TransferStatistics, WorkerStatistics
 
 
 def statistics(**changes: Any) -> WorkerStatistics:

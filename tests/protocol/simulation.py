@@ -48,7 +48,7 @@ from kvcache.protocol.wire import decode, encode
 from kvcache.recorder import FileStepRecorder, ManagerConfig
 from kvcache.specs import KVCacheConfig
 from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
-from kvcache.worker.file_tier import FileTierSettings
+from kvcache.worker.files.tier import FileTierSettings
 from tests.protocol.engine import Engine, Sequence
 from tests.protocol.network import FaultyNetwork, NetworkFaults
 from tests.protocol.scenario import (

@@ -19,7 +19,7 @@ from kvcache.core.columns import FREE
 from kvcache.protocol.commands import Audit, Label
 from kvcache.protocol.messages import JobReport, StepCommands
 from kvcache.protocol.step import NewRequest, StepRequest
-from kvcache.worker.label_audit import audit_labels
+from kvcache.worker.execution import audit_labels
 from tests.protocol.scenario import random_scenario
 from tests.protocol.simulation import simulate
 from tests.protocol.test_coordinator import Bench, only

@@ -13,8 +13,8 @@ from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.manager.loads import PrefixLoads
 from kvcache.protocol.commands import Command
-from kvcache.worker.file_pool import FilePool
-from kvcache.worker.file_store import FileStore
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.store import FileStore
 from kvcache.worker.transfers import TransferJobs
 from tests.protocol import virtual_disk
 from tests.protocol.network import NetworkFaults

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcache.base.clock import Clock
-from kvcache.worker.file_lanes import Task
-from kvcache.worker.file_store import SUFFIX
-from kvcache.worker.file_system import Buffers, DirectoryFiles
-from kvcache.worker.file_tier import DiskAccess
+from kvcache.worker.files.file_pool import Task
+from kvcache.worker.files.store import SUFFIX
+from kvcache.worker.files.system import Buffers, DirectoryFiles
+from kvcache.worker.files.tier import DiskAccess
 
 MAX_UNPLUGGED_S = 1.5
 

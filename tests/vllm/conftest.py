@@ -22,8 +22,8 @@ import pytest
 from kvcache.integrations.vllm.rank_memory import service_address
 from kvcache.memory_service.client import MemoryServiceClient
 from kvcache.memory_service.process import end
-from kvcache.worker.host_segment import HEAD_BYTES, SegmentShape
-from kvcache.worker.label_rows import SlotState, row_type
+from kvcache.worker.host_memory.labels import SlotState, row_type
+from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape
 from tests.vllm.engine_process import MARK
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ def keep(address: str) -> tuple[object, str]:
 
 
 def work(address: str) -> tuple[object, str]:
-    from kvcache.worker.segment_source import open_segment
+    from kvcache.worker.host_memory.segment import open_segment
     from tests.worker.tier_support import SHAPE, fill
 
     segment = open_segment(SHAPE, service_of(address))

@@ -10,9 +10,7 @@ import torch
 from kvcache.base.errors import ConfigurationError
 from kvcache.offload import CanonicalKVCacheRef
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec
-from kvcache.worker.canonical import split_by_block
-from kvcache.worker.layout import PoolLayout
-from kvcache.worker.tensors import KVCachePool
+from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, split_by_block
 from tests.worker.worker_support import make_config
 
 CPU = torch.device("cpu")

@@ -11,20 +11,21 @@ import torch
 from kvcache.base.arrays import Int32Array
 from kvcache.base.clock import VirtualClock
 from kvcache.worker import CpuCopyEngine
-from kvcache.worker.copy_engine import PendingCopy
-from kvcache.worker.copy_measurement import (
+from kvcache.worker.copies.cuda import KernelChoice
+from kvcache.worker.copies.engine import PendingCopy
+from kvcache.worker.copies.measurement import (
     CPU_PAGE_BYTES,
     PLAIN,
     CopyFigure,
     CopyMeasurement,
     Crossover,
     MeasureLimits,
+    chosen,
     crossover_bytes,
     crossover_of,
+    find_kernel,
     measure_cpu,
 )
-from kvcache.worker.cuda_engine import KernelChoice
-from kvcache.worker.engine_choice import chosen, find_kernel
 
 SMALL = MeasureLimits(num_bytes=1 << 18, num_repetitions=3)
 
@@ -68,7 +69,7 @@ def test_pages_are_here_and_there_and_both_ways_move_the_same_bytes() -> None:
             return super().copy_blocks(sources, source_ids, *rest)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcache.worker.copy_measurement.CpuCopyEngine", Watched)
+        patch.setattr("kvcache.worker.copies.measurement.CpuCopyEngine", Watched)
         measure_cpu(limits=SMALL, clock=VirtualClock())
     pages = SMALL.num_bytes // 256
     first = next(ids for ids in seen if len(ids[0]) == pages)

@@ -26,8 +26,9 @@ from kvcache.protocol.commands import (
     Zero,
 )
 from kvcache.protocol.messages import Ack
-from kvcache.worker import PendingCopy, copy_task
-from kvcache.worker.file_tier import FileTierSettings
+from kvcache.worker import PendingCopy
+from kvcache.worker.copies import task as copy_task
+from kvcache.worker.files.tier import FileTierSettings
 from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (
     Harness,
@@ -207,7 +208,7 @@ def test_a_load_begins_behind_what_was_put_off_for_its_block(bench: Bench) -> No
 def test_a_job_whose_way_is_not_cleared_in_time_fails_and_changes_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.worker.executor.SETTLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("kvcache.worker.execution.SETTLE_TIMEOUT_S", 0.0)
     stored(bench, 5, 1)
     content = bench.content(3)
     bench.store(1, 3, 0)

@@ -12,11 +12,11 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.protocol.commands import Load, Store
-from kvcache.worker import CpuCopyEngine, block_move, copy_pool
-from kvcache.worker.block_move import BlockMove, HotMove
-from kvcache.worker.copy_pool import CopyThreadPool
-from kvcache.worker.copy_priority import CopyPriority
-from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
+from kvcache.worker import CpuCopyEngine
+from kvcache.worker.copies import copy_pool
+from kvcache.worker.copies import task as copy_task
+from kvcache.worker.copies.copy_pool import CopyPriority, CopyThreadPool
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HotMove
 from tests.worker.test_copy_thread import make
 from tests.worker.test_row_mover import Memories
 from tests.worker.worker_support import block_bytes, fill_block, ids
@@ -206,8 +206,8 @@ def run(task: CopyTask, pool: CopyThreadPool) -> CopyResult:
 def test_every_block_arrives_and_is_hashed_whoever_copies_it(
     pool: CopyThreadPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 14)
-    monkeypatch.setattr(block_move, "HELPED_PIECES", 3)
+    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(copy_task, "HELPED_PIECES", 3)
     for seed in range(6):
         memories = Memories(seed, widths)
         to_host = seed % 2 == 0
@@ -242,7 +242,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
 def test_one_thread_that_fails_ends_the_move(
     pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_move, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 12)
     StartTogether(monkeypatch, 3)
     meeting, copied = HotMove.copy_piece, []
 
@@ -260,13 +260,13 @@ def test_one_thread_that_fails_ends_the_move(
     move = BlockMove(memories.device, memories.host, every, every, True)
     task = CopyTask(move, CpuCopyEngine(), takes_checksums=True)
     # The others go on when what is left has been thrown away.
-    monkeypatch.setattr(block_move, "deque", lambda items: Told(items, failed))
+    monkeypatch.setattr(copy_task, "deque", lambda items: Told(items, failed))
     result = run(task, pool)
     assert "no room" in result.problem
     assert len(copied) == 3
 
 
-class Told(block_move.deque):  # type: ignore[type-arg,name-defined,misc]
+class Told(copy_task.deque):  # type: ignore[type-arg,name-defined,misc]
     """A queue that says when it was emptied."""
 
     def __init__(self, items: object, emptied: threading.Event) -> None:
@@ -301,8 +301,8 @@ def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_with_more_threads_keeps_every_byte_and_ends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_move, "PIECE_BYTES", 64)
-    monkeypatch.setattr(block_move, "HELPED_PIECES", 2)
+    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 64)
+    monkeypatch.setattr(copy_task, "HELPED_PIECES", 2)
     bench = make(copy_threads=3)
     bench.engine.copies_at_once = True
     blocks, slots = ids(1, 2, 3, 4, 5, 6), ids(0, 1, 2, 3, 4, 5)

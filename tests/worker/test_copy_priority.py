@@ -9,7 +9,12 @@ import threading
 import pytest
 
 from kvcache.protocol.commands import Store
-from kvcache.worker.copy_priority import LEAST_NICENESS, LOW_NICENESS, CopyPriority, take_priority
+from kvcache.worker.copies.copy_pool import (
+    LEAST_NICENESS,
+    LOW_NICENESS,
+    CopyPriority,
+    take_priority,
+)
 from tests.worker.test_copy_thread import make
 from tests.worker.worker_support import ids
 

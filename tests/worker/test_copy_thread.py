@@ -17,12 +17,13 @@ from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.offload.keys import label_keys
 from kvcache.protocol.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.protocol.messages import Ack, JobReport
-from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, copy_pool, transfers
-from kvcache.worker.checksums import ChecksumRule, checksum_of
-from kvcache.worker.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyThreadPool
-from kvcache.worker.copy_runner import CopyThread
-from kvcache.worker.copy_task import CopyTask
-from kvcache.worker.file_tier import FileTierSettings
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, transfers
+from kvcache.worker.copies import copy_pool
+from kvcache.worker.copies.checksums import ChecksumRule, checksum_of
+from kvcache.worker.copies.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyThreadPool
+from kvcache.worker.copies.runner import CopyThread
+from kvcache.worker.copies.task import CopyTask
+from kvcache.worker.files.tier import FileTierSettings
 from tests.worker.tier_support import random_labels
 from tests.worker.worker_support import (
     Harness,
@@ -174,7 +175,7 @@ def test_a_checksum_that_cannot_be_taken_fails_the_store(
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("kvcache.worker.copy_task.checksums_of_rows", fail)
+    monkeypatch.setattr("kvcache.worker.copies.task.checksums_of_rows", fail)
     bench.send(Store(1, "host", ids(3), ids(0)))
     report = bench.settle(1)
     assert not report.ok

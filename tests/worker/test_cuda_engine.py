@@ -15,15 +15,18 @@ import torch
 
 from kvcache.base.arrays import int32_array
 from kvcache.worker import CudaCopyEngine, make_copy_engine
-from kvcache.worker import cuda_engine as cuda_engine_module
-from kvcache.worker import host_pool as host_pool_module
-from kvcache.worker.copy_descriptors import Pieces
-from kvcache.worker.copy_measurement import NEVER_BYTES, MeasureLimits, measure_cuda
-from kvcache.worker.cuda_engine import KernelChoice
-from kvcache.worker.cuda_runtime import SourceOrder, loaded_cuda_runtime
-from kvcache.worker.engine_choice import chosen, find_kernel
-from kvcache.worker.host_pool import HostPool
-from kvcache.worker.host_segment import SegmentShape
+from kvcache.worker.copies import cuda as cuda_engine_module
+from kvcache.worker.copies.cuda import KernelChoice, Pieces, SourceOrder, loaded_cuda_runtime
+from kvcache.worker.copies.measurement import (
+    NEVER_BYTES,
+    MeasureLimits,
+    chosen,
+    find_kernel,
+    measure_cuda,
+)
+from kvcache.worker.host_memory import host_pool as host_pool_module
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.segment import SegmentShape
 from tests.worker.tier_support import make_segment
 from tests.worker.worker_support import ids, random_bytes
 

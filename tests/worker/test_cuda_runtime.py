@@ -17,8 +17,14 @@ import pytest
 import torch
 
 from kvcache.base.arrays import int32_array
-from kvcache.worker.copy_descriptors import MIN_RECTANGLE_ROWS, describe_copy, mean_piece_bytes
-from kvcache.worker.cuda_runtime import CudaRuntime, SourceOrder, loaded_cuda_runtime
+from kvcache.worker.copies.cuda import (
+    MIN_RECTANGLE_ROWS,
+    CudaRuntime,
+    SourceOrder,
+    describe_copy,
+    loaded_cuda_runtime,
+    mean_piece_bytes,
+)
 from tests.worker.worker_support import ids, random_bytes
 
 SOURCE = Path(__file__).with_name("cuda_shim.c")

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from kvcache.base.errors import BacklogFullError
-from kvcache.worker.checksums import checksum_of
-from kvcache.worker.file_format import FileHead
-from kvcache.worker.file_lanes import ThreadLanes
-from kvcache.worker.file_pool import MAX_UNTAKEN_SCANS, FilePool, FinishedFileJob
-from kvcache.worker.file_store import FileStore, StoreLimits
+from kvcache.worker.copies.checksums import checksum_of
+from kvcache.worker.files.file_pool import MAX_UNTAKEN_SCANS, FilePool, FinishedFileJob, ThreadLanes
+from kvcache.worker.files.format import FileHead
+from kvcache.worker.files.store import FileStore, StoreLimits
 from tests.worker.tier_support import IDENTITY, FaultyFiles, files_below, random_head
 
 TIMEOUT_S = 60.0

@@ -20,10 +20,9 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import label_keys
-from kvcache.worker.file_errors import FileTierError
-from kvcache.worker.file_format import FileHead, labels_of_heads, pack_head
-from kvcache.worker.file_store import FileStore, StoreLimits
-from kvcache.worker.file_tier import FileTier, FileTierSettings
+from kvcache.worker.files.format import FileHead, FileTierError, labels_of_heads, pack_head
+from kvcache.worker.files.store import FileStore, StoreLimits
+from kvcache.worker.files.tier import FileTier, FileTierSettings
 from tests.worker.tier_support import (
     IDENTITY,
     PLAIN,
@@ -733,7 +732,7 @@ TAKE = """
 import sys
 from pathlib import Path
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.file_tier import FileTier
+from kvcache.worker.files.tier import FileTier
 from tests.worker.tier_support import IDENTITY
 from tests.worker.test_file_store import settings
 try:

@@ -13,12 +13,10 @@ import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import InvariantError, NotEnoughMemoryError, PlanMismatchError
-from kvcache.worker import shared_memory
-from kvcache.worker.free_memory import available_memory_bytes
-from kvcache.worker.host_labels import HostLabels
-from kvcache.worker.host_segment import UNKNOWN_MODEL_EPOCH, HostSegment, SegmentShape
-from kvcache.worker.label_rows import SlotState
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.host_memory import shared_memory
+from kvcache.worker.host_memory.labels import HostLabels, SlotState
+from kvcache.worker.host_memory.segment import UNKNOWN_MODEL_EPOCH, HostSegment, SegmentShape
+from kvcache.worker.host_memory.shared_memory import available_memory_bytes, make_memory
 from tests.worker.tier_support import (
     SHAPE,
     attach_again,
@@ -257,7 +255,7 @@ def test_nobody_can_take_pages_away_under_a_mapping() -> None:
 ATTACH = """
 import sys
 from kvcache.base.errors import PlanMismatchError
-from kvcache.worker.host_segment import HostSegment
+from kvcache.worker.host_memory.segment import HostSegment
 from tests.worker.tier_support import SHAPE
 try:
     HostSegment(int(sys.argv[1]), SHAPE, "attached")

@@ -30,9 +30,9 @@ from kvcache.memory_service import service as memory_service
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.protocol import make_socket, receive, send, socket_name
 from kvcache.memory_service.service import HostMemoryService
-from kvcache.worker.label_rows import SlotState
-from kvcache.worker.segment_source import keep_segment, open_segment
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.host_memory.labels import SlotState
+from kvcache.worker.host_memory.segment import keep_segment, open_segment
+from kvcache.worker.host_memory.shared_memory import make_memory
 from tests.worker.memory_service_process import PAYLOADS, service_of
 from tests.worker.tier_support import SHAPE, fill
 

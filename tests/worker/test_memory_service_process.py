@@ -17,7 +17,7 @@ from kvcache.memory_service import process
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import end, ensure_service
 from kvcache.memory_service.protocol import lock_owner
-from kvcache.worker.segment_source import ATTACHED, FRESH, open_segment
+from kvcache.worker.host_memory.segment import ATTACHED, FRESH, open_segment
 from tests.worker.tier_support import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_a_process_that_dies_leaves_its_memory_to_the_next(
         "import os, sys; from tests.worker.tier_support import SHAPE;"
         "from kvcache.memory_service.client import MemoryServiceAddress;"
         "from kvcache.memory_service.process import ensure_service;"
-        "from kvcache.worker.segment_source import open_segment;"
+        "from kvcache.worker.host_memory.segment import open_segment;"
         "a = MemoryServiceAddress(sys.argv[1], 'c'); ensure_service(a.address, 600.0);"
         "s = open_segment(SHAPE, a); s.tensors[0][0, 0] = 77; os.kill(os.getpid(), 9)"
     )

@@ -10,25 +10,25 @@ import torch
 import xxhash
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.worker import CpuCopyEngine, HostPool, block_move, row_mover
-from kvcache.worker import copy_task as tasks
-from kvcache.worker.block_move import BlockMove
-from kvcache.worker.checksums import checksum_of
-from kvcache.worker.copy_pool import InlineCopyPool
-from kvcache.worker.copy_runner import InlineCopies
-from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
-from kvcache.worker.host_segment import HostSegment, SegmentShape
-from kvcache.worker.row_kernel import can_hash
-from kvcache.worker.row_mover import (
+from kvcache.worker import CpuCopyEngine, HostPool
+from kvcache.worker.copies import rows as row_mover
+from kvcache.worker.copies import task as tasks
+from kvcache.worker.copies.checksums import checksum_of
+from kvcache.worker.copies.copy_pool import InlineCopyPool
+from kvcache.worker.copies.rows import (
     BlockHashes,
     ByteRows,
     PieceHashes,
     RowMover,
     Side,
+    can_hash,
     copy_rows,
     hashes_of_rows,
 )
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.copies.runner import InlineCopies
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.host_memory.segment import HostSegment, SegmentShape
+from kvcache.worker.host_memory.shared_memory import make_memory
 
 PIECE_BYTES = 1 << 16
 """Less than in service, so that tests are quick."""
@@ -39,7 +39,7 @@ NUM_ROWS = 32
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_move, "PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(tasks, "HOT_PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(row_mover, "STREAMED_BYTES", PIECE_BYTES)
 
 
@@ -308,5 +308,5 @@ def test_marks_for_other_blocks_than_those_that_move_are_refused(count: int) -> 
     memories = Memories(1, (4096,))
     before = [tensor.clone() for tensor in memories.host.tensors]
     with pytest.raises(ValueError, match=f"3 blocks, 3 slots, {count} marks: one for each"):
-        block_move.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), InlineCopyPool())
+        tasks.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), InlineCopyPool())
     assert all(map(torch.equal, memories.host.tensors, before))

@@ -26,10 +26,10 @@ from kvcache.protocol.commands import (
     Unlabel,
 )
 from kvcache.protocol.messages import JobReport
-from kvcache.worker import host_pool
-from kvcache.worker.file_format import FileHead
-from kvcache.worker.file_tier import FileTierSettings
-from kvcache.worker.label_rows import SlotState
+from kvcache.worker.files.format import FileHead
+from kvcache.worker.files.tier import FileTierSettings
+from kvcache.worker.host_memory import host_pool
+from kvcache.worker.host_memory.labels import SlotState
 from tests.worker.tier_support import PLAIN, files_below, label_views, random_labels
 from tests.worker.worker_support import (
     Harness,

@@ -10,7 +10,7 @@ import pytest
 from kvcache.protocol.commands import Command, Copy, Load, Store, Unlabel, Zero
 from kvcache.protocol.messages import Ack
 from kvcache.specs import Layout
-from kvcache.worker.store_reads import StoreReads
+from kvcache.worker.transfers import TransferUses
 from tests.worker.delayed_engine import DelayedEngine
 from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (
@@ -119,8 +119,10 @@ def test_without_the_wait_wrong_bytes_are_stored(
     writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above can fail: this is what it looks like."""
-    monkeypatch.setattr(StoreReads, "before_forward", lambda reads, seq: None)
-    monkeypatch.setattr(StoreReads, "using", lambda reads, block_ids: [])
+    monkeypatch.setattr(TransferUses, "before_forward", lambda uses, seq: None)
+    monkeypatch.setattr(
+        TransferUses, "before_write", lambda uses, block_ids: uses.writes.using(block_ids)
+    )
     assert not all(stored_bytes_are_right(seed, WRITERS[writer]) for seed in range(20))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcache.base.arrays import int32_array
-from kvcache.worker.cuda_engine import as_words, word_bytes_of
+from kvcache.worker.copies.cuda import as_words, word_bytes_of
 from tests.worker.worker_support import random_bytes
 
 HOPPER = 90
@@ -23,9 +23,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, where triton is. What it makes is interpreted."""
     pytest.importorskip("triton", reason="NO TRITON: the kernel for small pages is NOT TESTED")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from kvcache.worker import triton_engine
+    from kvcache.worker.copies import triton_kernel
 
-    return triton_engine
+    return triton_kernel
 
 
 def rows_of(rng: np.random.Generator, num_rows: int, width: int, gap: int = 0) -> torch.Tensor:
@@ -92,11 +92,11 @@ def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvcache.worker import triton_engine
+    from kvcache.worker.copies import triton_kernel
 
-    numbers = dict.fromkeys(triton_engine._NUMBERS, "i32")
+    numbers = dict.fromkeys(triton_kernel._NUMBERS, "i32")
     source = ASTSource(
-        fn=triton.jit(triton_engine._copy_rows),
+        fn=triton.jit(triton_kernel._copy_rows),
         signature={
             "sources": f"*{element}",
             "destinations": f"*{element}",
@@ -106,7 +106,7 @@ def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores(
             "UNIT": "constexpr",
             "BLOCK": "constexpr",
         },
-        constexprs={"UNIT": unit, "BLOCK": triton_engine.BLOCK_ELEMENTS},
+        constexprs={"UNIT": unit, "BLOCK": triton_kernel.BLOCK_ELEMENTS},
         attrs={(0,): [["tt.divisibility", 16]], (1,): [["tt.divisibility", 16]]},
     )
     assembly = triton.compile(source, target=GPUTarget("cuda", HOPPER, 32)).asm

@@ -16,7 +16,7 @@ from kvcache.protocol.commands import Command, Copy, Fence, Label, Load, Reset, 
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import Ack, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
-from kvcache.worker.executor import CommandExecutor
+from kvcache.worker.execution import CommandExecutor
 from tests.worker.worker_support import (
     Harness,
     Row,

@@ -11,7 +11,7 @@ from kvcache.base.errors import BlockError, ConfigurationError, MalformedMessage
 from kvcache.protocol.commands import BlockTablePatch
 from kvcache.worker import CopyEngine, CpuCopyEngine, CudaCopyEngine, make_copy_engine
 from kvcache.worker.block_tables import BlockTables
-from kvcache.worker.copy_engine import consecutive_runs
+from kvcache.worker.copies.engine import consecutive_runs
 from tests.worker.worker_support import ids, patch, random_bytes
 
 TIMEOUT_S = 60.0

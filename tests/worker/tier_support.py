@@ -16,12 +16,12 @@ from kvcache.offload.keys import label_keys
 from kvcache.protocol.commands import Label
 from kvcache.requests.request import Namespace
 from kvcache.requests.request_content import namespace_name
-from kvcache.worker.checksums import checksum_of
-from kvcache.worker.file_format import FileHead, labels_of_heads
-from kvcache.worker.file_store import BlockIdentity
-from kvcache.worker.file_system import Buffers, DirectoryFiles
-from kvcache.worker.host_segment import HostSegment, SegmentShape
-from kvcache.worker.shared_memory import make_memory
+from kvcache.worker.copies.checksums import checksum_of
+from kvcache.worker.files.format import FileHead, labels_of_heads
+from kvcache.worker.files.store import BlockIdentity
+from kvcache.worker.files.system import Buffers, DirectoryFiles
+from kvcache.worker.host_memory.segment import HostSegment, SegmentShape
+from kvcache.worker.host_memory.shared_memory import make_memory
 
 DIGEST_BYTES = 4
 BLOCK_TOKENS = 4

@@ -24,13 +24,11 @@ from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceCli
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
 from kvcache.protocol.commands import Label
-from kvcache.worker.block_move import BlockMove
-from kvcache.worker.checksums import ChecksumRule
-from kvcache.worker.copy_engine import CpuCopyEngine
-from kvcache.worker.copy_task import Comparison, CopyResult, CopyTask
-from kvcache.worker.host_pool import HostPool
-from kvcache.worker.host_segment import SegmentShape
-from kvcache.worker.segment_source import PRIVATE, open_segment
+from kvcache.worker.copies.checksums import ChecksumRule
+from kvcache.worker.copies.engine import CpuCopyEngine
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.segment import PRIVATE, SegmentShape, open_segment
 
 logger = get_logger(__name__)
 

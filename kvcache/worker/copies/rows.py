@@ -1,0 +1,461 @@
+"""Rows of bytes copied between memories that the CPU reaches, and hashed in the same pass.
+
+Machine code below, told addresses; above it what checks them (`Side`, `RowMover`), for the engine,
+which copies, the task, which copies blocks of many tensors and hashes them, and checksums.py, which
+hashes what stays where it is. A row is read once: what was read is written and goes into the hash,
+64 bytes at a time, a *stripe*. That hash is xxh3 with 64 bits and no seed
+(github.com/Cyan4973/xxHash, doc/xxhash_spec.md), so that whatever else knows it finds the same.
+What is written for somebody later goes past the processor's cache, which a concurrent step needs.
+
+Hashes what consists of whole stripes and is longer than `SHORTEST_HASHED`; the hash has other
+rules for less. Refuses rows that are source and destination at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils as untyped_cgutils
+from numba.extending import intrinsic, register_jitable
+
+from kvcache.base.arrays import Int32Array, are_below
+from kvcache.base.compiled import array_type, compiled
+
+STRIPE_BYTES = 64
+SHORTEST_HASHED = 241
+"""Bytes. Hashed in stripes from this length on."""
+
+PREFETCHED_BYTES = 1 << 16
+"""While a row up to this length is copied, the next one is fetched if it lies elsewhere, and where
+its destination is looked up: the processor foresees nothing beyond a page of memory. Stored with
+its hash, both sides apart, against a plain copy: .51 with rows of 4 KiB, .77 with the first, .89
+with both; .66, .78 and .91 with 16 KiB. Fetched into its second cache: the first has no room for as
+many as are under way."""
+
+COPIED, STREAMED, ONLY_READ = range(3)
+"""What becomes of the bytes: written by way of the cache, past it, or nowhere."""
+
+cgutils: Any = untyped_cgutils  # numba has types, these of its functions have none
+
+UInt64Array = npt.NDArray[np.uint64]
+BoolArray = npt.NDArray[np.bool_]
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_STRIPES_PER_BLOCK = (len(_SECRET) - STRIPE_BYTES) // 8
+
+
+def _keys(*starts: int) -> UInt64Array:
+    """Return the 8 words of the secret from each of these places on: `(len(starts), 8)`."""
+    return np.array([np.frombuffer(_SECRET, "<u8", 8, start) for start in starts])
+
+
+# Of stripe i of a block row i; then of the block's end, of the last stripe, and of the result.
+_KEYS = _keys(*range(0, 8 * _STRIPES_PER_BLOCK, 8), len(_SECRET) - 64, len(_SECRET) - 64 - 7, 11)
+_BLOCK_END, _LAST, _RESULT = range(_STRIPES_PER_BLOCK, _STRIPES_PER_BLOCK + 3)
+_PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_FIRST_LANES = np.array(
+    (
+        *(_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3),
+        *(_PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1),
+    ),
+    np.uint64,
+)
+_LENGTH_PRIME = np.uint64(_PRIME64_1)
+_END_PRIME = np.uint64(0x165667919E3779F9)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_HALF, _37 = np.uint64(32), np.uint64(37)
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(_I64, 8)
+_NEIGHBOURS = ir.Constant(ir.VectorType(_I32, 8), [1, 0, 3, 2, 5, 4, 7, 6])
+
+
+def _all_lanes(value: int) -> Any:
+    return ir.Constant(_LANES, [value] * 8)
+
+
+def _stripes(way: int, hashes: bool) -> Any:
+    """Make the loop over stripes that copies in one `way`, and hashes or does not.
+
+    The loop that it makes is called with addresses: `(source, destination, ahead, num_stripes,
+    keys, lanes)`. It fetches what lies at `ahead`, 64 bytes a stripe.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        source, destination, ahead, num_stripes, keys, lanes = arguments
+        lanes_at = _LANES.as_pointer()
+        products, sums = (cgutils.alloca_once_value(builder, _all_lanes(0)) for _ in range(2))
+        with cgutils.for_range(builder, num_stripes, intp=_I64) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, STRIPE_BYTES))
+
+            def at(address: Any) -> Any:
+                return builder.inttoptr(builder.add(address, offset), lanes_at)
+
+            _prefetch(builder, builder.inttoptr(builder.add(ahead, offset), _I8.as_pointer()))
+            words = builder.load(at(source), align=1)
+            if way != ONLY_READ:
+                is_streamed = way == STREAMED
+                store = builder.store(
+                    words, at(destination), align=STRIPE_BYTES if is_streamed else 1
+                )
+                if is_streamed:
+                    mark = builder.module.add_metadata([ir.Constant(_I32, 1)])
+                    store.set_metadata("nontemporal", mark)
+            if hashes:
+                keyed = builder.xor(words, builder.load(at(keys), align=8))
+                low = builder.and_(keyed, _all_lanes(0xFFFFFFFF))
+                product = builder.mul(low, builder.lshr(keyed, _all_lanes(32)))
+                builder.store(builder.add(builder.load(products), product), products)
+                builder.store(builder.add(builder.load(sums), words), sums)
+        if hashes:
+            here = builder.inttoptr(lanes, lanes_at)
+            none = ir.Constant(_LANES, ir.Undefined)
+            crossed = builder.shuffle_vector(builder.load(sums), none, _NEIGHBOURS)
+            lane = builder.add(builder.load(here, align=8), builder.load(products))
+            builder.store(builder.add(lane, crossed), here, align=8)
+
+    def stripes(  # type: ignore[no-untyped-def] # noqa: PLR0917 (a call's arguments)
+        typing_context, source, destination, ahead, num_stripes, keys, lanes
+    ):
+        signature = types.void(*(types.intp,) * 6)
+        return signature, generate
+
+    return intrinsic(stripes)
+
+
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Fetch what is there into the second cache, to be read."""
+    numbers = [ir.Constant(_I32, number) for number in (0, 2, 1)]
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [pointer, *numbers])
+
+
+def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no-untyped-def]
+    """Copy bytes that do not overlap, as the system's library does."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        source, destination, num_bytes = arguments
+        pointer = _I8.as_pointer()
+        read, written = (builder.inttoptr(a, pointer) for a in (source, destination))
+        cgutils.raw_memcpy(builder, written, read, num_bytes, 1)
+
+    return types.void(*(types.intp,) * 3), generate
+
+
+def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
+    """Mix the lanes at an address, as behind every block, with the key at another.
+
+    All eight at once, as they are written and read elsewhere: what is read in another size than it
+    was written is waited for until it, and all that was written past the cache before, is there.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        here, key_at = (builder.inttoptr(a, _LANES.as_pointer()) for a in arguments)
+        lane = builder.load(here, align=8)
+        mixed = builder.xor(lane, builder.lshr(lane, _all_lanes(47)))
+        mixed = builder.xor(mixed, builder.load(key_at, align=8))
+        builder.store(builder.mul(mixed, _all_lanes(_PRIME32_1)), here, align=8)
+
+    return types.void(*(types.intp,) * 2), generate
+
+
+def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
+    """Fetch what is at an address, and with it where its page is in memory."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        _prefetch(builder, builder.inttoptr(arguments[0], _I8.as_pointer()))
+
+    return types.void(types.intp), generate
+
+
+def _finishing(typing_context):  # type: ignore[no-untyped-def]
+    """What was written past the cache is there for other threads before anything that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        builder.fence("seq_cst")
+
+    return types.void(), generate
+
+
+_copy: Any = intrinsic(_copying)
+_end_block: Any = intrinsic(_ending)
+_fetch: Any = intrinsic(_fetching)
+_finish_writes: Any = intrinsic(_finishing)
+_copy_and_hash = _stripes(COPIED, True)
+_stream_and_hash = _stripes(STREAMED, True)
+_hash = _stripes(ONLY_READ, True)
+_stream = _stripes(STREAMED, False)
+
+
+# Indices, not slices of `lanes`: numba counts who refers to a slice, and counting, like all that is
+# atomic, waits until everything that was written past the cache has arrived.
+
+
+@register_jitable
+def _hash_of(lanes: UInt64Array, row: int, num_bytes: int) -> Any:
+    """Return the hash of as many bytes, whose stripes were all hashed."""
+    result = np.uint64(num_bytes) * _LENGTH_PRIME
+    for i in range(0, 8, 2):
+        a, b = lanes[row, i] ^ _KEYS[_RESULT, i], lanes[row, i + 1] ^ _KEYS[_RESULT, i + 1]
+        a_low, a_high, b_low, b_high = a & _LOW_HALF, a >> _HALF, b & _LOW_HALF, b >> _HALF
+        # The product of 128 bits, from products of halves.
+        low, cross = a_low * b_low, a_high * b_low
+        middle = (low >> _HALF) + (cross & _LOW_HALF) + a_low * b_high
+        high = (cross >> _HALF) + (middle >> _HALF) + a_high * b_high
+        result += high ^ (middle << _HALF | low & _LOW_HALF)
+    result = (result ^ (result >> _37)) * _END_PRIME
+    return result ^ (result >> _HALF)
+
+
+_READ_IDS = array_type("int32", is_read=True)
+
+
+@compiled(
+    types.void(
+        *(types.intp, types.intp, _READ_IDS),
+        *(types.intp, types.intp, _READ_IDS),
+        *(types.intp,) * 6,
+        array_type("boolean", is_read=True),
+        *(array_type("uint64", 2), array_type("uint64")),
+        types.intp,
+    )
+)
+def move_rows(  # noqa: PLR0917 (compiled code has no others)
+    source: int,
+    source_stride: int,
+    source_ids: Int32Array,
+    destination: int,
+    stride: int,
+    ids: Int32Array,
+    first: int,
+    end: int,
+    low: int,
+    high: int,
+    start: int,
+    total: int,
+    is_hashed: BoolArray,
+    lanes: UInt64Array,
+    digests: UInt64Array,
+    way: int,
+) -> None:
+    """Copy bytes `low` to `high` of rows `first` to `end` of both ids, and hash those `is_hashed`.
+
+    From the address `destination` on there is a row every `stride` bytes; of sources, too. A block
+    is `total` bytes, of several memories maybe: a row is those from `start` on. `lanes[i - first]`
+    is kept between the calls for a block's parts, which come in order; with the last one
+    `digests[i]` is there. What is hashed or streamed has `low`, `high` and `start` between stripes;
+    what is streamed is written there.
+    """
+    num_bytes = high - low
+    key_at, lanes_at = _KEYS.ctypes.data, lanes.ctypes.data
+    for place in range(first, end):
+        here = source + source_ids[place] * source_stride + low
+        there = destination + ids[place] * stride + low
+        ahead = here
+        if num_bytes <= PREFETCHED_BYTES and place + 1 < end:
+            following = source_ids[place + 1]
+            if following != source_ids[place] + 1:
+                ahead = source + following * source_stride + low
+            _fetch(destination + ids[place + 1] * stride + low)
+        if not is_hashed[place]:
+            if way == COPIED:
+                _copy(here, there, num_bytes)
+            elif way == STREAMED:
+                _stream(here, there, ahead, num_bytes // STRIPE_BYTES, key_at, lanes_at)
+            continue
+        row = place - first
+        lane_at = lanes_at + row * STRIPE_BYTES
+        if start + low == 0:
+            for i in range(8):
+                lanes[row, i] = _FIRST_LANES[i]
+        # The last stripe is hashed with a key of its own, and ends no block.
+        stripe, last = (start + low) // STRIPE_BYTES, total // STRIPE_BYTES - 1
+        stripe_end = (start + high) // STRIPE_BYTES
+        while stripe < stripe_end:
+            of_block = stripe % _STRIPES_PER_BLOCK
+            key, count = key_at + of_block * STRIPE_BYTES, 1
+            if stripe == last:
+                key = key_at + _LAST * STRIPE_BYTES
+            else:
+                count = min(_STRIPES_PER_BLOCK - of_block, min(stripe_end, last) - stripe)
+            if way == STREAMED:
+                _stream_and_hash(here, there, ahead, count, key, lane_at)
+            elif way == COPIED:
+                _copy_and_hash(here, there, ahead, count, key, lane_at)
+            else:
+                _hash(here, there, ahead, count, key, lane_at)
+            if stripe < last and of_block + count == _STRIPES_PER_BLOCK:
+                _end_block(lane_at, key_at + _BLOCK_END * STRIPE_BYTES)
+            stripe += count
+            here += count * STRIPE_BYTES
+            there += count * STRIPE_BYTES
+            ahead += count * STRIPE_BYTES
+        if start + high == total:
+            digests[place] = _hash_of(lanes, row, total)
+    if way == STREAMED:
+        _finish_writes()
+
+
+def can_hash(widths: Sequence[int]) -> bool:
+    """Say whether blocks are hashed here, whose parts are as long."""
+    return sum(widths) >= SHORTEST_HASHED and not any(width % STRIPE_BYTES for width in widths)
+
+
+ByteRows = npt.NDArray[np.uint8]
+
+STREAMED_BYTES = 1 << 20
+"""Copies of this many bytes or more are written past the cache: they would drive out what others
+have there, and so much of them is not read soon."""
+
+_NO_LANES = np.empty((0, 8), np.uint64)
+_NO_DIGESTS = np.empty(0, np.uint64)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Rows `ids[i]` of `(num_rows, width)` uint8, where the bytes of a row are contiguous.
+
+    Raises IndexError for an id without a row, ValueError for rows whose bytes lie apart.
+    """
+
+    rows: ByteRows
+    ids: Int32Array
+
+    def __post_init__(self) -> None:
+        if not are_below(self.ids, len(self.rows)):
+            least, most = int(self.ids.min()), int(self.ids.max())
+            raise IndexError(f"rows {least} to {most} of {len(self.rows)}: ids begin at 0")
+        if self.rows.shape[1] > 1 and self.rows.strides[1] != 1:
+            raise ValueError(
+                f"bytes of a row are {self.rows.strides[1]} apart: none may be between"
+            )
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return int(self.rows.shape[1])
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row begins, and ends, where a stripe does."""
+        address: int = self.rows.ctypes.data
+        return not (address | self.rows.strides[0] | self.width) % STRIPE_BYTES
+
+    def places(self) -> tuple[int, int, Int32Array]:
+        """Return what the kernel takes: the address of row 0, bytes from row to row, and ids."""
+        ids = np.ascontiguousarray(self.ids, np.int32)
+        return self.rows.ctypes.data, self.rows.strides[0], ids
+
+
+@dataclass(frozen=True, eq=False)
+class BlockHashes:
+    """Which of some blocks are hashed, and what came of it. Threads hash different ones at once.
+
+    Shapes: `(n,)` bool and uint64. `digests[i]` is there when all parts of block `i` were hashed.
+    """
+
+    is_hashed: BoolArray
+    digests: UInt64Array
+
+    @classmethod
+    def of(cls, is_hashed: BoolArray) -> BlockHashes:
+        """Hash these, none yet."""
+        return cls(np.ascontiguousarray(is_hashed), np.zeros(len(is_hashed), np.uint64))
+
+
+class PieceHashes:
+    """Blocks `first` to `end`, whose parts one thread hashes in order."""
+
+    def __init__(self, hashes: BlockHashes, first: int, end: int) -> None:
+        """Hash nothing yet."""
+        self.hashes = hashes
+        self.first = first
+        self.end = end
+        # Of one line of the cache each.
+        memory = np.empty(8 * (end - first) + 7, np.uint64)
+        start = -memory.ctypes.data % STRIPE_BYTES // 8
+        self.lanes = memory[start : start + 8 * (end - first)].reshape(-1, 8)
+
+
+class RowMover:
+    """Copies row `i` of one side to row `i` of the other. Any thread, each other rows.
+
+    Both sides are as wide as one another. Destinations are distinct, and no source is one.
+    """
+
+    def __init__(self, source: Side, destination: Side, start: int = 0, total: int = 0) -> None:
+        """Copy nothing yet. Rows are the part from `start` on of blocks of `total` bytes.
+
+        Raises ValueError where the sides differ.
+        """
+        if source.width != destination.width:
+            raise ValueError(f"rows of {source.width} bytes to rows of {destination.width}")
+        if len(source.ids) != len(destination.ids):
+            raise ValueError(f"{len(source.ids)} rows to {len(destination.ids)}")
+        if not destination.rows.flags.writeable:
+            raise ValueError("the rows to write are read-only")
+        is_streamed = destination.is_aligned and len(source.ids) * source.width >= STREAMED_BYTES
+        self._start = start
+        self._total = total
+        self._way = STREAMED if is_streamed else COPIED
+        self._memories = source.rows, destination.rows  # while there are addresses of theirs
+        self._from, self._to = source.places(), destination.places()
+        self._not_hashed = np.zeros(len(source.ids), np.bool_)
+
+    def copy(self, first: int, end: int, low: int, high: int) -> None:
+        """Copy bytes `low` to `high` of these rows."""
+        bounds = (first, end, low, high, 0, 0)
+        move_rows(
+            *self._from, *self._to, *bounds, self._not_hashed, _NO_LANES, _NO_DIGESTS, self._way
+        )
+
+    def copy_hashed(self, piece: PieceHashes, low: int, high: int) -> None:
+        """Copy bytes `low` to `high` of a piece's rows, and hash those that are. `low` is between
+        stripes, and blocks are such that the kernel can hash."""
+        bounds = (piece.first, piece.end, low, high, self._start, self._total)
+        hashes = piece.hashes
+        move_rows(
+            *self._from,
+            *self._to,
+            *bounds,
+            hashes.is_hashed,
+            piece.lanes,
+            hashes.digests,
+            self._way,
+        )
+
+
+def copy_rows(sources: ByteRows, source_ids: Int32Array, to: ByteRows, ids: Int32Array) -> None:
+    """Copy row `source_ids[i]` to row `ids[i]` of `to`; see `RowMover`."""
+    mover = RowMover(Side(sources, source_ids), Side(to, ids))
+    mover.copy(0, len(ids), 0, sources.shape[1])
+
+
+def hashes_of_rows(parts: Sequence[ByteRows], ids: Int32Array) -> UInt64Array:
+    """Return the hash of each block: row `i` of every part, in order. `can_hash` said so of their
+    widths. Nothing is copied."""
+    hashes = BlockHashes.of(np.ones(len(ids), np.bool_))
+    piece = PieceHashes(hashes, 0, len(ids))
+    start, total = 0, sum(part.shape[1] for part in parts)
+    for part in parts:
+        places, width = Side(part, ids).places(), part.shape[1]
+        bounds = (0, len(ids), 0, width, start, total)
+        move_rows(
+            *places, *places, *bounds, hashes.is_hashed, piece.lanes, hashes.digests, ONLY_READ
+        )
+        start += width
+    return hashes.digests

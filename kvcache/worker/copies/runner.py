@@ -1,0 +1,257 @@
+"""Who carries copy tasks out: a second thread, or the worker's own.
+
+Between transfers.py, which submits tasks and asks which have ended, and task.py. Nothing of a
+runner but `wait` and `close` blocks, and these have a deadline. How many tasks wait is not bounded
+here: each holds its host slots or, a load, its device blocks, and the coordinator gives neither to
+two jobs. Refuses to know labels or jobs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from kvcache.base.logs import get_logger
+from kvcache.worker.copies.copy_pool import (
+    INLINE,
+    CopyPool,
+    CopyPriority,
+    CopyThreadPool,
+    take_priority,
+)
+from kvcache.worker.copies.engine import PendingCopy
+from kvcache.worker.copies.task import CopyResult, CopyTask
+
+logger = get_logger(__name__)
+
+POLL_S = 0.0005
+"""How often a copy that another device carries out is asked whether it is done."""
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedCopy:
+    """A task that has ended, by the copy that `submit` returned."""
+
+    copy: PendingCopy
+    result: CopyResult
+
+
+class CopyRunner(Protocol):
+    """Carries tasks out. Each begins in its turn, or behind what it waits for, and ends when it is
+    over, whatever the others do."""
+
+    def submit(self, task: CopyTask) -> PendingCopy:
+        """Take a task; what is returned is done when no byte is read or written any more."""
+
+    def go_on(self) -> None:
+        """Look again whether tasks may begin: something else that they wait for is over."""
+
+    def pause(self) -> None:
+        """Let no other piece be copied for a moment, where that is another thread's work: the
+        caller is wanted at once. Any thread; never blocks."""
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` may have something to return."""
+
+    def take_finished(self) -> list[FinishedCopy]:
+        """Return the tasks that have ended since the last call. Never blocks."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Begin nothing more; say whether what had begun was over within `timeout_s`."""
+
+
+class _RunningTask:
+    """A task under way, and how far it is."""
+
+    def __init__(self, task: CopyTask) -> None:
+        self.task = task
+        self.has_begun = False
+        self.copied = threading.Event()
+
+    def is_done(self) -> bool:
+        """See `PendingCopy.is_done`."""
+        return self.copied.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `PendingCopy.wait`."""
+        return self.copied.wait(timeout_s)
+
+    def advance(self, pool: CopyPool = INLINE) -> bool:
+        """Begin it if it may, for `pool` to copy; say whether it is copied."""
+        if not self.has_begun and self.task.can_begin():
+            self.has_begun = True
+            self.task.begin(pool)
+        if self.has_begun and not self.copied.is_set() and self.task.is_copied():
+            self.copied.set()
+        return self.copied.is_set()
+
+
+class _InlineTask(_RunningTask):
+    """A job that its caller advances."""
+
+    def is_done(self) -> bool:
+        """See `PendingCopy.is_done`."""
+        return self.advance()
+
+    def wait(self, timeout_s: float) -> bool:
+        """See `PendingCopy.wait`."""
+        end_s = time.monotonic() + timeout_s
+        if not self.has_begun and not self.task.wait_ready(timeout_s):
+            return False
+        self.advance()
+        return self.task.wait_copied(max(0.0, end_s - time.monotonic())) and self.advance()
+
+
+class InlineCopies:
+    """Carries tasks out in the calling thread: the same each time for the same calls."""
+
+    def __init__(self) -> None:
+        """Nothing is under way."""
+        self._tasks: list[_InlineTask] = []
+
+    def submit(self, task: CopyTask) -> PendingCopy:
+        """See `CopyRunner.submit`."""
+        running = _InlineTask(task)
+        running.advance()
+        self._tasks.append(running)
+        return running
+
+    def go_on(self) -> None:
+        """See `CopyRunner.go_on`."""
+        for running in self._tasks:
+            running.advance()
+
+    def pause(self) -> None:
+        """See `CopyRunner.pause`: the caller copies here."""
+
+    @property
+    def has_finished(self) -> bool:
+        """See `CopyRunner.has_finished`."""
+        return bool(self._tasks)
+
+    def take_finished(self) -> list[FinishedCopy]:
+        """See `CopyRunner.take_finished`."""
+        ended = [running for running in self._tasks if running.advance()]
+        self._tasks = [running for running in self._tasks if running not in ended]
+        return [FinishedCopy(running, running.task.finish()) for running in ended]
+
+    def close(self, timeout_s: float) -> bool:
+        """See `CopyRunner.close`."""
+        end_s = time.monotonic() + timeout_s
+        begun = [running for running in self._tasks if running.has_begun]
+        return all(running.wait(max(0.0, end_s - time.monotonic())) for running in begun)
+
+
+class CopyThread:
+    """Carries tasks out in a thread of its own, which ends with `close` or the process.
+
+    `submit`, `has_finished`, `take_finished` and `close` are for one other thread.
+    """
+
+    def __init__(
+        self,
+        on_finished: Callable[[], None],
+        name: str = "kvcache-copies",
+        priority: CopyPriority = "normal",
+        num_threads: int = 1,
+    ) -> None:
+        """Start a thread with the first task; `on_finished` is called in it when one has ended.
+        `num_threads` copy one task together."""
+        self._on_finished = on_finished
+        self._priority: CopyPriority = priority
+        self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
+        self._finished: deque[FinishedCopy] = deque()
+        self._is_closing = False
+        self._pool = CopyThreadPool(num_threads - 1, name, priority)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, task: CopyTask) -> PendingCopy:
+        """See `CopyRunner.submit`."""
+        running = _RunningTask(task)
+        if self._thread.ident is None:
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the next task tries again
+                problem = f"no thread to copy in ({error}): raise the limit of threads"
+                running.copied.set()
+                self._tell(running, CopyResult(problem))
+                return running
+        self._submitted.put(running)
+        return running
+
+    def go_on(self) -> None:
+        """See `CopyRunner.go_on`."""
+        self._submitted.put(None)
+
+    def pause(self) -> None:
+        """See `CopyRunner.pause`."""
+        self._pool.pause()
+
+    @property
+    def has_finished(self) -> bool:
+        """See `CopyRunner.has_finished`."""
+        return bool(self._finished)
+
+    def take_finished(self) -> list[FinishedCopy]:
+        """See `CopyRunner.take_finished`."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self, timeout_s: float) -> bool:
+        """See `CopyRunner.close`. A thread whose copies hang is left behind."""
+        self._is_closing = True
+        self._submitted.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # --- in the thread
+
+    def _run(self) -> None:
+        tasks: list[_RunningTask] = []
+        try:
+            take_priority(self._priority)
+            while tasks or not self._is_closing:
+                is_copying = any(running.has_begun for running in tasks)
+                tasks += self._take_submitted(POLL_S if is_copying else None)
+                tasks = [running for running in tasks if not self._advance(running)]
+        finally:
+            self._pool.close()
+
+    def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
+        """Yield what has been submitted; wait for it, or for a sign, at most `timeout_s`."""
+        while True:
+            try:
+                running = self._submitted.get(timeout=timeout_s)
+            except Empty:
+                return
+            if running is not None:
+                yield running
+            timeout_s = 0.0
+
+    def _advance(self, running: _RunningTask) -> bool:
+        """Take a task further; say whether it is over. Never raises."""
+        if self._is_closing and not running.has_begun:
+            return True
+        try:
+            if not running.advance(self._pool):
+                return False
+            result = running.task.finish()
+        except Exception as error:  # a device that has failed says so on every call
+            logger.exception("a copy cannot be followed: it counts as failed")
+            result = CopyResult(f"the copy engine failed: {type(error).__name__}: {error}")
+            running.copied.set()
+        self._tell(running, result)
+        return True
+
+    def _tell(self, running: _RunningTask, result: CopyResult) -> None:
+        self._finished.append(FinishedCopy(running, result))
+        try:
+            self._on_finished()
+        except Exception:  # the listener also polls, only less soon
+            logger.exception("the end of a copy could not be reported")

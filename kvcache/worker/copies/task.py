@@ -1,0 +1,330 @@
+"""The bytes of one store or load: copied in pieces, and their checksums with them.
+
+Between transfers.py, which makes a task in the worker's thread and reads its result there, and
+runner.py, in whose thread everything else happens. A task sees memory and ids only: labels and uses
+are the worker's. Where the CPU reaches both sides, `HotMove` copies, and hashes on the way. Refuses
+to raise: what goes wrong is in the result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.worker.copies.checksums import Int64Array, as_checksums, checksums_of_rows
+from kvcache.worker.copies.copy_pool import INLINE, CopyPool
+from kvcache.worker.copies.engine import CopyEngine, PendingCopy
+from kvcache.worker.copies.rows import BlockHashes, BoolArray, PieceHashes, RowMover, Side, can_hash
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.labels import NO_CHECKSUM
+
+_Item = TypeVar("_Item")
+
+PIECE_BYTES = 1 << 26
+"""Asked of an engine at once: large enough for one call to describe many copies."""
+
+HELPED_PIECES = 4
+"""Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
+
+HOT_PIECE_BYTES = 1 << 19
+"""Copied at once; between pieces copies give way. A tenth of a millisecond or less."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMove:
+    """Which bytes: `block_ids[i]` of the device's rows and `slots[i]` of the host's tensors.
+
+    Shapes: `(n,)`. `rows[k]` is `(num_blocks, width)` uint8, tensor `k` of `host` as wide.
+    """
+
+    rows: Sequence[torch.Tensor]
+    host: HostPool
+    block_ids: Int32Array
+    slots: Int32Array
+    to_host: bool
+
+
+class HotMove:
+    """Carries a move out, a piece of some blocks after another, and hashes what it copies."""
+
+    def __init__(self, move: BlockMove, is_hashed: BoolArray, pool: CopyPool) -> None:
+        """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
+        it of block `i`. `pool` copies, and gives way between copies of a piece's size. Raises
+        ValueError where there are not as many of these as blocks."""
+        if not len(move.block_ids) == len(move.slots) == len(is_hashed):
+            counts = len(move.block_ids), len(move.slots), len(is_hashed)
+            raise ValueError("{} blocks, {} slots, {} marks: one for each".format(*counts))
+        self._pool = pool
+        self._hashes = BlockHashes.of(is_hashed)
+        sides = [
+            (Side(rows.numpy(), move.block_ids), Side(host.numpy(), move.slots))
+            for rows, host in zip(move.rows, move.host.tensors, strict=True)
+            if rows.shape[1]
+        ]
+        self._widths = [on_device.width for on_device, _ in sides]
+        self._does_hash = bool(is_hashed.any())
+        self._can_hash = can_hash(self._widths)
+        starts = (0, *accumulate(self._widths))
+        self._movers = [
+            RowMover(*(pair if move.to_host else pair[::-1]), start, starts[-1])
+            for pair, start in zip(sides, starts, strict=False)
+        ]
+        self._written = [pair[1] if move.to_host else pair[0] for pair in sides]
+        self._step = min(len(is_hashed), max(1, HOT_PIECE_BYTES // max(self._widths, default=1)))
+
+    def run(self) -> Int64Array:
+        """Copy everything; return the checksums of the blocks that are hashed, in order."""
+        starts = range(0, len(self._hashes.is_hashed), self._step)
+        waiting = deque(starts)
+
+        def copy_pieces() -> None:
+            """Copy while pieces are left: a thread with less of a processor copies less."""
+            try:
+                for start in _each_taken(waiting):
+                    self.copy_piece(start)
+            except Exception:
+                waiting.clear()  # no thread goes on
+                raise
+
+        if len(starts) >= HELPED_PIECES:
+            self._pool.run(copy_pieces)
+        else:
+            copy_pieces()
+        return as_checksums(self._hashes.digests[self._hashes.is_hashed])
+
+    def copy_piece(self, first: int) -> None:
+        """Copy the piece that begins with this block, a tensor's rows after another's."""
+        end = min(first + self._step, len(self._hashes.is_hashed))
+        piece = PieceHashes(self._hashes, first, end)
+        for mover, width in zip(self._movers, self._widths, strict=True):
+            for low in range(0, width, HOT_PIECE_BYTES):
+                self._pool.give_way()
+                high = min(width, low + HOT_PIECE_BYTES)
+                if self._does_hash and self._can_hash:
+                    mover.copy_hashed(piece, low, high)
+                else:
+                    mover.copy(first, end, low, high)
+        if self._does_hash and not self._can_hash:
+            self._hash(range(first, end))
+
+    def _hash(self, places: Sequence[int]) -> None:
+        """Hash blocks that the kernel does not: odd or short ones."""
+        hashes = self._hashes
+        for place in places:
+            if hashes.is_hashed[place]:
+                state = xxhash.xxh3_64()
+                for side in self._written:
+                    state.update(side.rows[side.ids[place]].data)
+                hashes.digests[place] = state.intdigest()
+
+
+def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:
+    """Yield what is there, to each of the threads that ask something else."""
+    while True:
+        try:
+            taken = waiting.popleft()
+        except IndexError:
+            return
+        yield taken
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """For a load: `expected[i]` is the checksum of slot `i`, compared where `is_chosen[i]`."""
+
+    expected: Int64Array
+    is_chosen: BoolArray
+
+
+@dataclass(frozen=True, eq=False)
+class CopyResult:
+    """How a task ended. `problem` is empty when all bytes are there.
+
+    `wrong` are the places whose bytes were not what was stored, `found` their checksums.
+    `checksums` of a store are of its slots, `NO_CHECKSUM` where none was to be taken.
+    """
+
+    problem: str = ""
+    wrong: Int32Array = field(default_factory=lambda: EMPTY_INT32)
+    found: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    checksums: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    places: slice
+    copies: list[PendingCopy] = field(default_factory=list)
+
+    def is_done(self) -> bool:
+        return all(copy.is_done() for copy in self.copies)
+
+
+class CopyTask:
+    """One store or load. One thread at a time uses it, in this order:
+
+    can_begin ──▶ begin ──▶ is_copied, until so ──▶ finish
+
+    A store with `takes_checksums` returns those of what was written. Of a slot that a load with a
+    `comparison` finds wrong no byte is left in its block. Where an engine copies, slots are
+    compared before, and nothing is copied once one was found. Where the processor does, what it
+    copies is hashed on the way, and zeroed where it was wrong: no forward reads a
+    load's blocks before it is over.
+    """
+
+    def __init__(
+        self,
+        move: BlockMove,
+        engine: CopyEngine,
+        *,
+        takes_checksums: bool = False,
+        comparison: Comparison | None = None,
+        after: Sequence[PendingCopy] = (),
+    ) -> None:
+        """Move nothing yet; begin when `after` are over."""
+        self._move = move
+        self._engine = engine
+        self._takes_checksums = takes_checksums
+        self._comparison = comparison
+        self._after = tuple(after)
+        self._host_rows = [tensor.numpy() for tensor in move.host.tensors]
+        self._pieces: list[_Piece] = []
+        self._checksums = np.full(len(move.slots), NO_CHECKSUM, dtype=np.int64)
+        # Of a store all or none, of a load those that are compared.
+        self._is_hashed = np.full(len(move.slots), takes_checksums)
+        if comparison is not None:
+            self._is_hashed = comparison.is_chosen
+        self._wrong: list[int] = []
+        self._found: list[int] = []
+        self._problem = ""
+
+    def can_begin(self) -> bool:
+        """Say whether everything that must be over before is over. Never blocks."""
+        return all(copy.is_done() for copy in self._after)
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Block until that is so, at most `timeout_s`; say whether it is."""
+        return _wait_all(self._after, timeout_s)
+
+    def begin(self, pool: CopyPool = INLINE) -> None:
+        """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
+        `pool` does."""
+        try:
+            if not len(self._move.slots):
+                return
+            if self._engine.copies_at_once:
+                self._copy_hot(pool)
+            else:
+                self._start_all()
+        except Exception as error:  # the thread that runs this has other tasks
+            self._problem = f"the copy engine failed: {error}"
+
+    def is_copied(self) -> bool:
+        """Say whether no byte is read or written any more. Never blocks."""
+        return all(piece.is_done() for piece in self._pieces)
+
+    def wait_copied(self, timeout_s: float) -> bool:
+        """Block until that is so, at most `timeout_s`; say whether it is."""
+        return _wait_all([copy for piece in self._pieces for copy in piece.copies], timeout_s)
+
+    def finish(self) -> CopyResult:
+        """Take the checksums that are missing, and return how it ended. It is copied."""
+        try:
+            if not self._problem:
+                for piece in self._pieces:
+                    self._take_checksums(piece)
+        except Exception as error:  # as above
+            self._problem = f"checksums failed: {type(error).__name__} {error}"
+        return CopyResult(
+            self._problem,
+            int32_array(self._wrong),
+            np.array(self._found, dtype=np.int64),
+            self._checksums,
+        )
+
+    # --- where the processor copies
+
+    def _copy_hot(self, pool: CopyPool) -> None:
+        """Copy everything now, and hash each piece while it is in the processor's cache."""
+        found = HotMove(self._move, self._is_hashed, pool).run()
+        hashed = self._is_hashed.nonzero()[0]
+        if self._comparison is None:
+            self._checksums[hashed] = found
+        else:
+            self._note_wrong(hashed, found, self._comparison)
+        self._zero_wrong()
+
+    def _zero_wrong(self) -> None:
+        """Leave nothing of what is wrong in the blocks that it was copied to."""
+        for rows in self._move.rows if self._wrong else ():
+            rows.numpy()[self._move.block_ids[self._wrong]] = 0
+
+    # --- where an engine does
+
+    def _start_all(self) -> None:
+        for places in self._places():
+            self._compare(places)
+            if not self._wrong:
+                piece = _Piece(places)
+                self._pieces.append(piece)
+                for copy in self._start(places):  # one by one: the next may raise
+                    piece.copies.append(copy)
+                if piece.is_done():
+                    self._take_checksums(piece)
+
+    def _places(self) -> Iterator[slice]:
+        """Yield the pieces of the job, in order."""
+        move = self._move
+        step = max(1, PIECE_BYTES // max(1, move.host.slot_bytes))
+        for start in range(0, len(move.slots), step):
+            yield slice(start, min(start + step, len(move.slots)))
+
+    def _start(self, places: slice) -> Iterator[PendingCopy]:
+        """Start the copies of a piece: one for each tensor and registered part of host memory."""
+        move = self._move
+        block_ids, slots = move.block_ids[places], move.slots[places]
+        for index, (rows, host) in enumerate(zip(move.rows, move.host.tensors, strict=True)):
+            for part in move.host.pieces(index, slots):
+                ends = (rows, block_ids[part], host, slots[part])
+                if not move.to_host:
+                    ends = (*ends[2:], *ends[:2])
+                yield self._engine.copy_blocks(*ends)
+
+    def _compare(self, places: slice) -> None:
+        """Note which slots of a piece are wrong."""
+        if self._comparison is None:
+            return
+        chosen = np.flatnonzero(self._comparison.is_chosen[places]) + places.start
+        if not len(chosen):
+            return
+        self._note_wrong(chosen, self._hash(self._move.slots[chosen]), self._comparison)
+
+    def _note_wrong(
+        self, places: npt.NDArray[np.intp], found: Int64Array, comparison: Comparison
+    ) -> None:
+        is_wrong = found != comparison.expected[places]
+        self._wrong += places[is_wrong].tolist()
+        self._found += found[is_wrong].tolist()
+
+    def _take_checksums(self, piece: _Piece) -> None:
+        """Take those of a piece that has arrived in host memory, if that was not done before."""
+        missing = self._checksums[piece.places] == NO_CHECKSUM
+        if self._takes_checksums and missing.any():
+            self._checksums[piece.places] = self._hash(self._move.slots[piece.places])
+
+    def _hash(self, slots: Int32Array) -> Int64Array:
+        return checksums_of_rows(self._host_rows, slots)
+
+
+def _wait_all(copies: Sequence[PendingCopy], timeout_s: float) -> bool:
+    end_s = time.monotonic() + timeout_s
+    return all(copy.wait(max(0.0, end_s - time.monotonic())) for copy in copies)

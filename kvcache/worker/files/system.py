@@ -1,0 +1,195 @@
+"""The system calls of the file tier, on names below one directory, and whole buffers through them.
+
+Below store.py; a test hands in another `FileSystem` that fails as it is told. The directory is held
+by a descriptor: a directory that is moved is used where it is, and nothing is written in the place
+of one that is unplugged. All of it may raise OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffers = Sequence[bytes | bytearray | memoryview]
+
+MAX_BUFFERS = 1024
+"""Of one system call."""
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class IrregularFileError(OSError):
+    """A directory, link, pipe or socket has the name of a file."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(errno.EISDIR, "it is no regular file", name)
+
+
+class FileSystem(Protocol):
+    """What the store asks of a disk. Names are relative to the store's directory."""
+
+    def create(self, name: str) -> int:
+        """Create a file that only its owner reads; return its descriptor. It must not exist."""
+
+    def open(self, name: str) -> int:
+        """Open a file for reading; links are not followed, and pipes are not waited for.
+
+        Raises IrregularFileError for what is no regular file.
+        """
+
+    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
+        """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
+
+    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Fill buffers from `offset` on, all or a part; return how many bytes, 0 at the end."""
+
+    def size(self, descriptor: int) -> int:
+        """Return the bytes of an open file."""
+
+    def sync(self, descriptor: int) -> None:
+        """Have the disk take what was written."""
+
+    def sync_directory(self, name: str) -> None:
+        """Have the disk take the names in a directory."""
+
+    def close(self, descriptor: int) -> None:
+        """Give a descriptor back."""
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a file another name, in place of what has it."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or an empty directory."""
+
+    def make_directory(self, name: str) -> None:
+        """Make a directory, unless it is there; NotADirectoryError if something else is."""
+
+    def names_in(self, directory: str) -> list[str]:
+        """Return the names in a directory, in no order."""
+
+
+class DirectoryFiles:
+    """Files below an open directory."""
+
+    def __init__(self, directory: int) -> None:
+        """Use the directory of this descriptor, which stays the caller's."""
+        self._directory = directory
+
+    def create(self, name: str) -> int:
+        """Create and open."""
+        return os.open(name, _CREATE, 0o600, dir_fd=self._directory)
+
+    def open(self, name: str) -> int:
+        """Open; a pipe is opened without a writer, and refused."""
+        try:
+            descriptor = os.open(name, _READ | os.O_NONBLOCK, dir_fd=self._directory)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+                raise IrregularFileError(name) from error
+            raise
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise IrregularFileError(name)
+
+    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
+        """Write without copying."""
+        return os.pwritev(descriptor, buffers, offset)
+
+    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        """Read into the buffers."""
+        return os.preadv(descriptor, buffers, offset)
+
+    def size(self, descriptor: int) -> int:
+        """Ask the file."""
+        return os.fstat(descriptor).st_size
+
+    def sync(self, descriptor: int) -> None:
+        """Sync data and length."""
+        os.fdatasync(descriptor)
+
+    def sync_directory(self, name: str) -> None:
+        """Sync names."""
+        descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self._directory)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close."""
+        os.close(descriptor)
+
+    def rename(self, name: str, new_name: str) -> None:
+        """Rename in one go."""
+        os.rename(name, new_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+
+    def remove(self, name: str) -> None:
+        """Unlink."""
+        try:
+            os.unlink(name, dir_fd=self._directory)
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=self._directory)
+
+    def make_directory(self, name: str) -> None:
+        """Make."""
+        try:
+            os.mkdir(name, 0o700, dir_fd=self._directory)
+        except FileExistsError as error:
+            found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "it is no directory", name) from error
+
+    def names_in(self, directory: str) -> list[str]:
+        """List."""
+        descriptor = os.open(directory, _READ | os.O_DIRECTORY, dir_fd=self._directory)
+        try:
+            return os.listdir(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(files: FileSystem, descriptor: int, buffers: Sequence[memoryview]) -> None:
+    """Write buffers one behind the other from the beginning of a file; raises OSError."""
+    left, offset = [buffer for buffer in buffers if len(buffer)], 0
+    while left:
+        count = files.write(descriptor, left[:MAX_BUFFERS], offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the disk takes nothing")
+        offset += count
+        left = _behind(left, count)
+
+
+def fill(files: FileSystem, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill buffers from `offset` on, as far as the file goes; return how many bytes that were.
+
+    Raises OSError.
+    """
+    left, begin = [buffer for buffer in buffers if len(buffer)], offset
+    while left:
+        count = files.read(descriptor, left[:MAX_BUFFERS], offset)
+        if count <= 0:
+            break
+        offset += count
+        left = _behind(left, count)
+    return offset - begin
+
+
+def read_start(files: FileSystem, descriptor: int, num_bytes: int) -> bytes:
+    """Return the first `num_bytes` of a file, fewer where it ends earlier; raises OSError."""
+    found = bytearray(num_bytes)
+    end = fill(files, descriptor, [memoryview(found)], 0)
+    return bytes(found[:end])
+
+
+def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of buffers behind their first `num_bytes`."""
+    for place, buffer in enumerate(buffers):
+        if num_bytes < len(buffer):
+            return [buffer[num_bytes:], *buffers[place + 1 :]]
+        num_bytes -= len(buffer)
+    return []

@@ -1,0 +1,251 @@
+"""Where a rank's files lie, and who may use them.
+
+Between a worker's settings and store.py. One directory for each cluster, layout and rank, so
+that what cannot be exchanged never meets:
+
+    root / cluster / layout fingerprint / rank<k> / about
+
+The directory says what it holds, and is locked by the process that uses it. Refuses a directory
+that says something else, or that a living process has.
+
+A directory that is removed while it is used is made again below its root, empty. Not so where the
+root is gone, or its place is on another device than before: a disk was unplugged, and nothing is
+written in its place.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import xxhash
+
+from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
+from kvcache.specs import require_count
+from kvcache.worker.copies.checksums import ChecksumRule
+from kvcache.worker.files.file_pool import Lanes, ThreadLanes
+from kvcache.worker.files.format import FORMAT_VERSION, FileTierError
+from kvcache.worker.files.store import BlockIdentity, FileStore, StoreLimits, Sync
+from kvcache.worker.files.system import DirectoryFiles, FileSystem
+
+logger = get_logger(__name__)
+
+ABOUT = "about"
+MAX_ABOUT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class DiskAccess:
+    """By what a rank gets at its files: `make_files` is given the open directory, `make_lanes` how
+    many lanes there are to be. Tests hand in others, which fail and come late as they are told."""
+
+    make_files: Callable[[int], FileSystem] = DirectoryFiles
+    make_lanes: Callable[[int], Lanes] = ThreadLanes
+
+
+@dataclass(frozen=True)
+class FileTierSettings:
+    """The file tier of one rank. `cluster` names the directory `below` the `root`, which exists.
+
+    `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
+    cannot be used does not start, or, unless `must_work`, starts without it and says why in every
+    job for it. `access` says by what it gets at the disk. The other fields are `StoreLimits`.
+    """
+
+    root: Path
+    cluster: str
+    threads: int = 4
+    max_queued_blocks: int = 1024
+    max_bytes: int = 0
+    sync: Sync = "never"
+    max_set_aside: int = 16
+    must_work: bool = True
+    access: DiskAccess = DiskAccess()
+    below: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "max_queued_blocks"):
+            require_count(name, getattr(self, name))
+        for name in ("max_bytes", "max_set_aside"):
+            require_count(name, getattr(self, name), at_least=0)
+        if self.sync not in get_args(Sync):
+            raise ConfigurationError(
+                f"sync is {self.sync!r}: choose one of {', '.join(get_args(Sync))}"
+            )
+        if not self.cluster or "/" in self.cluster or self.cluster.startswith("."):
+            raise ConfigurationError(
+                f"cluster {self.cluster!r} cannot name a directory: use a name without / that does "
+                "not begin with a dot"
+            )
+
+    @property
+    def limits(self) -> StoreLimits:
+        """What the store keeps to."""
+        return StoreLimits(self.max_bytes, self.sync, self.max_set_aside)
+
+
+class FileTier:
+    """A rank's store, its directory and the lock on it."""
+
+    def __init__(
+        self,
+        settings: FileTierSettings,
+        identity: BlockIdentity,
+        writer: str,
+        rule: ChecksumRule | None = None,
+    ) -> None:
+        """Make the directory, or use the one that is there. `rule`: what is compared on reading,
+        all by default.
+
+        Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
+        """
+        cluster = settings.root / settings.below / settings.cluster
+        self.directory = cluster / identity.layout_fingerprint / f"rank{identity.rank}"
+        if not os.path.isdir(settings.root):  # a sick disk raises nothing here
+            raise ConfigurationError(
+                f"the file tier's root {settings.root} is no directory: make or mount it first"
+            )
+        self._root = settings.root
+        self._about = _about(identity)
+        self._again = threading.Lock()
+        self._device = 0
+        try:
+            self._directory = self._open()
+            self._device = os.fstat(self._directory).st_dev
+        except OSError as error:
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} cannot be used ({error.strerror}): "
+                "let the workers' user write there, or choose another root"
+            ) from error
+        try:
+            self._lock = self._take(self._directory)
+        except BaseException:
+            os.close(self._directory)
+            raise
+        self.store = FileStore(
+            settings.access.make_files(self._directory),
+            identity,
+            settings.limits,
+            xxhash.xxh3_64_hexdigest(writer.encode()),
+            rule,
+            make_again=self._make_again,
+        )
+
+    def close(self) -> None:
+        """Give directory and lock back. No thread uses the store any more."""
+        os.close(self._lock)
+        os.close(self._directory)
+
+    def _open(self) -> int:
+        """Make the directory if need be, and open it; raises OSError.
+
+        Raises ConfigurationError for another user's directory in which others may write: files that
+        they put there would be read as cache.
+        """
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        found = os.fstat(directory)
+        if found.st_uid != os.geteuid() and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            os.close(directory)
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} belongs to user {found.st_uid}, and "
+                "others may write there: remove it, or choose a root in which only the workers' "
+                "user may write"
+            )
+        return directory
+
+    def _take(self, directory: int) -> int:
+        """Lock a directory and compare what it says; return the lock's descriptor.
+
+        Raises ConfigurationError.
+        """
+        expected = self._about
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            lock = os.open(ABOUT, flags, 0o600, dir_fd=directory)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self.directory / ABOUT} cannot be written ({error.strerror}): let the workers' "
+                "user write there, or choose another root"
+            ) from error
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.pread(lock, MAX_ABOUT_BYTES, 0)
+            if not found:
+                os.pwrite(lock, expected, 0)
+        except OSError as error:
+            os.close(lock)
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} is in use by another process, or "
+                f"cannot be written ({error.strerror}): give every cluster a root or name of its "
+                "own"
+            ) from error
+        if found and found != expected:
+            os.close(lock)
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} holds {_shown(found)}, this rank "
+                f"needs {_shown(expected)}: choose another root, or remove the directory"
+            )
+        return lock
+
+    def _make_again(self) -> None:
+        """Put an empty directory in the place of the one that was removed, unless another thread
+        has done so. Raises FileTierError."""
+        with self._again:
+            try:
+                self._replace()
+            except (OSError, ConfigurationError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                raise FileTierError(
+                    "unplugged",
+                    f"the file tier's directory {self.directory} is gone, and cannot be made again "
+                    f"({why}): bring it back, or restart the workers",
+                ) from error
+
+    def _replace(self) -> None:
+        place = self.directory
+        while place != self._root and not place.exists():
+            place = place.parent
+        if os.stat(place).st_dev != self._device:
+            raise OSError(errno.ENODEV, f"{place} is on another device now")
+        if self.directory.exists() and os.path.samestat(
+            os.stat(self.directory), os.fstat(self._directory)
+        ):
+            return
+        made = self._open()
+        try:
+            if os.listdir(made):
+                raise OSError(errno.ENOTEMPTY, "another one is in its place, and is not empty")
+            lock = self._take(made)
+            self.store.forget_all()
+            os.dup2(made, self._directory, inheritable=False)
+        finally:
+            os.close(made)
+        os.close(self._lock)
+        self._lock = lock
+        logger.warning(
+            "files of rank %d: directory %s was removed by somebody else, and is made again",
+            self.store.identity.rank,
+            self.directory,
+        )
+
+
+def _about(identity: BlockIdentity) -> bytes:
+    text = (
+        f"blocks of kvcache, format {FORMAT_VERSION}, layout {identity.layout_fingerprint}, "
+        f"rank {identity.rank}, {identity.block_bytes} bytes each, keys of {identity.key_bytes} "
+        "bytes\n"
+    )
+    return text.encode()
+
+
+def _shown(about: bytes) -> str:
+    return repr(about.decode(errors="replace").strip()[:300])

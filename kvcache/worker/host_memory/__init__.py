@@ -1,0 +1,1 @@
+"""Host slots and their labels, in memory that outlives the process."""

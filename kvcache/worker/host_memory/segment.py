@@ -1,0 +1,334 @@
+"""All that one rank keeps in host memory, in one piece: slots of bytes, and their labels.
+
+Between shared_memory.py, which makes memory that outlives a process, and the pool of host slots,
+which sees it as tensors. The head says what it is, so that a process that attaches to the memory of
+the one before it believes no byte of another layout.
+
+    | head | rows of labels | cells of labels | slots of tensor 0 | slots of tensor 1 | ...
+    0      4096             each part begins at a whole page
+
+`open_segment` asks the memory service of the node. What the service has is used if it is exactly
+what this rank needs; otherwise it is let go first, so that its memory can be had again, and a new
+segment is made: cold, and said why. Without a memory service the segment is private, and ends with
+the process. Refuses to fail for want of a memory service; want of memory is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from kvcache.base.errors import (
+    ClusterError,
+    ConfigurationError,
+    ExhaustedError,
+    PlanMismatchError,
+    ProtocolError,
+)
+from kvcache.base.logs import get_logger
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
+from kvcache.specs import require_count
+from kvcache.worker.host_memory.labels import CELL_BYTES, HostLabels, row_type
+from kvcache.worker.host_memory.shared_memory import SYSTEM_ROOT, make_memory
+
+logger = get_logger(__name__)
+
+SEGMENT_MAGIC = b"kvc-host"
+SEGMENT_VERSION = 1
+PAGE_BYTES = 4096
+HEAD_BYTES = PAGE_BYTES
+SPARE_CELLS = 64
+
+UNKNOWN_MODEL_EPOCH = -1
+"""Of a new segment, until a reset names one."""
+
+ByteArray = npt.NDArray[np.uint8]
+
+_HEAD = struct.Struct("<8sII64sqqqqqqI")
+"""Magic, version, rank, layout fingerprint, slots, bytes of a slot, number of tensors, digest
+bytes, tokens of a label, bytes of all, and a checksum over them and the widths of the tensors."""
+
+_CRC = struct.Struct("<I")
+_MODEL_EPOCH = struct.Struct("<q")
+_MODEL_EPOCH_OFFSET = 2048
+_WIDTHS_OFFSET = 256
+_MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """What a rank's segment must be. `widths[i]` is the bytes of a slot in tensor `i`."""
+
+    layout_fingerprint: str
+    rank: int
+    num_slots: int
+    widths: tuple[int, ...]
+    digest_bytes: int
+    max_block_tokens: int
+
+    def __post_init__(self) -> None:
+        require_count("num_slots", self.num_slots)
+        require_count("rank", self.rank, at_least=0)
+        if len(self.layout_fingerprint.encode()) > 64:
+            raise ConfigurationError(
+                f"layout fingerprint {self.layout_fingerprint!r} is longer than 64 bytes"
+            )
+        if len(self.widths) > _MAX_TENSORS:
+            raise ConfigurationError(
+                f"a block has {len(self.widths)} parts, host slots have at most {_MAX_TENSORS}: "
+                "use the block_first layout"
+            )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all tensors."""
+        return sum(self.widths)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Bytes of the labels' rows."""
+        return self.num_slots * row_type(self.digest_bytes, self.max_block_tokens).itemsize
+
+    @property
+    def cells_bytes(self) -> int:
+        """Bytes of the labels' cells: one for each slot, and some to spare."""
+        return (self.num_slots + SPARE_CELLS) * CELL_BYTES
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where rows, cells, each tensor and the end are."""
+        places = [HEAD_BYTES]
+        sizes = (self.rows_bytes, self.cells_bytes, *(self.num_slots * w for w in self.widths))
+        for size in sizes:
+            places.append(places[-1] + -(-size // PAGE_BYTES) * PAGE_BYTES)
+        return tuple(places)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole segment."""
+        return self.offsets[-1]
+
+    def head(self) -> bytes:
+        """Return the bytes that say all this, with a checksum."""
+        head = _HEAD.pack(
+            SEGMENT_MAGIC,
+            SEGMENT_VERSION,
+            self.rank,
+            self.layout_fingerprint.encode(),
+            self.num_slots,
+            self.slot_bytes,
+            len(self.widths),
+            self.digest_bytes,
+            self.max_block_tokens,
+            self.size_bytes,
+            0,
+        )
+        widths = np.array(self.widths, dtype="<i8").tobytes()
+        crc: int = google_crc32c.value(head + widths)
+        return (head[:-4] + _CRC.pack(crc)).ljust(_WIDTHS_OFFSET, b"\0") + widths
+
+
+class HostSegment:
+    """One rank's mapped segment. `tensors[i]` is `(num_slots, widths[i])` uint8, all views of it.
+
+    `origin` says where it comes from. Only one process has it at a time. The descriptor is the
+    segment's own, closed with it or when it is forgotten.
+    """
+
+    def __init__(self, descriptor: int, shape: SegmentShape, origin: str = "fresh") -> None:
+        """Map `descriptor`, whose memory is new (all zero) or the segment of an earlier process.
+
+        Takes the descriptor over, if nothing is raised.
+
+        Raises:
+            PlanMismatchError: it is something else, or another process has it; the message says
+                what. Nothing was changed.
+        """
+        _take_for_this_process(descriptor)
+        size = os.fstat(descriptor).st_size
+        if size != shape.size_bytes:
+            raise PlanMismatchError(
+                f"a host segment of {size} bytes is there, rank {shape.rank} needs "
+                f"{shape.size_bytes}"
+            )
+        memory = mmap.mmap(descriptor, size)
+        found, expected = memory[:HEAD_BYTES], shape.head()
+        if any(found):
+            _require_same(found, expected, shape)
+        self.shape = shape
+        self.origin = origin
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._bytes: ByteArray = np.frombuffer(memory, np.uint8)
+        offsets = shape.offsets
+        self.labels = HostLabels(
+            self._part(offsets[0], shape.rows_bytes),
+            self._part(offsets[1], shape.cells_bytes),
+            digest_bytes=shape.digest_bytes,
+            max_block_tokens=shape.max_block_tokens,
+        )
+        self.tensors = tuple(
+            self._part(offset, shape.num_slots * width).reshape(shape.num_slots, width)
+            for offset, width in zip(offsets[2:], shape.widths, strict=False)
+        )
+        if not any(found):
+            self.model_epoch = UNKNOWN_MODEL_EPOCH
+            memory[: len(expected)] = expected
+
+    @property
+    def descriptor(self) -> int:
+        """What another process can map; valid until `close`."""
+        return self._descriptor
+
+    @property
+    def address(self) -> int:
+        """Where the memory is mapped in this process."""
+        return int(self._bytes.ctypes.data)
+
+    @property
+    def model_epoch(self) -> int:
+        """The model epoch of the last reset, `UNKNOWN_MODEL_EPOCH` before the first."""
+        (epoch,) = _MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
+        return int(epoch)
+
+    @model_epoch.setter
+    def model_epoch(self, model_epoch: int) -> None:
+        packed = np.frombuffer(_MODEL_EPOCH.pack(model_epoch), np.uint8)
+        self._model_epoch_bytes()[:] = packed
+
+    def reset(self, model_epoch: int) -> None:
+        """Take note of a reset: the contents of an earlier model epoch are forgotten."""
+        if model_epoch > self.model_epoch != UNKNOWN_MODEL_EPOCH:
+            self.labels.withdraw_all()
+        self.model_epoch = model_epoch
+
+    def slot_views(self, slot: int) -> list[memoryview]:
+        """Return the bytes of one slot, a view for each tensor that has any. Writable."""
+        return [memoryview(tensor[slot]) for tensor in self.tensors if tensor.shape[1]]
+
+    def close(self) -> None:
+        """Give the descriptor back. The mapping goes with the last view of it."""
+        self._close()
+
+    def _part(self, offset: int, num_bytes: int) -> ByteArray:
+        return self._bytes[offset : offset + num_bytes]
+
+    def _model_epoch_bytes(self) -> ByteArray:
+        return self._part(_MODEL_EPOCH_OFFSET, _MODEL_EPOCH.size)
+
+
+def _take_for_this_process(descriptor: int) -> None:
+    """Lock the memory for this process: the lock goes when it dies, and no child inherits it."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise PlanMismatchError(
+            f"the host segment is another living process's ({error.strerror})"
+        ) from error
+
+
+def _require_same(found: bytes, expected: bytes, shape: SegmentShape) -> None:
+    """Raise PlanMismatchError with the first difference between two heads."""
+    magic, version, *rest = _HEAD.unpack_from(found)
+    if magic != SEGMENT_MAGIC:
+        raise PlanMismatchError(f"the segment kept for rank {shape.rank} holds something else")
+    if version != SEGMENT_VERSION:
+        raise PlanMismatchError(
+            f"the host segment has version {version}, this package reads {SEGMENT_VERSION}"
+        )
+    names = ("rank", "layout fingerprint", "slots", "slot bytes", "tensors", "digest bytes")
+    wanted = _HEAD.unpack_from(expected)[2:]
+    for name, value, right in zip(names, rest, wanted, strict=False):
+        if value != right:
+            raise PlanMismatchError(
+                f"the host segment has {name} {_shown(value)}, rank {shape.rank} needs "
+                f"{_shown(right)}"
+            )
+    if found[: len(expected)] != expected:
+        raise PlanMismatchError(
+            f"the head of the host segment of rank {shape.rank} is damaged, or of other tensors"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.rstrip(b"\0").decode(errors="replace")
+    return str(value)
+
+
+ATTACHED = "attached"
+FRESH = "fresh"
+PRIVATE = "private"
+
+_MEMORY_SERVICE_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
+
+
+def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = None) -> HostSegment:
+    """Return the rank's segment; its `origin` says where it is from.
+
+    `attached`: the memory of an earlier process, with what it had sealed. `fresh`: new, and the
+    memory service has it; a reason follows where it could not be attached. `private`: the memory
+    service has it not.
+
+    Raises NotEnoughMemoryError.
+    """
+    if service is None:
+        return _make(shape, f"{PRIVATE}: no memory service is configured")
+    client = MemoryServiceClient(service.address, service.timeout_s)
+    name = service.name_of(shape.rank)
+    origin = FRESH
+    try:
+        descriptor = client.attach(name)
+        if descriptor is not None:
+            try:
+                return HostSegment(descriptor, shape, ATTACHED)
+            except PlanMismatchError as error:
+                os.close(descriptor)
+                origin = f"{FRESH}: {error}"
+                logger.warning("rank %d starts with cold host memory: %s", shape.rank, error)
+                client.drop(name)
+    except _MEMORY_SERVICE_ERRORS as error:
+        return _private(shape, error)
+    segment = _make(shape, origin)
+    reason = keep_segment(segment, segment.descriptor, service)
+    if reason:
+        segment.origin = f"{PRIVATE}: {reason}"
+    return segment
+
+
+def keep_segment(segment: HostSegment, descriptor: int, service: MemoryServiceAddress) -> str:
+    """Have the memory service keep a segment, `descriptor` of it; return why it does not, empty if
+    it does.
+
+    May be called again, and from any thread: a memory service that has died and come back keeps
+    nothing.
+    """
+    rank = segment.shape.rank
+    try:
+        MemoryServiceClient(service.address, service.timeout_s).put(
+            service.name_of(rank), descriptor
+        )
+    except _MEMORY_SERVICE_ERRORS as error:
+        logger.warning("host memory of rank %d ends with its process: %s", rank, error)
+        return str(error)
+    if segment.origin.startswith(PRIVATE):
+        segment.origin = FRESH
+    return ""
+
+
+def _private(shape: SegmentShape, error: Exception) -> HostSegment:
+    logger.warning("host memory of rank %d ends with its process: %s", shape.rank, error)
+    return _make(shape, f"{PRIVATE}: {error}")
+
+
+def _make(shape: SegmentShape, origin: str) -> HostSegment:
+    descriptor = make_memory(f"kvcache-rank{shape.rank}", shape.size_bytes, SYSTEM_ROOT)
+    return HostSegment(descriptor, shape, origin)

@@ -1,0 +1,159 @@
+"""Memory without a name: a descriptor that can be handed to other processes, and how much there is.
+
+Below segment.py. The memory lives as long as a process has its descriptor or a mapping of it, so
+that nothing is left when all of them are killed. It never shrinks: no process that has the
+descriptor can take pages away under somebody else's mapping.
+
+Shared memory is not refused when there is too little: the process is killed instead, by the kernel
+or by the limit of its control group. So `available_memory_bytes` is asked first, and all memory is
+taken before it is mapped: too little is an error here, never a signal later. What cannot be read
+counts as no limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from kvcache.base.errors import NotEnoughMemoryError
+
+SYSTEM_ROOT = Path("/")
+
+
+def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
+    """Return the bytes that this process may still take, None where nothing says so.
+
+    The least of what the machine has available and of what each control group around this process
+    allows beyond its use. Files in a group's page cache that were not used lately count as free.
+    """
+    found = [_machine_bytes(root), *_group_bytes(root)]
+    known = [size for size in found if size is not None]
+    return max(0, min(known)) if known else None
+
+
+def require_memory(num_bytes: int, purpose: str, remedy: str, root: Path = SYSTEM_ROOT) -> None:
+    """Raise NotEnoughMemoryError unless `num_bytes` can be had; `purpose` says what for."""
+    available = available_memory_bytes(root)
+    if available is not None and num_bytes > available:
+        raise NotEnoughMemoryError(
+            f"{purpose} needs {num_bytes} bytes of memory, {available} are available: {remedy}"
+        )
+
+
+def _machine_bytes(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable" and value.split():
+            number = _number(value.split()[0])
+            return None if number is None else number * 1024
+    return None
+
+
+def _group_bytes(root: Path) -> list[int | None]:
+    """Return what the groups around this process leave, in both versions of control groups."""
+    found: list[int | None] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            found += _along(root / "sys/fs/cgroup", path, ("memory.max", "memory.current"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            found += _along(root / "sys/fs/cgroup/memory", path, names)
+    return found
+
+
+def _along(mount: Path, path: str, names: tuple[str, str]) -> list[int | None]:
+    """Look at the group at `path` and at every group around it.
+
+    Inside a container the path may be one of the host's, and only the mount itself be there.
+    """
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    groups = [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [_left_in(group, names) for group in groups]
+
+
+def _left_in(group: Path, names: tuple[str, str]) -> int | None:
+    limit, used = (_number(_read(group / name).strip()) for name in names)
+    if limit is None or used is None:
+        return None
+    statistics = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines())
+    idle = statistics.get("inactive_file", statistics.get("total_inactive_file", "0"))
+    return limit - used + min(used, _number(idle) or 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+FALLBACK_DIRECTORY = Path("/dev/shm")
+"""Where a file is made, and unlinked at once, by kernels without memfd."""
+
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def make_memory(name: str, size_bytes: int, root: Path = SYSTEM_ROOT) -> int:
+    """Return a descriptor of `size_bytes` zero bytes, all of them there. The caller closes it.
+
+    `name` is shown in `/proc/PID/maps` and nowhere else.
+
+    Raises:
+        NotEnoughMemoryError: the machine or the control group has less, or shared memory is full.
+    """
+    purpose = f"shared memory {name}"
+    remedy = "lower host_blocks, or raise the limit of the container"
+    require_memory(size_bytes, purpose, remedy, root)
+    descriptor = _open(name)
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        _fix_size(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise NotEnoughMemoryError(
+            f"{purpose} needs {size_bytes} bytes of memory, which cannot be had "
+            f"({error.strerror}): {remedy}"
+        ) from error
+    return descriptor
+
+
+def _open(name: str) -> int:
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM):
+            raise NotEnoughMemoryError(
+                f"shared memory {name} cannot be made ({error.strerror}): raise the limit of open "
+                "files or of memory"
+            ) from error
+    return _open_unlinked(FALLBACK_DIRECTORY)
+
+
+def _open_unlinked(directory: Path) -> int:
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="kvcache-", dir=directory)
+        os.unlink(path)
+    except OSError as error:
+        raise NotEnoughMemoryError(
+            f"no file of shared memory can be made in {directory} ({error.strerror}): mount a "
+            "tmpfs there"
+        ) from error
+    return descriptor
+
+
+def _fix_size(descriptor: int) -> None:
+    """Forbid every change of size, where the kernel can: a file of a tmpfs cannot be sealed."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EPERM):
+            raise
