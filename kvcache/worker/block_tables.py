@@ -1,7 +1,7 @@
-"""Which block holds which positions of each running request, as the model runner reads it.
+"""Block tables of the running requests, as the model runner reads them.
 
-Patched inside `begin_forward`, never before: a forward sees the tables of its own step. Knows
-nothing of what blocks hold. Refuses patches that do not fit, before anything is changed.
+`begin_forward` patches them, so a forward sees the tables of its own step. A patch that does not
+fit is refused before anything changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What one rank does with commands: the rank's memory, and everything that changes it.
+"""What commands do on one rank: they change its tables, labels and bytes.
 
-Stands between the worker, which decides whether and when a message is obeyed, and tensors, tables,
-labels and transfers. Labels, fences and transfers happen when a message is applied
-(`CommandExecutor`); tables, zeroes and copies wait for the forward of its step
-(`DeferredCommands`), which begins in order (`ForwardGate`), and not while a transfer is in its
-way: one that reads what it writes, or writes what it uses. Not thread-safe: the worker locks around
-it. Refuses messages that do not fit, before anything is changed.
+`CommandExecutor` validates a message before it changes anything. When a message is applied, labels
+change, clients are fenced and transfers start. Table patches, zeroes and copies wait in
+`DeferredCommands` for the forward of their step. `ForwardGate` lets forwards begin once, in order,
+and one at a time. A forward does not begin while a transfer reads what it writes, or writes what it
+uses. Not thread-safe: the worker locks around it.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class CommandExecutor:
             device,
         )
         self.labels = LabelTable(
-            config.num_blocks, settings.digest_bytes, max(settings.block_sizes, default=1)
+            config.num_blocks, settings.digest_bytes, settings.max_block_tokens
         )
         self.gate = ForwardGate(settings.rank)
         runner = (
@@ -121,15 +120,10 @@ class CommandExecutor:
         )
         self._open_forward: _OpenForward | None = None
         self._awaited: PendingCopy | None = None
-        self._checker = self._make_checker(settings) if settings.is_content_checking else None
-        self._validator = CommandValidator(
-            config.num_blocks,
-            len(config.kv_cache_groups),
-            self.labels,
-            self.block_tables,
-            self._checker,
-            num_host_slots=config.host_blocks,
-        )
+        self._checker: ContentChecker | None = None
+        if settings.is_content_checking:
+            self._checker = ContentChecker(settings, self.pool, self.block_tables, self.history)
+        self._validator = CommandValidator(settings, self.labels, self.block_tables, self._checker)
         self._due: deque[tuple[int, WriteExpected]] = deque()
         self._audited: list[JobReport] = []
         self.model_epoch = 0
@@ -226,7 +220,7 @@ class CommandExecutor:
         self.gate.end(seq)
         self._engine.on_forward_end()
         if self._open_forward is not None:
-            self._open_forward.end()
+            self._open_forward.set()
             self._open_forward = None
             self.transfers.go_on()
 
@@ -296,17 +290,6 @@ class CommandExecutor:
         if self.transfers.close():
             self._engine.close()  # waits for the device: without end while copies run
 
-    def _make_checker(self, settings: WorkerSettings) -> ContentChecker:
-        return ContentChecker(
-            self.pool,
-            settings.kv_cache_config.kv_cache_groups,
-            self.block_tables,
-            self.history,
-            rank=settings.rank,
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-        )
-
     def _in_the_way(self, seq: int) -> PendingCopy | None:
         """Return a transfer that must be over before the forward of `seq`, None if none must."""
         return self.transfers.uses.before_forward(seq) or self.deferred.in_the_way(seq)
@@ -344,20 +327,10 @@ class CommandExecutor:
         self.transfers.start(job, () if forward is None else (forward,))
 
 
-class _OpenForward:
-    """The forward that runs, for stores that must not begin before it has ended."""
+class _OpenForward(threading.Event):
+    """Set when the forward that runs has ended: a store must not begin before."""
 
-    def __init__(self) -> None:
-        self._has_ended = threading.Event()
-
-    def end(self) -> None:
-        self._has_ended.set()
-
-    def is_done(self) -> bool:
-        return self._has_ended.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._has_ended.wait(timeout_s)
+    is_done = threading.Event.is_set
 
 
 class DeferredCommands:

@@ -1,7 +1,7 @@
-"""What happened to a block lately, for the message that reports wrong bytes.
+"""The last operations on each block, for messages about wrong bytes.
 
-Recording keeps references to the arrays that a command brought anyway; searching happens only when
-something is wrong. Bounded by entries and by ids; what is older is forgotten.
+`record` keeps references to arrays that a command brought; `describe` searches them. The history is
+bounded by operations and by block ids, and drops the oldest.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The rank's memory: where every byte lies, and one allocation, seen as layers and as rows.
+"""The rank's KV memory: one allocation, seen as layers by the model and as rows by copies.
 
-Stands between the plan (`KVCacheConfig`) and everything that reads and writes KV bytes.
-`PoolLayout` is arithmetic of the plan. A *region* is what copies move: rows of bytes with the block
-outermost. With the block-first layout all layers of a block are one row of one region; otherwise
-each pool is a region of its own. Refuses a plan whose pages overlap, leave the allocation, are not
-aligned, or whose layers have no pool.
+`PoolLayout` computes from the plan (`KVCacheConfig`) where every byte lies. A *region* is what
+copies move: rows of bytes, one per block. With the block-first layout, all layers of a block are
+one row of one region; otherwise each pool is a region. A plan is refused if its pages overlap,
+leave the allocation or are not aligned, or if a layer has no pool.
 
-`KVCachePool` allocates, on CPU and CUDA alike. Pools are shared by one layer of each group, so
-views of different layers may be the same bytes; who may use which block is the coordinator's
-decision, not checked here. `canonical_kv_caches` shows the same bytes to offloading handlers.
+`KVCachePool` allocates on CPU and CUDA. One layer of each group shares a pool, so views of
+different layers may be the same bytes; the coordinator decides which block belongs to which.
+`canonical_kv_caches` describes the same bytes to offloading handlers.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class LayerLayout:
 
     name: str
     group: int
-    pool: int
     offset_bytes: int
     block_stride_bytes: int
     content_bytes: int
@@ -213,7 +211,6 @@ def _layer(
     return LayerLayout(
         name=name,
         group=group,
-        pool=pool,
         offset_bytes=tensor.offset,
         block_stride_bytes=tensor.block_stride,
         content_bytes=spec.real_page_size_bytes,

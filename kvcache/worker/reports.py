@@ -1,10 +1,9 @@
-"""What a rank tells its coordinator: how jobs have ended, and what its blocks hold.
+"""What a rank tells its coordinator: how jobs ended, and what its blocks hold.
 
-Stands between the worker, which locks around it, and messages. Reports of jobs are repeated until
-the coordinator says that they arrived. Labels, of blocks, host slots and files, go to a coordinator
-that begins, in pieces, none of them large; nothing is changed, so that a piece asked for twice is
-the same. Knows no sockets and no clock of its own, and not which blocks agree with those of other
-ranks.
+`ReportQueue` repeats reports of jobs until the coordinator acknowledges them. `LabelReporter`
+answers a coordinator that begins: it sends the labels of blocks, host slots and files in small
+pieces. It changes nothing, so a piece that is asked for twice is the same. The worker locks around
+both.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import Label
 from kvcache.protocol.delivery import CommandReceiver
 from kvcache.protocol.label_agreement import NO_LABELS
 from kvcache.protocol.labels import LABEL_VERSION, LabelSet
@@ -24,6 +24,7 @@ from kvcache.worker.execution import CommandExecutor
 from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.files.format import FileHead, labels_of_heads
 from kvcache.worker.files.store import NUM_DIRECTORIES, ScannedDirectory
+from kvcache.worker.host_memory.labels import SealedLabels
 from kvcache.worker.settings import WorkerSettings
 
 MAX_REPORTS_IN_MESSAGE = 512
@@ -98,11 +99,13 @@ class ReportQueue:
 HEAD_BYTES = 256
 """About what a file's label takes in a report."""
 
+NOTHING = SealedLabels(NO_LABELS, b"")
 
-def _key_bytes(labels: LabelSet) -> int:
+
+def _key_bytes(labels: Label) -> int:
     """Return how much longer namespaces and extra keys make a report."""
-    names = sum(map(len, labels.labels.namespace_names))
-    return names + sum(map(len, labels.labels.extra_keys.values()))
+    names = sum(map(len, labels.namespace_names))
+    return names + sum(map(len, labels.extra_keys.values()))
 
 
 class LabelReporter:
@@ -136,21 +139,20 @@ class LabelReporter:
         In host memory blocks are slots, in files directories: those are read in the background, and
         what has not been read yet is not reported yet. Of a tier that is not there, nothing is.
         """
-        host = self._executor.tiers.host
-        files = self._executor.tiers.files
+        host, files = self._executor.tiers.host, self._executor.tiers.files
         if medium == DEVICE_MEDIUM:
             table = self._executor.labels
             return self._report_rows(
-                medium, first_block, table.num_blocks, table.label_bytes, self.collect
+                medium, first_block, table.num_blocks, table.label_bytes, self._blocks
             )
         if medium == HOST_MEDIUM and host is not None:
             labels = host.labels
             return self._report_rows(
-                medium, first_block, host.num_slots, labels.label_bytes, self._collect_slots
+                medium, first_block, host.num_slots, labels.label_bytes, labels.sealed
             )
         if medium == FILE_MEDIUM and files is not None:
             return self._report_files(first_block, files)
-        return self._piece(medium, 0, 0, 0, self._no_labels())
+        return self._piece(medium, 0, 0, 0, NOTHING)
 
     def leave_labels_out(self) -> None:
         """Report no labels until another coordinator asks: the rank says of no block what it holds,
@@ -162,18 +164,9 @@ class LabelReporter:
         self._directories.clear()
         self._are_files_read = self._are_labels_left_out = False
 
-    def _collect_slots(self, first_slot: int, end_slot: int) -> LabelSet:
-        host = self._executor.tiers.host
-        if host is None:
-            return self._no_labels()
-        return host.labels.collect(
-            self._settings.rank,
-            self._receiver.epoch,
-            self._receiver.applied_seq,
-            self._settings.layout_fingerprint,
-            first_slot=first_slot,
-            end_slot=end_slot,
-        )
+    def _blocks(self, first_block: int, end_block: int) -> SealedLabels:
+        found = self.collect(first_block, end_block)
+        return SealedLabels(found.labels, found.checksums)
 
     def _report_rows(
         self,
@@ -181,18 +174,16 @@ class LabelReporter:
         first: int,
         num_rows: int,
         label_bytes: int,
-        collect: Callable[[int, int], LabelSet],
+        collect: Callable[[int, int], SealedLabels],
     ) -> LabelReport:
         """Report rows `first` to as far as one message goes."""
         first = min(max(0, first), num_rows)
         end = min(first + max(1, self._settings.max_report_bytes // label_bytes), num_rows)
-        labels = collect(first, end)
-        while end - first > 1 and (
-            _key_bytes(labels) + (end - first) * label_bytes > 2 * self._settings.max_report_bytes
-        ):
+        found, most = collect(first, end), 2 * self._settings.max_report_bytes
+        while end - first > 1 and (_key_bytes(found.labels) + (end - first) * label_bytes > most):
             end = first + (end - first) // 2
-            labels = collect(first, end)
-        return self._piece(medium, first, end, num_rows, labels)
+            found = collect(first, end)
+        return self._piece(medium, first, end, num_rows, found)
 
     def _report_files(self, first: int, files: FilePool) -> LabelReport:
         """Report the directories from `first` on that have been read, as far as one message goes.
@@ -211,32 +202,16 @@ class LabelReporter:
         while end in self._directories and (end == first or len(heads) < most):
             heads += self._directories[end].heads
             end += 1
-        labels = replace(
-            self._no_labels(),
-            labels=labels_of_heads(heads),
-            checksums=np.array([head.checksum for head in heads], dtype="<i8").tobytes(),
-        )
-        return self._piece(FILE_MEDIUM, first, end, NUM_DIRECTORIES, labels)
-
-    def _no_labels(self) -> LabelSet:
-        settings, receiver = self._settings, self._receiver
-        return LabelSet(
-            LABEL_VERSION,
-            settings.rank,
-            receiver.epoch,
-            receiver.applied_seq,
-            settings.layout_fingerprint,
-            settings.digest_bytes,
-            NO_LABELS,
-            b"",
-        )
+        checksums = np.array([head.checksum for head in heads], dtype="<i8").tobytes()
+        found = SealedLabels(labels_of_heads(heads), checksums)
+        return self._piece(FILE_MEDIUM, first, end, NUM_DIRECTORIES, found)
 
     def _piece(
-        self, medium: str, first: int, end: int, total: int, labels: LabelSet
+        self, medium: str, first: int, end: int, total: int, found: SealedLabels
     ) -> LabelReport:
         """Return one message. Whose steps were applied is in the first one about the device."""
         if self._are_labels_left_out:
-            labels = self._no_labels()
+            found = NOTHING
         is_first = first == 0 and medium == DEVICE_MEDIUM
         steps = self._executor.gate.client_steps if is_first else {}
         return LabelReport(
@@ -248,11 +223,11 @@ class LabelReporter:
             end,
             total,
             self._executor.model_epoch,
-            labels.version,
-            labels.layout_fingerprint,
-            labels.digest_bytes,
-            labels.labels,
-            labels.checksums,
+            LABEL_VERSION,
+            self._settings.layout_fingerprint,
+            self._settings.digest_bytes,
+            found.labels,
+            found.checksums,
             tuple(ClientStep(client_id, step) for client_id, step in steps.items()),
             medium,
         )

@@ -1,7 +1,4 @@
-"""What a worker is made from: one frozen record.
-
-Stands before worker.py. Intervals are how often the worker speaks unasked; all are in seconds.
-"""
+"""What a worker is made from: one frozen record. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import dataclass
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.specs import KVCacheConfig, require_count
+from kvcache.specs import KVCacheConfig, KVCacheSpec, require_count
 from kvcache.worker.copies.checksums import VerifyMode
 from kvcache.worker.copies.copy_pool import CopyPriority
 from kvcache.worker.files.tier import FileTierSettings
@@ -69,16 +66,16 @@ class WorkerSettings:
             raise ConfigurationError("incarnation is empty: give every process a name of its own")
 
     @property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Block size of each KV cache group, in tokens."""
-        return tuple(
-            group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups
-        )
+    def specs(self) -> tuple[KVCacheSpec, ...]:
+        """Spec of each KV cache group."""
+        return tuple(group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups)
+
+    @property
+    def max_block_tokens(self) -> int:
+        """Tokens of the largest block."""
+        return max((spec.block_size for spec in self.specs), default=1)
 
     @property
     def table_widths(self) -> tuple[int, ...]:
         """Columns of each KV cache group's block tables."""
-        return tuple(
-            group.kv_cache_spec.max_table_blocks(self.max_model_len)
-            for group in self.kv_cache_config.kv_cache_groups
-        )
+        return tuple(spec.max_table_blocks(self.max_model_len) for spec in self.specs)

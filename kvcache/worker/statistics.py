@@ -1,6 +1,6 @@
-"""What a worker and its tiers did and hold: frozen records, made when somebody asks.
+"""What a worker and its tiers did and hold: frozen records.
 
-`transfers.py` counts jobs, `worker.py` gathers the rest. Counts are since the process started.
+Counts are since the process started.
 """
 
 from __future__ import annotations

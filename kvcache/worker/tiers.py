@@ -1,7 +1,6 @@
-"""The tiers below a rank's device memory, put together from its settings.
+"""The tiers below a rank's device memory, opened from its settings.
 
-Between settings and transfers. Files are read into host slots and written from them, so there are
-no files without slots.
+Files are read into host slots and written from them, so a rank without slots has no files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.files.file_pool import FilePool
-from kvcache.worker.files.store import BlockIdentity
 from kvcache.worker.files.tier import FileTier
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.segment import SegmentShape, open_segment
@@ -73,28 +71,20 @@ def make_tiers(
                 "host_blocks above 0"
             )
         return Tiers()
-    max_block_tokens = max(settings.block_sizes, default=1)
     shape = SegmentShape(
         layout_fingerprint=settings.layout_fingerprint,
         rank=settings.rank,
         num_slots=num_slots,
         widths=tuple(region.width_bytes for region in layout.regions),
         digest_bytes=settings.digest_bytes,
-        max_block_tokens=max_block_tokens,
+        max_block_tokens=settings.max_block_tokens,
     )
     host = HostPool(open_segment(shape, settings.memory_service), is_pinned=device.type == "cuda")
     logger.info("rank %d has %d host slots: %s", settings.rank, num_slots, host.segment.origin)
     if settings.file_tier is None:
         return Tiers(host)
-    identity = BlockIdentity(
-        layout_fingerprint=settings.layout_fingerprint,
-        rank=settings.rank,
-        digest_bytes=settings.digest_bytes,
-        block_bytes=layout.block_bytes,
-        max_block_tokens=max_block_tokens,
-    )
     try:
-        file_tier = FileTier(settings.file_tier, identity, settings.incarnation, rule)
+        file_tier = FileTier(settings.file_tier, shape, settings.incarnation, rule)
     except ConfigurationError as error:
         if not settings.file_tier.must_work:
             logger.error("rank %d works without files: %s", settings.rank, error)

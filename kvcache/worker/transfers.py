@@ -1,12 +1,13 @@
-"""Jobs that move blocks between the tiers of a rank, and end later: started, polled, reported.
+"""Jobs that move blocks between the tiers of a rank: started by a command, reported when they end.
 
-Stands between the worker, which starts a job when its command is applied, and the threads that copy
-(copies/runner.py: stores and loads) and that read and write files (files/file_pool.py: spills and
-fetches). Labels and uses are changed here, in the worker's own thread; the other threads see only
-memory, ids and heads of files. A host slot's label is withdrawn before a job writes it; its
-checksum is taken by a store and compared by a load: of a slot that is wrong no byte stays in a
-block, and the report names it. Ids of device blocks are validated before; what cannot be done is
-reported, not raised, because the command has been obeyed by then.
+Other threads move the bytes: copies/runner.py stores and loads, files/file_pool.py spills and
+fetches. They see memory, ids and heads of files only. The worker's own thread changes labels and
+counts which blocks and slots jobs use.
+
+A job withdraws a host slot's label before it writes the slot. A store takes the slot's checksum,
+and a load compares it: if it is wrong, no byte of the slot stays in a block, and the report names
+it. Ids of device blocks were validated before. What cannot be done is reported and not raised,
+because the command has been applied by then.
 """
 
 from __future__ import annotations
@@ -194,14 +195,14 @@ class FileJobs:
         wrong = [i for i, key in enumerate(keys) if key != held[i]]
         if wrong:
             return f"host slot {int(slots[wrong[0]])} holds another block than its key says"
-        identity = self._pool.store.identity
+        shape = self._pool.store.shape
         heads = heads_of_labels(
             labels,
             b"".join(keys),
             self._labels.checksums(slots).tolist(),
-            layout_fingerprint=identity.layout_fingerprint,
-            rank=identity.rank,
-            block_bytes=identity.block_bytes,
+            layout_fingerprint=shape.layout_fingerprint,
+            rank=shape.rank,
+            block_bytes=shape.slot_bytes,
         )
         try:
             self._pool.submit_spill(job.job_id, slots.tolist(), heads)
@@ -228,7 +229,7 @@ class FileJobs:
         return ""
 
     def _keys(self, packed: bytes) -> list[bytes]:
-        size = self._pool.store.identity.key_bytes
+        size = self._pool.store.shape.key_bytes
         return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     # --- ending

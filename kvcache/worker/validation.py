@@ -1,7 +1,7 @@
-"""Whether a whole message can be obeyed: asked before any of its commands is.
+"""Whether a whole message can be obeyed: checked before any of its commands is applied.
 
-Stands between delivery and application. Checks what does not change with time: sizes that fit
-together, ids and slots that exist. Refuses a message as a whole; changes nothing.
+Checks what does not change with time: sizes that fit together, ids and slots that exist. Refuses a
+message as a whole, and changes nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import StepCommands
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content.checker import ContentChecker
+from kvcache.worker.settings import WorkerSettings
 
 
 class CommandValidator:
@@ -41,18 +42,15 @@ class CommandValidator:
 
     def __init__(
         self,
-        num_blocks: int,
-        num_groups: int,
+        settings: WorkerSettings,
         labels: LabelTable,
         tables: BlockTables,
         checker: ContentChecker | None,
-        *,
-        num_host_slots: int,
     ) -> None:
         """Check against these; `checker` None means that content checking is off."""
-        self._num_blocks = num_blocks
-        self._num_host_slots = num_host_slots
-        self._num_groups = num_groups
+        self._num_blocks = settings.kv_cache_config.num_blocks
+        self._num_host_slots = settings.kv_cache_config.host_blocks
+        self._num_groups = len(settings.specs)
         self._labels = labels
         self._tables = tables
         self._checker = checker

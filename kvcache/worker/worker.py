@@ -1,10 +1,12 @@
-"""The worker of one rank: owns the rank's KV bytes and obeys one coordinator.
+"""The worker of one rank: it owns the rank's KV bytes and obeys one coordinator.
 
-A message's way: validation as a whole -> delivery rules (CommandReceiver) -> applied in order by
-the executor, acknowledged -> tables, zeroes and copies when the forward of the step begins. A plain
-class without sockets or Ray, and threads for transfers only: somebody feeds `on_message` and
-`on_tick`, sends what they return, and runs forwards, in the same thread or another one. Refuses to
-decide anything: it never seals, frees or evicts by itself.
+A message is validated as a whole and passes the delivery rules (`CommandReceiver`). The executor
+applies messages in order, and the worker acknowledges them. Table patches, zeroes and copies wait
+until the forward of their step begins.
+
+The class has no sockets and no Ray, and starts threads for transfers only. Its owner passes
+messages to `on_message`, calls `on_tick`, sends what both return, and runs forwards, in the same
+thread or another one. The worker decides nothing: it never seals, frees or evicts by itself.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def work(address: str) -> tuple[object, str]:
 
     segment = open_segment(SHAPE, service_of(address))
     fill(segment, PAYLOADS)
-    labels = segment.labels.collect(1, 1, 1, "layout").labels
+    labels = segment.labels.sealed().labels
     return segment, f"{segment.origin}; {labels.digests.hex()}"
 
 

@@ -15,7 +15,7 @@ from kvcache.protocol.commands import Load, Store
 from kvcache.worker import CpuCopyEngine
 from kvcache.worker.copies import copy_pool
 from kvcache.worker.copies import task as copy_task
-from kvcache.worker.copies.copy_pool import CopyPriority, CopyThreadPool
+from kvcache.worker.copies.copy_pool import CopyPool, CopyPriority
 from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HotMove
 from tests.worker.test_copy_thread import make
 from tests.worker.test_row_mover import Memories
@@ -30,8 +30,8 @@ def helpers() -> list[threading.Thread]:
 
 
 @pytest.fixture
-def pool() -> Iterator[CopyThreadPool]:
-    made = CopyThreadPool(2, NAME, "normal")
+def pool() -> Iterator[CopyPool]:
+    made = CopyPool(2, NAME, "normal")
     yield made
     made.close()
     for helper in helpers():
@@ -39,7 +39,7 @@ def pool() -> Iterator[CopyThreadPool]:
         assert not helper.is_alive()
 
 
-def test_all_threads_work_at_once(pool: CopyThreadPool) -> None:
+def test_all_threads_work_at_once(pool: CopyPool) -> None:
     together, names = threading.Barrier(3), set()
 
     def work() -> None:
@@ -53,7 +53,7 @@ def test_all_threads_work_at_once(pool: CopyThreadPool) -> None:
 
 
 def test_nobody_waits_for_a_helper_that_does_not_come(
-    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, calls = threading.Event(), []
 
@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_helper_that_does_not_come(
 
 
 def test_what_is_over_is_not_kept_for_helpers_that_do_not_come(
-    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, works = threading.Event(), []
 
@@ -93,7 +93,7 @@ def test_what_is_over_is_not_kept_for_helpers_that_do_not_come(
 
 
 @pytest.mark.parametrize("does_fail", [False, True])
-def test_a_helper_that_has_begun_is_waited_for(pool: CopyThreadPool, does_fail: bool) -> None:
+def test_a_helper_that_has_begun_is_waited_for(pool: CopyPool, does_fail: bool) -> None:
     begun, go_on, led = (threading.Event() for _ in range(3))
     ended: list[str] = []
 
@@ -127,7 +127,7 @@ def test_a_helper_that_has_begun_is_waited_for(pool: CopyThreadPool, does_fail: 
     assert ("failure" in ended) is does_fail
 
 
-def test_what_a_helper_raises_is_raised(pool: CopyThreadPool) -> None:
+def test_what_a_helper_raises_is_raised(pool: CopyPool) -> None:
     together, here = threading.Barrier(3), threading.current_thread()
 
     def work() -> None:
@@ -148,7 +148,7 @@ def test_where_no_thread_starts_the_caller_does_all(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     calls: list[None] = []
-    pool = CopyThreadPool(3, NAME, "normal")
+    pool = CopyPool(3, NAME, "normal")
     for _ in range(2):
         pool.run(lambda: calls.append(None))
     pool.close()
@@ -158,7 +158,7 @@ def test_where_no_thread_starts_the_caller_does_all(
     ]
 
 
-def test_what_was_copied_is_given_back_by_the_one_who_asked(pool: CopyThreadPool) -> None:
+def test_what_was_copied_is_given_back_by_the_one_who_asked(pool: CopyPool) -> None:
     class Work:
         """Says which thread drops it last."""
 
@@ -196,7 +196,7 @@ class StartTogether:
         return met
 
 
-def run(task: CopyTask, pool: CopyThreadPool) -> CopyResult:
+def run(task: CopyTask, pool: CopyPool) -> CopyResult:
     task.begin(pool)
     assert task.is_copied()
     return task.finish()
@@ -204,7 +204,7 @@ def run(task: CopyTask, pool: CopyThreadPool) -> CopyResult:
 
 @pytest.mark.parametrize("widths", [(4096,), (1 << 14, 24), (1 << 16,), (72_000, 9)])
 def test_every_block_arrives_and_is_hashed_whoever_copies_it(
-    pool: CopyThreadPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    pool: CopyPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(copy_task, "HELPED_PIECES", 3)
@@ -240,7 +240,7 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
 
 
 def test_one_thread_that_fails_ends_the_move(
-    pool: CopyThreadPool, monkeypatch: pytest.MonkeyPatch
+    pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 12)
     StartTogether(monkeypatch, 3)
@@ -278,7 +278,7 @@ class Told(copy_task.deque):  # type: ignore[type-arg,name-defined,misc]
         self._emptied.set()
 
 
-def test_few_pieces_are_copied_by_one_thread(pool: CopyThreadPool) -> None:
+def test_few_pieces_are_copied_by_one_thread(pool: CopyPool) -> None:
     memories = Memories(1, (4096,))
     move = memories.move(to_host=True)
     assert run(CopyTask(move, CpuCopyEngine(), takes_checksums=True), pool).problem == ""
@@ -287,7 +287,7 @@ def test_few_pieces_are_copied_by_one_thread(pool: CopyThreadPool) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="NO PRIORITIES HERE")
 def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, together, found = CopyThreadPool(1, NAME, "idle"), threading.Barrier(2), {}
+    pool, together, found = CopyPool(1, NAME, "idle"), threading.Barrier(2), {}
 
     def work() -> None:
         together.wait(TIMEOUT_S)

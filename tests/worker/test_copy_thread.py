@@ -20,7 +20,7 @@ from kvcache.protocol.messages import Ack, JobReport
 from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, transfers
 from kvcache.worker.copies import copy_pool
 from kvcache.worker.copies.checksums import ChecksumRule, checksum_of
-from kvcache.worker.copies.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyThreadPool
+from kvcache.worker.copies.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyPool
 from kvcache.worker.copies.runner import CopyThread
 from kvcache.worker.copies.task import CopyTask
 from kvcache.worker.files.tier import FileTierSettings
@@ -311,7 +311,7 @@ def test_copies_rest_while_the_worker_is_busy_but_not_for_ever(
 ) -> None:
     clock = SleptTime()
     monkeypatch.setattr(copy_pool, "time", clock)
-    pool = CopyThreadPool(0, "kvcache-copies", "normal")
+    pool = CopyPool(0, "kvcache-copies", "normal")
     pool.give_way()
     assert clock.slept == []
     pool.pause()

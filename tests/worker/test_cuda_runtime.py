@@ -20,10 +20,10 @@ from kvcache.base.arrays import int32_array
 from kvcache.worker.copies.cuda import (
     MIN_RECTANGLE_ROWS,
     CudaRuntime,
+    RowCopy,
     SourceOrder,
     describe_copy,
     loaded_cuda_runtime,
-    mean_piece_bytes,
 )
 from tests.worker.worker_support import ids, random_bytes
 
@@ -71,7 +71,7 @@ def gapped(rng: np.random.Generator, num_rows: int, width: int, gap: int) -> tor
 
 
 def copy(runtime: CudaRuntime, *arguments: object) -> None:
-    copies = describe_copy(*arguments)  # type: ignore[arg-type]
+    copies = describe_copy(RowCopy(*arguments))  # type: ignore[arg-type]
     for rectangle in copies.rectangles:
         runtime.copy_rectangle(rectangle, STREAM)
     runtime.copy_pieces(copies.pieces, SourceOrder.STREAM, STREAM)
@@ -129,7 +129,7 @@ def test_a_run_of_rows_with_gaps_is_one_call(shim: Shim) -> None:
 @pytest.mark.parametrize("order", list(SourceOrder))
 def test_the_order_of_reads_and_the_stream_are_passed_on(shim: Shim, order: SourceOrder) -> None:
     rows = random_bytes(np.random.default_rng(3), 2, 8)
-    copies = describe_copy(rows, ids(0), torch.zeros_like(rows), ids(1))
+    copies = describe_copy(RowCopy(rows, ids(0), torch.zeros_like(rows), ids(1)))
     shim.runtime.copy_pieces(copies.pieces, order, STREAM)
     assert (shim.number("last_order"), shim.number("last_hints")) == (int(order), 0)
     assert ctypes.c_void_p.in_dll(shim.library, "last_stream").value == STREAM
@@ -138,7 +138,7 @@ def test_the_order_of_reads_and_the_stream_are_passed_on(shim: Shim, order: Sour
 @needs_compiler
 def test_an_error_says_what_cuda_says_and_is_taken_back(shim: Shim) -> None:
     rows = random_bytes(np.random.default_rng(4), 6, 8)
-    copies = describe_copy(rows, ids(0, 2, 4), torch.zeros_like(rows), ids(5, 3, 1))
+    copies = describe_copy(RowCopy(rows, ids(0, 2, 4), torch.zeros_like(rows), ids(5, 3, 1)))
     ctypes.c_size_t.in_dll(shim.library, "fail_at").value = 2
     place = ", piece 2" if shim.runtime.version < 13000 else ""
     message = (
@@ -153,7 +153,7 @@ def test_an_error_says_what_cuda_says_and_is_taken_back(shim: Shim) -> None:
 @needs_compiler
 def test_the_default_stream_is_refused_before_anything_is_queued(shim: Shim) -> None:
     rows = random_bytes(np.random.default_rng(5), 2, 8)
-    copies = describe_copy(rows, ids(0), torch.zeros_like(rows), ids(1))
+    copies = describe_copy(RowCopy(rows, ids(0), torch.zeros_like(rows), ids(1)))
     with pytest.raises(RuntimeError, match=r"^copies in batches need a stream of their own"):
         shim.runtime.copy_pieces(copies.pieces, SourceOrder.STREAM, 0)
     assert shim.number("num_calls") == 0
@@ -184,7 +184,7 @@ def test_no_other_cuda_runtime_is_loaded_than_the_one_of_torch() -> None:
 def test_short_runs_of_rows_with_gaps_travel_with_the_batch() -> None:
     rows = gapped(np.random.default_rng(6), 40, 16, 16)
     run = int32_array([*range(MIN_RECTANGLE_ROWS - 1), *range(10, 10 + MIN_RECTANGLE_ROWS)])
-    copies = describe_copy(rows, run, torch.zeros(40, 16, dtype=torch.uint8), run)
+    copies = describe_copy(RowCopy(rows, run, torch.zeros(40, 16, dtype=torch.uint8), run))
     assert len(copies.pieces) == MIN_RECTANGLE_ROWS - 1
     assert [r.num_rows for r in copies.rectangles] == [MIN_RECTANGLE_ROWS]
 
@@ -192,13 +192,14 @@ def test_short_runs_of_rows_with_gaps_travel_with_the_batch() -> None:
 def test_nothing_to_copy_is_no_piece() -> None:
     empty, rows = torch.zeros(4, 0, dtype=torch.uint8), torch.zeros(4, 8, dtype=torch.uint8)
     for nothing in (
-        describe_copy(empty, ids(1), empty, ids(2)),
-        describe_copy(rows, *(ids(), rows, ids())),
+        describe_copy(RowCopy(empty, ids(1), empty, ids(2))),
+        describe_copy(RowCopy(rows, *(ids(), rows, ids()))),
     ):
         assert (len(nothing.pieces), nothing.rectangles) == (0, ())
 
 
 def test_pieces_are_as_long_as_the_runs_that_nothing_interrupts() -> None:
+    solid, gapped = (torch.zeros(9, width, dtype=torch.uint8)[:, :10] for width in (10, 20))
     two_runs = ids(0, 1, 2, 8), ids(4, 5, 6, 7)
-    assert mean_piece_bytes(*two_runs, 10, is_gapless=True) == 20
-    assert mean_piece_bytes(*two_runs, 10, is_gapless=False) == 10
+    assert RowCopy(solid, two_runs[0], solid, two_runs[1]).mean_piece_bytes == 20
+    assert RowCopy(gapped, two_runs[0], solid, two_runs[1]).mean_piece_bytes == 10

@@ -17,7 +17,7 @@ from kvcache.worker.copies.checksums import checksum_of
 from kvcache.worker.files.file_pool import MAX_UNTAKEN_SCANS, FilePool, FinishedFileJob, ThreadLanes
 from kvcache.worker.files.format import FileHead
 from kvcache.worker.files.store import FileStore, StoreLimits
-from tests.worker.tier_support import IDENTITY, FaultyFiles, files_below, random_head
+from tests.worker.tier_support import SHAPE, FaultyFiles, files_below, random_head
 
 TIMEOUT_S = 60.0
 NUM_SLOTS = 16
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, directory: Path, threads: int = 3, max_queued_blocks: int = 64) -> None:
         self.memory = Memory()
         self.files = FaultyFiles(directory)
-        self.store = FileStore(self.files, IDENTITY, StoreLimits(), "me")
+        self.store = FileStore(self.files, SHAPE, StoreLimits(), "me")
         self.pool = FilePool(
             self.store,
             self.memory.views,

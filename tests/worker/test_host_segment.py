@@ -50,7 +50,7 @@ def test_another_process_finds_the_sealed_slots_with_their_bytes() -> None:
     fill(segment.labels, [2], rng, seal=False)
     segment.labels.begin(ids(3))
     again = attach_again(segment)
-    found = again.labels.collect(1, 5, 6, "layout")
+    found = again.labels.sealed()
     assert found.labels.block_ids.tolist() == [0, 4]
     first, second = label_views(labels)
     assert label_views(found.labels) == [second, first]
@@ -108,7 +108,7 @@ def test_a_label_that_was_changed_behind_our_back_is_not_believed() -> None:
     with pytest.raises(InvariantError, match=r"^labels of sealed host slots \[1\] were changed$"):
         segment.labels.check()
     again = attach_again(segment)
-    assert again.labels.collect(1, 1, 1, "layout").labels.block_ids.tolist() == [0, 2]
+    assert again.labels.sealed().labels.block_ids.tolist() == [0, 2]
     assert again.labels.num_damaged_rows == 1
     again.labels.check()
 
@@ -142,7 +142,7 @@ def test_random_lives_of_slots_equal_a_model_and_survive_attaching() -> None:
             else:
                 segment = attach_again(segment, segment.shape)
             segment.labels.check()
-            found = segment.labels.collect(1, 1, 1, "layout").labels
+            found = segment.labels.sealed().labels
             expected = [model[slot] for slot in sorted(model)]
             assert found.block_ids.tolist() == sorted(model)
             assert label_views(found) == expected

@@ -460,7 +460,7 @@ def test_memory_survives_a_killed_worker_and_nothing_survives_all(
     kill(worker)
     segment = open_segment(SHAPE, service_of(address))
     assert segment.origin == "attached"
-    labels = segment.labels.collect(1, 1, 1, "layout").labels
+    labels = segment.labels.sealed().labels
     assert labels.block_ids.tolist() == list(PAYLOADS)
     assert labels.digests.hex() == digests
     assert {slot: b"".join(segment.slot_views(slot)) for slot in PAYLOADS} == PAYLOADS

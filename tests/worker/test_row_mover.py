@@ -14,7 +14,7 @@ from kvcache.worker import CpuCopyEngine, HostPool
 from kvcache.worker.copies import rows as row_mover
 from kvcache.worker.copies import task as tasks
 from kvcache.worker.copies.checksums import checksum_of
-from kvcache.worker.copies.copy_pool import InlineCopyPool
+from kvcache.worker.copies.copy_pool import CopyPool
 from kvcache.worker.copies.rows import (
     BlockHashes,
     ByteRows,
@@ -271,6 +271,15 @@ def whole_move(memories: Memories, count: int = NUM_ROWS) -> BlockMove:
     return BlockMove(memories.device, memories.host, every, every, True)
 
 
+class CountingPool(CopyPool):
+    """The caller alone; counts how often it gave way."""
+
+    num_calls = 0
+
+    def give_way(self) -> None:
+        self.num_calls += 1
+
+
 @pytest.mark.parametrize("takes_checksums", [True, False])
 def test_a_task_gives_way_between_pieces(takes_checksums: bool) -> None:
     for widths, expected in (
@@ -278,12 +287,12 @@ def test_a_task_gives_way_between_pieces(takes_checksums: bool) -> None:
         ((4096, 8, 4096), 3 * NUM_ROWS // 16),
         ((PIECE_BYTES, 3 * PIECE_BYTES + 1), 5 * NUM_ROWS),
     ):
-        calls: list[None] = []
+        pool = CountingPool()
         task = CopyTask(
             whole_move(Memories(1, widths)), CpuCopyEngine(), takes_checksums=takes_checksums
         )
-        task.begin(InlineCopyPool(lambda seen=calls: seen.append(None)))  # type: ignore[misc]
-        assert len(calls) == expected
+        task.begin(pool)
+        assert pool.num_calls == expected
 
 
 def test_a_move_of_nothing_is_over_at_once() -> None:
@@ -308,5 +317,5 @@ def test_marks_for_other_blocks_than_those_that_move_are_refused(count: int) -> 
     memories = Memories(1, (4096,))
     before = [tensor.clone() for tensor in memories.host.tensors]
     with pytest.raises(ValueError, match=f"3 blocks, 3 slots, {count} marks: one for each"):
-        tasks.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), InlineCopyPool())
+        tasks.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), CopyPool())
     assert all(map(torch.equal, memories.host.tensors, before))

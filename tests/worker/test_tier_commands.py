@@ -26,7 +26,7 @@ from kvcache.protocol.commands import (
     Unlabel,
 )
 from kvcache.protocol.messages import JobReport
-from kvcache.worker.files.format import FileHead
+from kvcache.worker.files.format import FileHead, labels_of_heads
 from kvcache.worker.files.tier import FileTierSettings
 from kvcache.worker.host_memory import host_pool
 from kvcache.worker.host_memory.labels import SlotState
@@ -69,7 +69,7 @@ class Bench(Harness):
     def labels(self) -> Label:
         host = self.worker.host_pool
         assert host is not None
-        return host.labels.collect(0, 1, 1, "layout").labels
+        return host.labels.sealed().labels
 
 
 def make(root: Path | None, **changes: Any) -> Bench:
@@ -451,8 +451,8 @@ def test_a_worker_that_begins_again_finds_its_files(tmp_path: Path) -> None:
     pool.scan([KEY[0]])
     assert pool.wait(TIMEOUT_S)
     (scanned,) = pool.take_scanned()
-    assert scanned.keys == KEY
-    assert label_views(scanned.labels) == label_views(CONTENT)
+    assert [head.key for head in scanned.heads] == [KEY]
+    assert label_views(labels_of_heads(scanned.heads)) == label_views(CONTENT)
     again.send(Fetch(1, "file", KEY, ids(0)))
     assert again.settle(1).ok
     assert again.states()[0] == SlotState.WRITTEN.name

@@ -18,7 +18,6 @@ from kvcache.requests.request import Namespace
 from kvcache.requests.request_content import namespace_name
 from kvcache.worker.copies.checksums import checksum_of
 from kvcache.worker.files.format import FileHead, labels_of_heads
-from kvcache.worker.files.store import BlockIdentity
 from kvcache.worker.files.system import Buffers, DirectoryFiles
 from kvcache.worker.host_memory.segment import HostSegment, SegmentShape
 from kvcache.worker.host_memory.shared_memory import make_memory
@@ -33,14 +32,6 @@ SHAPE = SegmentShape(
     num_slots=6,
     widths=(64, 32),
     digest_bytes=DIGEST_BYTES,
-    max_block_tokens=BLOCK_TOKENS,
-)
-
-IDENTITY = BlockIdentity(
-    layout_fingerprint="layout",
-    rank=1,
-    digest_bytes=DIGEST_BYTES,
-    block_bytes=96,
     max_block_tokens=BLOCK_TOKENS,
 )
 
@@ -108,8 +99,8 @@ def random_head(rng: np.random.Generator, payload: bytes) -> FileHead:
         key=label_keys(label)[0],
         digest=label.digests,
         group=int(label.groups[0]),
-        layout_fingerprint=IDENTITY.layout_fingerprint,
-        rank=IDENTITY.rank,
+        layout_fingerprint=SHAPE.layout_fingerprint,
+        rank=SHAPE.rank,
         namespace=label.namespace_names[int(label.namespaces[0])],
         parent_digest=label.parent_digests,
         token_bytes=label.token_ids.astype("<i4").tobytes(),

@@ -1,9 +1,8 @@
-"""The bytes that a position's sum demands of the layers of a group, written and compared.
+"""The bytes that a position requires in the layers of a group: written and compared.
 
-Stands below checker.py, which knows rows and tables. A page holds a cell per token, or one
-cell that is a whole state. Layers whose pages lie at a constant distance are handled together as
-one strided tensor of words; one torch implementation runs on CPU and CUDA (int64 arithmetic wraps
-alike). Refuses layouts that are neither pages of tokens nor states.
+A page has a cell per token, or one cell that is a whole state. Layers whose pages lie at a constant
+distance are handled together, as one strided tensor of words. CPU and CUDA run the same torch code
+(int64 arithmetic wraps alike). Layouts that are neither pages of tokens nor states are refused.
 
 For a cell with sum S, layer seed L and word k of its K and V (heads and all) or of its state:
 

@@ -1,13 +1,14 @@
-"""Content checking: every byte of every block is what its tokens demand, or somebody hears of it.
+"""Content checking: compares every byte of every block with what its tokens require.
 
-Stands in the place of a model's forward: writes what the tokens demand into the real tensors, by
-the real block tables, and compares what is found there on every hit, when it is read for the last
-time, and when a request goes. `ContentChecker` says in which order; what a group holds, by the
-tables as they are, its `GroupContent` knows: `TokenContent`, `StateContent`, `EncoderContent`.
-Which bytes that are is for cells.py to know. Never samples, and never guesses: a block that is
-needed and null is an error.
+`ContentChecker` replaces a model's forward. It writes what the tokens require into the real
+tensors, by the real block tables. It compares blocks on every hit, when they are read for the last
+time, and when their request ends:
 
-    verify states that are overwritten ──▶ write all rows ──▶ verify hits, and what is left behind
+    verify states that are overwritten ──▶ write all rows ──▶ verify hits, and blocks left behind
+
+The `GroupContent` of a group finds its cells by the block tables: `TokenContent` has one per token,
+`StateContent` one per state, `EncoderContent` one per encoder token. A needed block that is null is
+an error. Nothing is sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import RequestError, WrongBytesError
 from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.protocol.commands import WriteExpected
-from kvcache.specs import KVCacheGroupSpec, KVCacheSpec
+from kvcache.specs import KVCacheSpec
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content.cells import LayerBundle, WrongCell, bundle_layers
 from kvcache.worker.content.rows import (
@@ -38,6 +39,7 @@ from kvcache.worker.content.rows import (
 )
 from kvcache.worker.history import BlockHistory
 from kvcache.worker.kv_cache_pool import KVCachePool
+from kvcache.worker.settings import WorkerSettings
 
 CHUNK_BYTES = 1 << 20
 """Bytes of expected content made at once: bounds memory, and stays in the processor's cache."""
@@ -369,23 +371,16 @@ class ContentChecker:
 
     def __init__(
         self,
+        settings: WorkerSettings,
         pool: KVCachePool,
-        groups: tuple[KVCacheGroupSpec, ...],
         tables: BlockTables,
         history: BlockHistory,
-        *,
-        rank: int,
-        max_num_seqs: int,
-        max_model_len: int,
     ) -> None:
         """Check the blocks of `pool` by `tables`. Keeps 8 bytes per slot and position."""
-        self._rank = rank
-        specs = [group.kv_cache_spec for group in groups]
-        self._limits = RowLimits.of(
-            specs, rank=rank, max_num_seqs=max_num_seqs, max_model_len=max_model_len
-        )
-        multiple = lcm(*(spec.block_size for spec in specs if _keeps_tokens(spec)))
-        self._sums = PrefixSums(max_num_seqs, max_model_len, multiple)
+        self._rank = rank = settings.rank
+        self._limits = RowLimits.of(settings)
+        multiple = lcm(*(spec.block_size for spec in settings.specs if _keeps_tokens(spec)))
+        self._sums = PrefixSums(settings.max_num_seqs, settings.max_model_len, multiple)
         self._groups = tuple(
             _content_of(
                 GroupPlace(
@@ -396,10 +391,10 @@ class ContentChecker:
                     tables=tables,
                     history=history,
                     sums=self._sums,
-                    max_num_seqs=max_num_seqs,
+                    max_num_seqs=settings.max_num_seqs,
                 )
             )
-            for index, spec in enumerate(specs)
+            for index, spec in enumerate(settings.specs)
         )
 
     def forget(self) -> None:

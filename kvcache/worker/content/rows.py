@@ -1,20 +1,17 @@
-"""The rows of a content-checked forward, and what their tokens demand.
+"""The rows of a content-checked forward, and what their tokens require.
 
-Stands between the command and the contents of groups. `RowLimits` refuses arrays that do not fit
-together, slots and positions that do not exist here, and drafts or encoder tokens that no group has
-room for, before anything of a message is obeyed. `PrefixSums` has one 64-bit number per position, a
-function of everything before it:
+`RowLimits` refuses a command whose arrays do not fit together, or that names slots, positions,
+drafts or encoder tokens for which the rank has no room. `PrefixSums` keeps one 64-bit number per
+slot and position, a function of all tokens up to it:
 
     S[p] = S[p-1] + (token[p] + C) * m(p)   mod 2^64,   S[-1] = hash of the content key
 
-with `m(p)` odd and different for every position, so that a token changed, swapped or shifted
-anywhere in the prefix changes the number. Kept per slot, so that a later check needs no tokens
-again. Numpy on the host; what bytes a layer must hold is made from these numbers in cells.py.
+`m(p)` is odd and different for every position, so a token that is changed, swapped or shifted
+anywhere in the prefix changes the number. cells.py derives the bytes of a layer from these numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +21,8 @@ import xxhash
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import BlockError, MalformedMessageError, RequestError
 from kvcache.protocol.commands import WriteExpected
-from kvcache.specs import KVCacheSpec, ceil_div
+from kvcache.specs import ceil_div
+from kvcache.worker.settings import WorkerSettings
 
 Uint64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -171,23 +169,20 @@ class RowLimits:
     `max_encoder_tokens`: 0 where none are kept.
     """
 
-    rank: int
     max_num_seqs: int
     max_model_len: int
     max_drafts: int | None
     max_encoder_tokens: int
 
     @classmethod
-    def of(
-        cls, specs: Sequence[KVCacheSpec], *, rank: int, max_num_seqs: int, max_model_len: int
-    ) -> RowLimits:
-        """Return the limits of a rank whose groups have `specs`."""
+    def of(cls, settings: WorkerSettings) -> RowLimits:
+        """Return the limits of a rank."""
+        specs = settings.specs
         drafts = [spec.max_draft_tokens for spec in specs]
         encoder_tokens = [spec.encoder_token_limit for spec in specs if spec.keeps_encoder_tokens]
         return cls(
-            rank=rank,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
             max_drafts=min((num for num in drafts if num is not None), default=None),
             max_encoder_tokens=min(encoder_tokens, default=0),
         )

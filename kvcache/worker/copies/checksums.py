@@ -1,8 +1,8 @@
-"""The checksum of a block's bytes: one for host slots, files and reports of jobs.
+"""The checksum of a block's bytes: the same for host slots, files and reports of jobs.
 
-Taken when a block leaves the device, compared before it comes back. xxh3 with 64 bits: it finds
-what disks and memory do to bytes, and is no protection against an adversary. `ChecksumRule` says
-which blocks are compared; refuses to say what follows from a difference.
+It is taken when a block leaves the device, and compared before the block comes back. xxh3 with 64
+bits finds damage by disks and memory; it does not protect against an adversary. `ChecksumRule` says
+which blocks are compared.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The threads that copy the pieces of a store or load, and how they stand against other work.
+"""The threads that copy the pieces of a store or load, and their priority.
 
 The thread of `runner.py` has a pool; `task.py` copies with it. A pool calls one function in several
-threads, and these share the pieces out among themselves. The pool also says when copies pause,
-since all of its threads pause together. It does not know what is copied.
+threads, which share the pieces out among themselves and pause together.
 
-A thread may always lower its own priority and, without a right to, never raise it again. Where it
-cannot be lowered it stays as it is. A step of 0.26 ms, during copies that never pause, on two cores
-that others use as well, at each priority: median 2.1, 1.3 and 1.1 times as long; mean 2.8, 0.9 and
-0.6 ms.
+A thread may always lower its own priority, but needs a right to raise it again. If the system does
+not let it, it keeps the priority that it has. Measured: a step of 0.26 ms, during copies that never
+pause, on two cores that others use as well, takes 2.1, 1.3 and 1.1 times as long in the median at
+priority `normal`, `low` and `idle`; mean 2.8, 0.9 and 0.6 ms.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from kvcache.base.logs import get_logger
 
@@ -62,38 +61,16 @@ END_S = 1.0
 """How long the end of helpers is waited for."""
 
 
-class CopyPool(Protocol):
-    """Threads that copy together, the caller's among them."""
-
-    def give_way(self) -> None:
-        """Pause while other work is more urgent. Any of the threads calls it between pieces."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call `work` in this thread and in the pool's others; return when no call is running.
-
-        Raises what one of them raised."""
-
-
-class InlineCopyPool:
-    """Copies in the calling thread, without others."""
-
-    def __init__(self, give_way: Callable[[], None] = lambda: None) -> None:
-        """Call `give_way` between pieces."""
-        self.give_way = give_way
-
-    def run(self, work: Callable[[], None]) -> None:
-        """See `CopyPool.run`."""
-        work()
-
-
-INLINE = InlineCopyPool()
-
-
-class CopyThreadPool:
+class CopyPool:
     """The caller and `num_helpers` threads, which begin with the first work and end with `close` or
     the process. One thread calls `run` and `close`."""
 
-    def __init__(self, num_helpers: int, name: str, priority: CopyPriority) -> None:
+    def __init__(
+        self,
+        num_helpers: int = 0,
+        name: str = "kvcache-copies",
+        priority: CopyPriority = "normal",
+    ) -> None:
         """Start no thread yet."""
         self._num_helpers = num_helpers
         self._name = name
@@ -103,8 +80,11 @@ class CopyThreadPool:
         self._rests_until_s = 0.0
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `CopyPool.run`. A helper that starts after the caller has finished does nothing, so
-        the caller never waits for a helper without a processor."""
+        """Call `work` in this thread and in the helpers; return when no call is running.
+
+        A helper that starts after the caller has finished does nothing, so the caller never waits
+        for a helper without a processor. Raises what one of them raised.
+        """
         self._start_helpers()
         batch = _CopyBatch(work)
         # Of what is over by now the queue keeps nothing: helpers may get no processor for long.
@@ -119,7 +99,7 @@ class CopyThreadPool:
 
     def give_way(self) -> None:
         """Rest while the worker wants it: both need Python's lock, and on a small machine the same
-        processor."""
+        processor. Any of the threads calls it between pieces."""
         now_s = time.monotonic()
         end_s = now_s + LONGEST_PAUSE_S
         while now_s < min(self._rests_until_s, end_s):
@@ -205,3 +185,7 @@ class _CopyBatch:
 
 def _nothing() -> None:
     """Do nothing."""
+
+
+INLINE = CopyPool()
+"""The caller alone, which never pauses."""

@@ -1,18 +1,18 @@
 """The copy engine for CUDA: transfers on a stream of their own, ordered by events.
 
-Implements the protocol of `engine.py`. Compute-stream work runs on the stream that is current on
-the device when the worker calls, so it is ordered with the model's kernels. Host tensors must be
-pinned: otherwise a "non-blocking" copy blocks. Refuses to run without CUDA.
+Compute-stream work runs on the stream that is current on the device when the worker calls, so it is
+ordered with the model's kernels. Host tensors must be pinned: otherwise a "non-blocking" copy
+blocks.
 
-A transfer goes one of three ways. *Batches* (`CudaRuntime`): the device's copy units, with one call
-for all pieces that `describe_copy` made of rows and ids; everything to the host goes this way. The
-*kernel* (triton_kernel.py): many small pages from the host, or within the device. Without a runtime
-that has batches: a copy of torch's for each run.
+A transfer goes one of three ways. *Batches* (`CudaRuntime`): one call for all pieces that
+`describe_copy` finds, carried out by the device's copy units; everything to the host goes this way.
+The *kernel* (triton_kernel.py): many small pages from the host, or within the device. If the
+runtime has no batches, torch copies each run.
 
-`CudaRuntime` is the library that torch has loaded, so device, context and streams are torch's own.
-Every error becomes a RuntimeError with CUDA's own words. `cudaMemcpyBatchAsync` came with CUDA 12.8
-and lost an argument, the index of the piece that failed, with 13.0; the attributes are laid out
-alike in both.
+`CudaRuntime` calls the library that torch has loaded, so device, context and streams are torch's
+own. Every error becomes a RuntimeError with CUDA's own words. `cudaMemcpyBatchAsync` came with CUDA
+12.8 and lost an argument, the index of the piece that failed, with 13.0; the attributes are laid
+out alike in both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,82 +77,69 @@ class CopyDescriptors:
     rectangles: tuple[Rectangle, ...]
 
 
-def describe_copy(
-    sources: torch.Tensor,
-    source_ids: Int32Array,
-    destinations: torch.Tensor,
-    destination_ids: Int32Array,
-) -> CopyDescriptors:
-    """Return the copies of row `source_ids[i]` to row `destination_ids[i]` of `(num_rows, width)`
-    uint8 tensors in two memories. Valid as long as both tensors live."""
-    width = sources.shape[1]
-    if not width or not len(source_ids):
-        return CopyDescriptors(
-            _pieces(sources, source_ids[:0], destinations, source_ids[:0], 0), ()
+class RowCopy(NamedTuple):
+    """Row `source_ids[i]` to row `destination_ids[i]` of `(num_rows, width)` uint8 tensors."""
+
+    sources: torch.Tensor
+    source_ids: Int32Array
+    destinations: torch.Tensor
+    destination_ids: Int32Array
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no bytes to copy."""
+        return not len(self.source_ids) or not self.sources.shape[1]
+
+    @property
+    def is_gapless(self) -> bool:
+        """Whether there is nothing between one row and the next, on both sides."""
+        return all(
+            rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]
+            for rows in (self.sources, self.destinations)
         )
-    if is_solid(sources) and is_solid(destinations):
-        starts = run_starts(source_ids, destination_ids)
-        counts = np.diff(np.append(starts, len(source_ids)))
-        first_sources, first_destinations = source_ids[starts], destination_ids[starts]
-        return CopyDescriptors(
-            _pieces(sources, first_sources, destinations, first_destinations, counts * width), ()
+
+    @property
+    def mean_piece_bytes(self) -> float:
+        """How long a piece is on average: what decides which way of copying is fastest."""
+        num_rows, num_pieces = len(self.source_ids), len(self.source_ids)
+        if self.is_gapless:
+            num_pieces = len(run_starts(self.source_ids, self.destination_ids))
+        return num_rows * self.sources.shape[1] / max(1, num_pieces)
+
+    def pieces(self, chosen: npt.NDArray[np.integer | np.bool_], sizes: npt.ArrayLike) -> Pieces:
+        """Return pieces of these sizes that begin with the chosen rows."""
+        source_ids, destination_ids = self.source_ids[chosen], self.destination_ids[chosen]
+        return Pieces(
+            _addresses(self.sources, source_ids),
+            _addresses(self.destinations, destination_ids),
+            np.ascontiguousarray(np.broadcast_to(sizes, len(source_ids)), dtype=np.uint64),
         )
-    return _describe_gapped(sources, source_ids, destinations, destination_ids)
 
 
-def is_solid(rows: torch.Tensor) -> bool:
-    """Say whether there is nothing between one row and the next."""
-    return rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]
-
-
-def mean_piece_bytes(
-    source_ids: Int32Array, destination_ids: Int32Array, row_bytes: int, *, is_gapless: bool
-) -> float:
-    """Return how long a piece is on average: what decides which way of copying is fastest."""
-    num_rows = len(source_ids)
-    num_pieces = len(run_starts(source_ids, destination_ids)) if is_gapless else num_rows
-    return num_rows * row_bytes / max(1, num_pieces)
-
-
-def _describe_gapped(
-    sources: torch.Tensor,
-    source_ids: Int32Array,
-    destinations: torch.Tensor,
-    destination_ids: Int32Array,
-) -> CopyDescriptors:
-    width = sources.shape[1]
-    pitches = tuple(_pitch(rows) for rows in (sources, destinations))
-    starts = run_starts(source_ids, destination_ids)
-    counts = np.diff(np.append(starts, len(source_ids)))
+def describe_copy(copy: RowCopy) -> CopyDescriptors:
+    """Return addresses and sizes of a copy between two memories; valid as long as both tensors
+    live. A run of rows without gaps is one piece, a long one with gaps one rectangle."""
+    width = copy.sources.shape[1]
+    starts = run_starts(copy.source_ids, copy.destination_ids)
+    if copy.is_empty:
+        return CopyDescriptors(copy.pieces(starts[:0], 0), ())
+    counts = np.diff(np.append(starts, len(copy.source_ids)))
+    if copy.is_gapless:
+        return CopyDescriptors(copy.pieces(starts, counts * width), ())
+    pitches = _pitch(copy.sources), _pitch(copy.destinations)
     is_long = (counts >= MIN_RECTANGLE_ROWS) & (max(pitches) <= MAX_PITCH_BYTES)
     rectangles = tuple(
         Rectangle(
-            sources.data_ptr() + int(source_ids[start]) * pitches[0],
+            copy.sources.data_ptr() + int(copy.source_ids[start]) * pitches[0],
             pitches[0],
-            destinations.data_ptr() + int(destination_ids[start]) * pitches[1],
+            copy.destinations.data_ptr() + int(copy.destination_ids[start]) * pitches[1],
             pitches[1],
             width,
             count,
         )
         for start, count in zip(starts[is_long].tolist(), counts[is_long].tolist(), strict=True)
     )
-    single = ~np.repeat(is_long, counts)
-    pieces = _pieces(sources, source_ids[single], destinations, destination_ids[single], width)
-    return CopyDescriptors(pieces, rectangles)
-
-
-def _pieces(
-    sources: torch.Tensor,
-    source_ids: Int32Array,
-    destinations: torch.Tensor,
-    destination_ids: Int32Array,
-    sizes: npt.ArrayLike,
-) -> Pieces:
-    return Pieces(
-        _addresses(sources, source_ids),
-        _addresses(destinations, destination_ids),
-        np.ascontiguousarray(np.broadcast_to(sizes, len(source_ids)), dtype=np.uint64),
-    )
+    return CopyDescriptors(copy.pieces(~np.repeat(is_long, counts), width), rectangles)
 
 
 def _addresses(rows: torch.Tensor, ids: Int32Array) -> UInt64Array:
@@ -449,7 +436,8 @@ class CudaCopyEngine:
 
         Raises RuntimeError with CUDA's words; nothing of the transfer runs any more then.
         """
-        if not len(source_ids) or not sources.shape[1]:
+        copy = RowCopy(sources, source_ids, destinations, destination_ids)
+        if copy.is_empty:
             return DoneCopy()
         with torch.cuda.device(self._device):
             marks = list(self._marks.values())
@@ -459,7 +447,7 @@ class CudaCopyEngine:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 try:
-                    kept = self._start(sources, source_ids, destinations, destination_ids)
+                    kept = self._start(copy)
                 except BaseException:
                     self._stream.synchronize()  # a part may have been queued
                     raise
@@ -471,9 +459,10 @@ class CudaCopyEngine:
         self, rows: torch.Tensor, source_ids: Int32Array, destination_ids: Int32Array
     ) -> None:
         """Copy on the compute stream."""
-        if len(source_ids) and rows.shape[1]:
+        copy = RowCopy(rows, source_ids, rows, destination_ids)
+        if not copy.is_empty:
             with torch.cuda.device(self._device):
-                self._copy_on_device(rows, source_ids, rows, destination_ids)
+                self._copy_on_device(copy)
                 self._mark()
 
     def zero_blocks(self, rows: torch.Tensor, ids: Int32Array) -> None:
@@ -490,15 +479,11 @@ class CudaCopyEngine:
         """Ask the last event of every stream."""
         return all(_is_over(mark) for mark in list(self._marks.values()))
 
-    def wait_compute(self) -> None:
-        """Wait for the last event of every stream."""
-        for mark in list(self._marks.values()):
-            mark.synchronize()
-
     def close(self) -> None:
         """Wait for the transfers and for the compute stream."""
         self._stream.synchronize()
-        self.wait_compute()
+        for mark in list(self._marks.values()):
+            mark.synchronize()
 
     def _mark(self) -> None:
         """Note how far the current stream must get before a transfer begins.
@@ -513,27 +498,19 @@ class CudaCopyEngine:
 
     # --- on the current stream
 
-    def _start(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> object:
+    def _start(self, copy: RowCopy) -> object:
         """Queue the copy; return what it uses until it is over."""
-        if sources.device == destinations.device:
-            return self._copy_on_device(sources, source_ids, destinations, destination_ids)
-        is_from_host = sources.device.type == "cpu"
+        if copy.sources.device == copy.destinations.device:
+            return self._copy_on_device(copy)
+        is_from_host = copy.sources.device.type == "cpu"
         below_bytes = self._choice.from_host_below_bytes if is_from_host else 0
-        is_small = _mean_bytes(sources, source_ids, destinations, destination_ids) < below_bytes
-        if is_small and self._kernel is not None and self._is_seen_by_kernels(sources):
-            return self._run_kernel(
-                self._kernel, sources, source_ids, destinations, destination_ids
-            )
+        is_small = copy.mean_piece_bytes < below_bytes
+        if is_small and self._kernel is not None and self._is_seen_by_kernels(copy.sources):
+            return self._run_kernel(self._kernel, copy)
         if self._runtime is None or not self._has_batches:
-            _copy_runs(sources, source_ids, destinations, destination_ids)
+            _copy_runs(copy)
             return None
-        copies = describe_copy(sources, source_ids, destinations, destination_ids)
+        copies = describe_copy(copy)
         order = SourceOrder.ANY if is_from_host else SourceOrder.STREAM
         self._run_batch(self._runtime, copies, order)
         return copies
@@ -544,44 +521,26 @@ class CudaCopyEngine:
             runtime.copy_rectangle(rectangle, stream)
         runtime.copy_pieces(copies.pieces, order, stream)
 
-    def _copy_on_device(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> object:
+    def _copy_on_device(self, copy: RowCopy) -> object:
         """Copy rows of the device: at once where no source is written, else through a copy of all
         sources."""
-        mean_bytes = _mean_bytes(sources, source_ids, destinations, destination_ids)
+        sources, source_ids, destinations, destination_ids = copy
         is_apart = (
             sources.untyped_storage().data_ptr() != destinations.untyped_storage().data_ptr()
             or not np.isin(source_ids, destination_ids).any()
         )
-        if (
-            self._kernel is not None
-            and mean_bytes < self._choice.on_device_below_bytes
-            and is_apart
-        ):
-            return self._run_kernel(
-                self._kernel, sources, source_ids, destinations, destination_ids
-            )
+        is_small = copy.mean_piece_bytes < self._choice.on_device_below_bytes
+        if self._kernel is not None and is_small and is_apart:
+            return self._run_kernel(self._kernel, copy)
         ids = self._upload(np.stack((source_ids, destination_ids)).astype(np.int64))
         word_bytes = min(word_bytes_of(sources), word_bytes_of(destinations))
         staging = as_words(sources, word_bytes).index_select(0, ids[0])
         as_words(destinations, word_bytes).index_copy_(0, ids[1], staging)
         return ids, staging
 
-    def _run_kernel(
-        self,
-        kernel: RowCopier,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> object:
-        ids = self._upload(np.stack((source_ids, destination_ids)))
-        kernel.copy(sources, ids[0], destinations, ids[1])
+    def _run_kernel(self, kernel: RowCopier, copy: RowCopy) -> object:
+        ids = self._upload(np.stack((copy.source_ids, copy.destination_ids)))
+        kernel.copy(copy.sources, ids[0], copy.destinations, ids[1])
         return ids
 
     def _upload(self, ids: np.typing.NDArray[np.integer]) -> torch.Tensor:
@@ -613,32 +572,15 @@ def as_words(rows: torch.Tensor, word_bytes: int | None = None) -> torch.Tensor:
     return rows.view(dtypes[word_bytes or word_bytes_of(rows)])
 
 
-def _mean_bytes(
-    sources: torch.Tensor,
-    source_ids: Int32Array,
-    destinations: torch.Tensor,
-    destination_ids: Int32Array,
-) -> float:
-    is_gapless = is_solid(sources) and is_solid(destinations)
-    row_bytes = sources.shape[1]
-    return mean_piece_bytes(source_ids, destination_ids, row_bytes, is_gapless=is_gapless)
-
-
 def _is_over(event: _Queryable) -> bool:
     return event.query()
 
 
-def _copy_runs(
-    sources: torch.Tensor,
-    source_ids: Int32Array,
-    destinations: torch.Tensor,
-    destination_ids: Int32Array,
-) -> None:
+def _copy_runs(copy: RowCopy) -> None:
     """Queue one contiguous copy per run; rows that are not side by side go one by one."""
-    is_gapless = is_solid(sources) and is_solid(destinations)
-    for source, destination, count in consecutive_runs(source_ids, destination_ids):
-        step = count if is_gapless else 1
+    for source, destination, count in consecutive_runs(copy.source_ids, copy.destination_ids):
+        step = count if copy.is_gapless else 1
         for i in range(0, count, step):
-            destinations[destination + i : destination + i + step].copy_(
-                sources[source + i : source + i + step], non_blocking=True
+            copy.destinations[destination + i : destination + i + step].copy_(
+                copy.sources[source + i : source + i + step], non_blocking=True
             )

@@ -1,19 +1,17 @@
-"""Moving blocks: the protocol, and the engine for memory that the CPU reaches.
+"""How blocks are moved: the protocol of copy engines, and the engine for CPU memory.
 
-Two streams of work are told apart. *Compute-stream* work (`copy_within`, `zero_blocks`) belongs to
-a forward and is ordered with it; *transfers* (`copy_blocks`) run concurrently with forwards, behind
-those that have ended, and are asked whether they are done. Transfers may be started in another
-thread than compute-stream work. On CPU each happens in the call itself. Ids are checked by the
-callers, before anything is started; engines check nothing.
+*Compute-stream* work (`copy_within`, `zero_blocks`) belongs to a forward and is ordered with it.
+*Transfers* (`copy_blocks`) run concurrently with forwards, behind those that have ended; their
+caller asks whether they are done. Transfers may be started in another thread than compute-stream
+work. On CPU each happens in the call itself. Callers check ids before; engines check nothing.
 
-For one call, all sources are read before any destination is written. Destinations are distinct.
+In one call, all sources are read before any destination is written. Destinations are distinct.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -72,9 +70,6 @@ class CopyEngine(Protocol):
     def is_compute_idle(self) -> bool:
         """Say whether every forward that has ended is over on the device too. Never blocks."""
 
-    def wait_compute(self) -> None:
-        """Block until every forward that has ended is over on the device too."""
-
     def close(self) -> None:
         """Wait for everything started and give the engine's own resources back."""
 
@@ -106,18 +101,10 @@ def consecutive_runs(
     source_ids: Int32Array, destination_ids: Int32Array
 ) -> Sequence[tuple[int, int, int]]:
     """Return `(first source, first destination, count)` of each run in which both rise by 1."""
-    return _runs(run_starts(source_ids, destination_ids), source_ids, destination_ids)
-
-
-def _runs(
-    starts: npt.NDArray[np.int64], source_ids: Int32Array, destination_ids: Int32Array
-) -> Sequence[tuple[int, int, int]]:
-    first_sources, first_destinations = (
-        source_ids[starts].tolist(),
-        destination_ids[starts].tolist(),
-    )
-    counts = [end - start for start, end in pairwise((*starts.tolist(), len(source_ids)))]
-    return list(zip(first_sources, first_destinations, counts, strict=True))
+    starts = run_starts(source_ids, destination_ids)
+    counts = np.diff(np.append(starts, len(source_ids))).tolist()
+    first_sources, first_destinations = source_ids[starts], destination_ids[starts]
+    return list(zip(first_sources.tolist(), first_destinations.tolist(), counts, strict=True))
 
 
 class CpuCopyEngine:
@@ -164,9 +151,6 @@ class CpuCopyEngine:
     def is_compute_idle(self) -> bool:
         """Return True."""
         return True
-
-    def wait_compute(self) -> None:
-        """Return at once."""
 
     def close(self) -> None:
         """Do nothing: nothing is held."""

@@ -1,11 +1,11 @@
-"""Which copy engine a rank uses: by its device, and on CUDA by what was measured there.
+"""Which copy engine a rank uses: by its device, and on CUDA by measurement.
 
-Runs the engines as they run in service: pages here and there, of several sizes, a few milliseconds
-each, against one plain copy of as many bytes, and finds from which size of a piece on which way is
-best. A worker asks once when it starts, which takes a fraction of a second and compiles the kernel,
-so that no step waits for that; `kvcache doctor` shows what was measured. Device memory is given
-back; pinned memory stays in torch's pool. Never chooses a way that has not just moved bytes on this
-device. On CPU nothing is measured: there is one way.
+The measurement runs the engines as in service: scattered pages of several sizes, a few milliseconds
+each, and one plain copy of as many bytes. It finds the size from which on one way is faster than
+another. A worker measures when it starts; that takes a fraction of a second and compiles the
+kernel, so no step waits for it. `kvcache doctor` shows the results. Device memory is given back;
+pinned memory stays in torch's pool. A kernel is used only if it has just moved bytes correctly on
+this device. On CPU there is one way, and nothing is measured.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Rows of bytes copied between memories that the CPU reaches, and hashed in the same pass.
+"""Copies rows of bytes between memories that the CPU reaches, and hashes them in the same pass.
 
-Machine code below, told addresses; above it what checks them (`Side`, `RowMover`), for the engine,
-which copies, the task, which copies blocks of many tensors and hashes them, and checksums.py, which
-hashes what stays where it is. A row is read once: what was read is written and goes into the hash,
-64 bytes at a time, a *stripe*. That hash is xxh3 with 64 bits and no seed
-(github.com/Cyan4973/xxHash, doc/xxhash_spec.md), so that whatever else knows it finds the same.
-What is written for somebody later goes past the processor's cache, which a concurrent step needs.
+`Side` and `RowMover` check what `move_rows`, the machine code, takes for granted. A row is read
+once: 64 bytes at a time, a *stripe*, it is written and goes into the hash, which is xxh3 with 64
+bits and no seed (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Large copies are written past the
+processor's cache, which a concurrent step needs.
 
-Hashes what consists of whole stripes and is longer than `SHORTEST_HASHED`; the hash has other
-rules for less. Refuses rows that are source and destination at once.
+The kernel hashes blocks of whole stripes that are longer than `SHORTEST_HASHED`; the hash has other
+rules for shorter ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Who carries copy tasks out: a second thread, or the worker's own.
+"""Where copy tasks run: in a second thread, or in the worker's own.
 
-Between transfers.py, which submits tasks and asks which have ended, and task.py. Nothing of a
-runner but `wait` and `close` blocks, and these have a deadline. How many tasks wait is not bounded
-here: each holds its host slots or, a load, its device blocks, and the coordinator gives neither to
-two jobs. Refuses to know labels or jobs.
+transfers.py submits tasks and asks which have ended. Only `wait` and `close` block, and both have a
+deadline. The number of waiting tasks is not bounded here: each uses its host slots or, a load, its
+device blocks, and the coordinator gives neither to two jobs.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TypeAlias
 
 from kvcache.base.logs import get_logger
 from kvcache.worker.copies.copy_pool import (
     INLINE,
     CopyPool,
     CopyPriority,
-    CopyThreadPool,
     take_priority,
 )
 from kvcache.worker.copies.engine import PendingCopy
@@ -39,31 +37,6 @@ class FinishedCopy:
 
     copy: PendingCopy
     result: CopyResult
-
-
-class CopyRunner(Protocol):
-    """Carries tasks out. Each begins in its turn, or behind what it waits for, and ends when it is
-    over, whatever the others do."""
-
-    def submit(self, task: CopyTask) -> PendingCopy:
-        """Take a task; what is returned is done when no byte is read or written any more."""
-
-    def go_on(self) -> None:
-        """Look again whether tasks may begin: something else that they wait for is over."""
-
-    def pause(self) -> None:
-        """Let no other piece be copied for a moment, where that is another thread's work: the
-        caller is wanted at once. Any thread; never blocks."""
-
-    @property
-    def has_finished(self) -> bool:
-        """Whether `take_finished` may have something to return."""
-
-    def take_finished(self) -> list[FinishedCopy]:
-        """Return the tasks that have ended since the last call. Never blocks."""
-
-    def close(self, timeout_s: float) -> bool:
-        """Begin nothing more; say whether what had begun was over within `timeout_s`."""
 
 
 class _RunningTask:
@@ -109,40 +82,44 @@ class _InlineTask(_RunningTask):
 
 
 class InlineCopies:
-    """Carries tasks out in the calling thread: the same each time for the same calls."""
+    """Carries tasks out in the calling thread: the same each time for the same calls.
+
+    Each begins in its turn, or behind what it waits for, and ends when it is over, whatever the
+    others do.
+    """
 
     def __init__(self) -> None:
         """Nothing is under way."""
         self._tasks: list[_InlineTask] = []
 
     def submit(self, task: CopyTask) -> PendingCopy:
-        """See `CopyRunner.submit`."""
+        """Take a task; what is returned is done when no byte is read or written any more."""
         running = _InlineTask(task)
         running.advance()
         self._tasks.append(running)
         return running
 
     def go_on(self) -> None:
-        """See `CopyRunner.go_on`."""
+        """Look again whether tasks may begin: something else that they wait for is over."""
         for running in self._tasks:
             running.advance()
 
     def pause(self) -> None:
-        """See `CopyRunner.pause`: the caller copies here."""
+        """Do nothing: the caller copies here."""
 
     @property
     def has_finished(self) -> bool:
-        """See `CopyRunner.has_finished`."""
+        """Whether `take_finished` may have something to return."""
         return bool(self._tasks)
 
     def take_finished(self) -> list[FinishedCopy]:
-        """See `CopyRunner.take_finished`."""
+        """Return the tasks that have ended since the last call. Never blocks."""
         ended = [running for running in self._tasks if running.advance()]
         self._tasks = [running for running in self._tasks if running not in ended]
         return [FinishedCopy(running, running.task.finish()) for running in ended]
 
     def close(self, timeout_s: float) -> bool:
-        """See `CopyRunner.close`."""
+        """Begin nothing more; say whether what had begun was over within `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         begun = [running for running in self._tasks if running.has_begun]
         return all(running.wait(max(0.0, end_s - time.monotonic())) for running in begun)
@@ -168,11 +145,11 @@ class CopyThread:
         self._submitted: SimpleQueue[_RunningTask | None] = SimpleQueue()
         self._finished: deque[FinishedCopy] = deque()
         self._is_closing = False
-        self._pool = CopyThreadPool(num_threads - 1, name, priority)
+        self._pool = CopyPool(num_threads - 1, name, priority)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: CopyTask) -> PendingCopy:
-        """See `CopyRunner.submit`."""
+        """See `InlineCopies.submit`."""
         running = _RunningTask(task)
         if self._thread.ident is None:
             try:
@@ -186,24 +163,24 @@ class CopyThread:
         return running
 
     def go_on(self) -> None:
-        """See `CopyRunner.go_on`."""
+        """See `InlineCopies.go_on`."""
         self._submitted.put(None)
 
     def pause(self) -> None:
-        """See `CopyRunner.pause`."""
+        """Let no other piece be copied for a moment: the caller is wanted at once. Any thread."""
         self._pool.pause()
 
     @property
     def has_finished(self) -> bool:
-        """See `CopyRunner.has_finished`."""
+        """See `InlineCopies.has_finished`."""
         return bool(self._finished)
 
     def take_finished(self) -> list[FinishedCopy]:
-        """See `CopyRunner.take_finished`."""
+        """See `InlineCopies.take_finished`."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self, timeout_s: float) -> bool:
-        """See `CopyRunner.close`. A thread whose copies hang is left behind."""
+        """See `InlineCopies.close`. A thread whose copies hang is left behind."""
         self._is_closing = True
         self._submitted.put(None)
         if self._thread.ident is not None:
@@ -255,3 +232,6 @@ class CopyThread:
             self._on_finished()
         except Exception:  # the listener also polls, only less soon
             logger.exception("the end of a copy could not be reported")
+
+
+CopyRunner: TypeAlias = InlineCopies | CopyThread

@@ -1,9 +1,8 @@
-"""The bytes of one store or load: copied in pieces, and their checksums with them.
+"""One store or load: it copies the bytes in pieces, and takes or compares their checksums.
 
-Between transfers.py, which makes a task in the worker's thread and reads its result there, and
-runner.py, in whose thread everything else happens. A task sees memory and ids only: labels and uses
-are the worker's. Where the CPU reaches both sides, `HotMove` copies, and hashes on the way. Refuses
-to raise: what goes wrong is in the result.
+transfers.py makes a task and reads its result in the worker's thread; everything else happens in
+the thread of runner.py. A task sees memory and ids only. If the CPU reaches both sides, `HotMove`
+copies and hashes in one pass. A task never raises: the result says what went wrong.
 """
 
 from __future__ import annotations

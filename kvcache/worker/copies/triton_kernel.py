@@ -1,10 +1,9 @@
-"""A kernel that copies rows: many small pages with one launch, where a copy engine needs a call or
-a descriptor for each.
+"""A kernel that copies rows: many small pages with one launch.
 
-`cuda.py` uses it for pages below a measured size, from pinned host memory (read
-through its device address) and within a device. Imported only where triton is. Never writes host
-memory: posted writes over the bus are slow and cannot be told apart from other work when they fail.
-Refuses nothing: ids are checked by the callers.
+`cuda.py` uses it for pages below a measured size, from pinned host memory (read through its device
+address) and within a device. It is imported only where triton is. It never writes host memory:
+posted writes over the bus are slow, and cannot be told apart from other work when they fail.
+Callers check ids.
 """
 
 from __future__ import annotations

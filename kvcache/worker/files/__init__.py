@@ -1,1 +1,1 @@
-"""Blocks in files: format, store.py, the threads that use it, and the directory (tier.py)."""
+"""Blocks in files: their format, the store, the lanes that read and write, and the directory."""

@@ -1,10 +1,8 @@
-"""A rank's files, read and written in lanes of their own, so that no step ever waits on a disk.
+"""Reads and writes a rank's files in lanes of their own, so that no step waits for a disk.
 
-Between transfers, which submit jobs and ask what has ended, and store.py. Each lane serves the keys
-whose first byte is its own, in the order in which they came: what is done with one key is never
-overtaken by what is done with it later. What waits is bounded; a job beyond the bound fails. A test
-hands in lanes that work when its clock says so. Refuses to know labels or slots: it is handed heads
-and memory.
+Each lane serves the keys whose first byte is its own, in the order of submission, so operations on
+one key never overtake each other. Waiting work is bounded; a job beyond the bound fails. Tests pass
+lanes that work when their clock says so. The pool sees heads and memory, no labels.
 """
 
 from __future__ import annotations
@@ -332,7 +330,7 @@ class FilePool:
             self._forget_undone(head.key for head in found.heads)
         except Exception as error:  # whatever it is, the others are scanned
             problem = f"directory {prefix:02x}: {type(error).__name__} {error}"
-            found = ScannedDirectory(prefix, (), 0, (problem,))
+            found = ScannedDirectory(prefix, (), (problem,))
         with self._condition:
             self._num_scanning -= 1
             if scan_round == self._scan_round:

@@ -1,13 +1,11 @@
-"""A block in a file, which says by itself what it is; and what can be wrong with one.
+"""The format of a block's file, and the errors that a file can have.
 
-`store.py` says where files lie. Integers are little endian; a checksum of the head covers
-everything before the payload, and the head has one of the payload: a torn, damaged or foreign file
-is told from a good one without anything else.
+Integers are little endian. The checksum of the head covers everything before the payload; the head
+has the payload's checksum. So a torn, damaged or foreign file is recognised without other
+information, and reported as a `FileTierError` whose `kind` says what is wrong.
 
     | magic, version | head bytes | payload bytes | CRC-32C | head (msgpack) | payload ........
     0                8            12              20        24               24 + head bytes
-
-Refuses to guess: what is not exactly so is a `FileTierError`, whose `kind` says what is wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ Problem: TypeAlias = Literal[
 SET_ASIDE: frozenset[Problem] = frozenset(
     ("truncated", "damaged", "foreign", "wrong_key", "version")
 )
-"""After these a file is kept apart, for somebody to look at."""
+"""After these a file is kept apart, for a person to look at."""
 
 LOST = SET_ASIDE | frozenset[Problem](("missing",))
 """After these nothing can be read there again; after any other, perhaps another time."""

@@ -1,16 +1,16 @@
-"""One rank's blocks on disk: a file for each, found by its key, believed by nothing but itself.
+"""One rank's blocks on disk: one file per block, found by its key.
 
-Between the pool, whose threads call this, and the disk. A file is written under another name,
-synced as configured, and renamed: under its name it is whole, or damaged by somebody else. A read
-checks head, key, layout, length and payload; what is wrong is a miss with a reason, and the file is
-set aside. Refuses to grow beyond its bound, and to decide which block goes: the coordinator does.
+A file is written under a temporary name, synced as configured, and renamed, so a file with its
+final name is whole unless something damaged it. A read checks head, key, layout, length and
+payload. A wrong file is a miss with a reason, and is set aside. The files never grow beyond their
+bound; the coordinator decides which blocks go.
 
     rank0/about           what the directory holds, locked by the process that uses it
     rank0/3f/3fa9….kvb    256 directories, by the first byte of the key
-    rank0/set-aside/      the last few files that were wrong
+    rank0/set-aside/      the last few wrong files
 
-Others may remove, replace and damage what lies here at any time. A file that has vanished is a miss
-and counts no more, what lies in the way of one is set aside, a missing directory is made again.
+Other processes may remove, replace and damage files at any time. A vanished file is a miss and is
+not counted any more, an obstacle is set aside, and a missing directory is made again.
 
 Calls about keys with the same first byte must come from one thread at a time.
 """
@@ -43,7 +43,8 @@ from kvcache.worker.files.format import (
     pack_head,
     unpack_head,
 )
-from kvcache.worker.files.system import FileSystem, IrregularFileError, fill, read_start, write_all
+from kvcache.worker.files.system import DirectoryFiles, IrregularFileError
+from kvcache.worker.host_memory.segment import SegmentShape
 
 logger = get_logger(__name__)
 
@@ -71,28 +72,11 @@ class StoreLimits:
 
 
 @dataclass(frozen=True)
-class BlockIdentity:
-    """What every file here has in common."""
-
-    layout_fingerprint: str
-    rank: int
-    digest_bytes: int
-    block_bytes: int
-    max_block_tokens: int
-
-    @property
-    def key_bytes(self) -> int:
-        """Length of a key: a digest and a group."""
-        return self.digest_bytes + 4
-
-
-@dataclass(frozen=True)
 class ScannedDirectory:
     """What directory `prefix` holds: heads of good files, and what is wrong with the others."""
 
     prefix: int
     heads: tuple[FileHead, ...]
-    num_bytes: int
     problems: tuple[str, ...]
 
 
@@ -118,19 +102,19 @@ class FileStore:
 
     def __init__(
         self,
-        files: FileSystem,
-        identity: BlockIdentity,
+        files: DirectoryFiles,
+        shape: SegmentShape,
         limits: StoreLimits,
         writer: str,
         rule: ChecksumRule | None = None,
         *,
         make_again: Callable[[], None] = lambda: None,
     ) -> None:
-        """Keep blocks in `files`. `writer` is unique to the process, and part of temporary names:
-        those of others are leftovers. `rule` says which payloads are compared, all by default.
-        `make_again` is called when the whole directory is gone: it makes another one and calls
-        `forget_all` before that is used, or raises FileTierError."""
-        self.identity = identity
+        """Keep blocks of `shape` in `files`. `writer` is unique to the process, and part of
+        temporary names: those of others are leftovers. `rule` says which payloads are compared, all
+        by default. `make_again` is called when the whole directory is gone: it makes another one
+        and calls `forget_all` before that is used, or raises FileTierError."""
+        self.shape = shape
         self._rule = rule or ChecksumRule()
         self._files = files
         self._sync = limits.sync
@@ -213,7 +197,7 @@ class FileStore:
                 logger.warning(
                     "files of rank %d: that of block %s has vanished before it was discarded: let "
                     "nothing else clean the tier",
-                    self.identity.rank,
+                    self.shape.rank,
                     _shown(key),
                 )
             return False
@@ -238,7 +222,7 @@ class FileStore:
             names = []
         except OSError as error:  # the books say what was known of it
             told = self._counted(from_os_error(f"directory {directory}", error))
-            return ScannedDirectory(prefix, (), 0, (str(told),))
+            return ScannedDirectory(prefix, (), (str(told),))
         for name in names:
             path = f"{directory}/{name}"
             if name.endswith(UNFINISHED):
@@ -257,11 +241,11 @@ class FileStore:
         if num_vanished:
             logger.warning(
                 "files of rank %d: %d have vanished from directory %s: let nothing else clean it",
-                self.identity.rank,
+                self.shape.rank,
                 num_vanished,
                 directory,
             )
-        return ScannedDirectory(prefix, tuple(heads), sum(sizes.values()), tuple(problems))
+        return ScannedDirectory(prefix, tuple(heads), tuple(problems))
 
     def forget_all(self) -> None:
         """The directory is gone, with all that it held, and an empty one takes its place."""
@@ -279,10 +263,8 @@ class FileStore:
     def _require_whole(self, payload: Sequence[memoryview]) -> None:
         """Raise InvariantError unless `payload` is the memory of one block."""
         size = sum(map(len, payload))
-        if size != self.identity.block_bytes:
-            raise InvariantError(
-                f"memory of {size} bytes for a block of {self.identity.block_bytes}"
-            )
+        if size != self.shape.slot_bytes:
+            raise InvariantError(f"memory of {size} bytes for a block of {self.shape.slot_bytes}")
 
     # --- writing
 
@@ -307,7 +289,7 @@ class FileStore:
     def _write_once(self, unfinished: str, name: str, buffers: Sequence[memoryview]) -> None:
         descriptor = self._files.create(unfinished)
         try:
-            write_all(self._files, descriptor, buffers)
+            self._files.write_all(descriptor, buffers)
             if self._sync != "never":
                 self._files.sync(descriptor)
         finally:
@@ -348,25 +330,25 @@ class FileStore:
 
     def _read_head(self, descriptor: int, size: int) -> tuple[FileHead, int]:
         """Return the head and where the payload begins."""
-        data = read_start(self._files, descriptor, min(size, FIRST_READ_BYTES))
+        data = self._files.read_start(descriptor, min(size, FIRST_READ_BYTES))
         end = START_BYTES + head_bytes(data)
         if end > len(data):
-            data = read_start(self._files, descriptor, min(size, end))
+            data = self._files.read_start(descriptor, min(size, end))
         return unpack_head(data, size), end
 
     def _read_payload(self, descriptor: int, start: int, payload: Sequence[memoryview]) -> None:
         wanted = sum(map(len, payload))
-        count = fill(self._files, descriptor, payload, start)
+        count = self._files.fill(descriptor, payload, start)
         if count != wanted:
             raise FileTierError("truncated", f"it ends after {count} of {wanted} bytes")
 
     def _require_ours(self, head: FileHead, key: bytes) -> None:
         """Raise FileTierError unless the file is of this rank, this layout and this key."""
-        ours = self.identity
+        ours = self.shape
         for name, found, expected in (
             ("layout", head.layout_fingerprint, ours.layout_fingerprint),
             ("rank", head.rank, ours.rank),
-            ("block bytes", head.block_bytes, ours.block_bytes),
+            ("block bytes", head.block_bytes, ours.slot_bytes),
             ("digest bytes", len(head.digest), ours.digest_bytes),
             ("key bytes", len(head.key), ours.key_bytes),
             ("parent digest bytes", len(head.parent_digest), ours.digest_bytes),
@@ -454,7 +436,7 @@ class FileStore:
         """Count an error, and say it; `path` is of what, where the error does not say so."""
         logger.warning(
             "files of rank %d: %s%s (%d of this kind so far)",
-            self.identity.rank,
+            self.shape.rank,
             path and f"{path}: ",
             error,
             self._table.count(error.kind),
@@ -604,7 +586,7 @@ class SetAside:
     removed.
     """
 
-    def __init__(self, files: FileSystem, max_files: int) -> None:
+    def __init__(self, files: DirectoryFiles, max_files: int) -> None:
         """Keep at most `max_files`."""
         self._files = files
         self._max_files = max_files

@@ -1,8 +1,8 @@
-"""The system calls of the file tier, on names below one directory, and whole buffers through them.
+"""The system calls of the file tier, on names below one directory.
 
-Below store.py; a test hands in another `FileSystem` that fails as it is told. The directory is held
-by a descriptor: a directory that is moved is used where it is, and nothing is written in the place
-of one that is unplugged. All of it may raise OSError.
+The directory is held by a descriptor: if it is moved, its files are used where they are, and
+nothing is written in the place of an unplugged disk. All calls may raise OSError. Tests pass files
+that fail when they are told to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import os
 import stat
 from collections.abc import Sequence
-from typing import Protocol
 
 Buffers = Sequence[bytes | bytearray | memoryview]
 
@@ -29,62 +28,22 @@ class IrregularFileError(OSError):
         super().__init__(errno.EISDIR, "it is no regular file", name)
 
 
-class FileSystem(Protocol):
-    """What the store asks of a disk. Names are relative to the store's directory."""
-
-    def create(self, name: str) -> int:
-        """Create a file that only its owner reads; return its descriptor. It must not exist."""
-
-    def open(self, name: str) -> int:
-        """Open a file for reading; links are not followed, and pipes are not waited for.
-
-        Raises IrregularFileError for what is no regular file.
-        """
-
-    def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
-        """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
-
-    def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Fill buffers from `offset` on, all or a part; return how many bytes, 0 at the end."""
-
-    def size(self, descriptor: int) -> int:
-        """Return the bytes of an open file."""
-
-    def sync(self, descriptor: int) -> None:
-        """Have the disk take what was written."""
-
-    def sync_directory(self, name: str) -> None:
-        """Have the disk take the names in a directory."""
-
-    def close(self, descriptor: int) -> None:
-        """Give a descriptor back."""
-
-    def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, in place of what has it."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or an empty directory."""
-
-    def make_directory(self, name: str) -> None:
-        """Make a directory, unless it is there; NotADirectoryError if something else is."""
-
-    def names_in(self, directory: str) -> list[str]:
-        """Return the names in a directory, in no order."""
-
-
 class DirectoryFiles:
-    """Files below an open directory."""
+    """Files below an open directory. Names are relative to it."""
 
     def __init__(self, directory: int) -> None:
         """Use the directory of this descriptor, which stays the caller's."""
         self._directory = directory
 
     def create(self, name: str) -> int:
-        """Create and open."""
+        """Create a file that only its owner reads; return its descriptor. It must not exist."""
         return os.open(name, _CREATE, 0o600, dir_fd=self._directory)
 
     def open(self, name: str) -> int:
-        """Open; a pipe is opened without a writer, and refused."""
+        """Open a file for reading; links are not followed, and pipes are not waited for.
+
+        Raises IrregularFileError for what is no regular file.
+        """
         try:
             descriptor = os.open(name, _READ | os.O_NONBLOCK, dir_fd=self._directory)
         except OSError as error:
@@ -97,23 +56,23 @@ class DirectoryFiles:
         raise IrregularFileError(name)
 
     def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
-        """Write without copying."""
+        """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Read into the buffers."""
+        """Fill buffers from `offset` on, all or a part; return how many bytes, 0 at the end."""
         return os.preadv(descriptor, buffers, offset)
 
     def size(self, descriptor: int) -> int:
-        """Ask the file."""
+        """Return the bytes of an open file."""
         return os.fstat(descriptor).st_size
 
     def sync(self, descriptor: int) -> None:
-        """Sync data and length."""
+        """Have the disk take what was written."""
         os.fdatasync(descriptor)
 
     def sync_directory(self, name: str) -> None:
-        """Sync names."""
+        """Have the disk take the names in a directory."""
         descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self._directory)
         try:
             os.fsync(descriptor)
@@ -121,22 +80,22 @@ class DirectoryFiles:
             os.close(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close."""
+        """Give a descriptor back."""
         os.close(descriptor)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename in one go."""
+        """Give a file another name, in place of what has it."""
         os.rename(name, new_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
     def remove(self, name: str) -> None:
-        """Unlink."""
+        """Remove a file, or an empty directory."""
         try:
             os.unlink(name, dir_fd=self._directory)
         except IsADirectoryError:
             os.rmdir(name, dir_fd=self._directory)
 
     def make_directory(self, name: str) -> None:
-        """Make."""
+        """Make a directory, unless it is there; NotADirectoryError if something else is."""
         try:
             os.mkdir(name, 0o700, dir_fd=self._directory)
         except FileExistsError as error:
@@ -145,45 +104,44 @@ class DirectoryFiles:
                 raise NotADirectoryError(errno.ENOTDIR, "it is no directory", name) from error
 
     def names_in(self, directory: str) -> list[str]:
-        """List."""
+        """Return the names in a directory, in no order."""
         descriptor = os.open(directory, _READ | os.O_DIRECTORY, dir_fd=self._directory)
         try:
             return os.listdir(descriptor)
         finally:
             os.close(descriptor)
 
+    # --- whole buffers
 
-def write_all(files: FileSystem, descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """Write buffers one behind the other from the beginning of a file; raises OSError."""
-    left, offset = [buffer for buffer in buffers if len(buffer)], 0
-    while left:
-        count = files.write(descriptor, left[:MAX_BUFFERS], offset)
-        if count <= 0:
-            raise OSError(errno.EIO, "the disk takes nothing")
-        offset += count
-        left = _behind(left, count)
+    def write_all(self, descriptor: int, buffers: Sequence[memoryview]) -> None:
+        """Write buffers one behind the other from the beginning of a file; raises OSError."""
+        left, offset = [buffer for buffer in buffers if len(buffer)], 0
+        while left:
+            count = self.write(descriptor, left[:MAX_BUFFERS], offset)
+            if count <= 0:
+                raise OSError(errno.EIO, "the disk takes nothing")
+            offset += count
+            left = _behind(left, count)
 
+    def fill(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill buffers from `offset` on, as far as the file goes; return how many bytes that were.
 
-def fill(files: FileSystem, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill buffers from `offset` on, as far as the file goes; return how many bytes that were.
+        Raises OSError.
+        """
+        left, begin = [buffer for buffer in buffers if len(buffer)], offset
+        while left:
+            count = self.read(descriptor, left[:MAX_BUFFERS], offset)
+            if count <= 0:
+                break
+            offset += count
+            left = _behind(left, count)
+        return offset - begin
 
-    Raises OSError.
-    """
-    left, begin = [buffer for buffer in buffers if len(buffer)], offset
-    while left:
-        count = files.read(descriptor, left[:MAX_BUFFERS], offset)
-        if count <= 0:
-            break
-        offset += count
-        left = _behind(left, count)
-    return offset - begin
-
-
-def read_start(files: FileSystem, descriptor: int, num_bytes: int) -> bytes:
-    """Return the first `num_bytes` of a file, fewer where it ends earlier; raises OSError."""
-    found = bytearray(num_bytes)
-    end = fill(files, descriptor, [memoryview(found)], 0)
-    return bytes(found[:end])
+    def read_start(self, descriptor: int, num_bytes: int) -> bytes:
+        """Return the first `num_bytes` of a file, fewer where it ends earlier; raises OSError."""
+        found = bytearray(num_bytes)
+        end = self.fill(descriptor, [memoryview(found)], 0)
+        return bytes(found[:end])
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:

@@ -1,16 +1,15 @@
-"""Where a rank's files lie, and who may use them.
+"""Where a rank's files lie, and which process may use them.
 
-Between a worker's settings and store.py. One directory for each cluster, layout and rank, so
-that what cannot be exchanged never meets:
+Each cluster, layout and rank has its own directory, so files that cannot be exchanged never meet:
 
     root / cluster / layout fingerprint / rank<k> / about
 
-The directory says what it holds, and is locked by the process that uses it. Refuses a directory
-that says something else, or that a living process has.
+`about` says what the directory holds, and is locked by the process that uses it. A directory with
+another description, or of another living process, is refused.
 
-A directory that is removed while it is used is made again below its root, empty. Not so where the
-root is gone, or its place is on another device than before: a disk was unplugged, and nothing is
-written in its place.
+A directory that is removed while it is in use is made again, empty. It is not made again if the
+root is gone or its place is on another device: a disk was unplugged, and nothing may be written in
+its place.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from kvcache.specs import require_count
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.files.file_pool import Lanes, ThreadLanes
 from kvcache.worker.files.format import FORMAT_VERSION, FileTierError
-from kvcache.worker.files.store import BlockIdentity, FileStore, StoreLimits, Sync
-from kvcache.worker.files.system import DirectoryFiles, FileSystem
+from kvcache.worker.files.store import FileStore, StoreLimits, Sync
+from kvcache.worker.files.system import DirectoryFiles
+from kvcache.worker.host_memory.segment import SegmentShape
 
 logger = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class DiskAccess:
     """By what a rank gets at its files: `make_files` is given the open directory, `make_lanes` how
     many lanes there are to be. Tests hand in others, which fail and come late as they are told."""
 
-    make_files: Callable[[int], FileSystem] = DirectoryFiles
+    make_files: Callable[[int], DirectoryFiles] = DirectoryFiles
     make_lanes: Callable[[int], Lanes] = ThreadLanes
 
 
@@ -98,7 +98,7 @@ class FileTier:
     def __init__(
         self,
         settings: FileTierSettings,
-        identity: BlockIdentity,
+        shape: SegmentShape,
         writer: str,
         rule: ChecksumRule | None = None,
     ) -> None:
@@ -108,13 +108,13 @@ class FileTier:
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
         cluster = settings.root / settings.below / settings.cluster
-        self.directory = cluster / identity.layout_fingerprint / f"rank{identity.rank}"
+        self.directory = cluster / shape.layout_fingerprint / f"rank{shape.rank}"
         if not os.path.isdir(settings.root):  # a sick disk raises nothing here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
             )
         self._root = settings.root
-        self._about = _about(identity)
+        self._about = _about(shape)
         self._again = threading.Lock()
         self._device = 0
         try:
@@ -132,7 +132,7 @@ class FileTier:
             raise
         self.store = FileStore(
             settings.access.make_files(self._directory),
-            identity,
+            shape,
             settings.limits,
             xxhash.xxh3_64_hexdigest(writer.encode()),
             rule,
@@ -233,15 +233,15 @@ class FileTier:
         self._lock = lock
         logger.warning(
             "files of rank %d: directory %s was removed by somebody else, and is made again",
-            self.store.identity.rank,
+            self.store.shape.rank,
             self.directory,
         )
 
 
-def _about(identity: BlockIdentity) -> bytes:
+def _about(shape: SegmentShape) -> bytes:
     text = (
-        f"blocks of kvcache, format {FORMAT_VERSION}, layout {identity.layout_fingerprint}, "
-        f"rank {identity.rank}, {identity.block_bytes} bytes each, keys of {identity.key_bytes} "
+        f"blocks of kvcache, format {FORMAT_VERSION}, layout {shape.layout_fingerprint}, "
+        f"rank {shape.rank}, {shape.slot_bytes} bytes each, keys of {shape.key_bytes} "
         "bytes\n"
     )
     return text.encode()

@@ -1,7 +1,7 @@
 """Host slots as tensors, for copies between the device and host memory; and which jobs use them.
 
-On a segment, which outlives the process. On CUDA the memory is registered with the driver, so that
-copies run alone. Refuses to decide what a slot is for.
+The slots lie in a segment, which outlives the process. On CUDA the memory is registered with the
+driver, so that copies run concurrently.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""What the host slots hold: labels next to the bytes, in memory that outlives the process.
+"""Labels of host slots, next to the bytes, in memory that outlives the process.
 
-Between transfers, which say when bytes are written, and the segment, whose memory this is. The rule
-of all labels holds here too: withdrawn before the first byte is written, sealed by command after
-every rank has finished.
+As everywhere, a label is withdrawn before the first byte is written, and sealed by a command after
+every rank has finished:
 
     EMPTY ──begin──▶ WRITING ──finish──▶ WRITTEN ──seal──▶ SEALED ──withdraw──▶ EMPTY
                      store or fetch      over on this      over on
                      runs                rank              every rank
 
-A process that attaches to the memory finds what is SEALED, and forgets everything else. Refuses to
-seal by itself, and to believe a row whose checksum is wrong. The worker serialises.
+A process that attaches to the memory keeps SEALED slots whose checksum is right, and forgets all
+others. Not thread-safe: the worker locks around it.
 
-A label is a row of fixed width, and cells for the rest. A row holds everything of a label that has
-a bound; namespace and extra keys have none: their first bytes are in the row, the rest in a chain
-of cells that all rows share. A row carries a checksum over itself and its chain, so that a process
-that died while it wrote one leaves a row that is recognised. A label that finds no cells is not
-written, never cut short.
+A label is a row of fixed width, and cells for its unbounded parts: namespace and extra keys. Their
+first bytes are in the row, the rest in a chain of cells that all rows share. A row has a checksum
+over itself and its chain, so a row that was half written is recognised. A label that finds too few
+cells is not written at all.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -32,7 +30,7 @@ import numpy.typing as npt
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import InvariantError
 from kvcache.protocol.commands import Label
-from kvcache.protocol.labels import LABEL_VERSION, UNLABELLED, BlockLabel, LabelSet
+from kvcache.protocol.labels import UNLABELLED
 
 INLINE_BYTES = 48
 """Bytes of namespace and extra keys together that need no cell: those of most requests."""
@@ -164,6 +162,13 @@ NO_CHECKSUM = -1
 
 Int64Array = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint32]
+
+
+class SealedLabels(NamedTuple):
+    """Labels, and their blocks' checksums: little-endian int64."""
+
+    labels: Label
+    checksums: bytes
 
 
 class HostLabels:
@@ -305,7 +310,7 @@ class HostLabels:
         """Forget every slot."""
         self.withdraw(int32_array(np.flatnonzero(self._rows["state"] != SlotState.EMPTY)))
 
-    # --- books
+    # --- what is known
 
     def labels_of(self, slots: Int32Array) -> Label:
         """Return the labels of slots that have one, in this order; a copy. `block_ids` are slots,
@@ -333,52 +338,14 @@ class HostLabels:
             extra_keys=extra_keys,
         )
 
-    def collect(
-        self,
-        rank: int,
-        epoch: int,
-        applied_seq: int,
-        layout_fingerprint: str,
-        *,
-        first_slot: int = 0,
-        end_slot: int | None = None,
-    ) -> LabelSet:
-        """Return the labels of the SEALED slots of `[first_slot, end_slot)`, packed, by slot.
+    def sealed(self, first_slot: int = 0, end_slot: int | None = None) -> SealedLabels:
+        """Return the labels of the SEALED slots of `[first_slot, end_slot)`, by slot; a copy.
 
-        A copy. Without an end: of all slots behind.
+        Without an end: of all slots behind.
         """
         states = self._rows["state"][first_slot:end_slot]
         slots = int32_array(np.flatnonzero(states == SlotState.SEALED) + first_slot)
-        return LabelSet(
-            version=LABEL_VERSION,
-            rank=rank,
-            epoch=epoch,
-            applied_seq=applied_seq,
-            layout_fingerprint=layout_fingerprint,
-            digest_bytes=self.digest_bytes,
-            labels=self.labels_of(slots),
-            checksums=self.checksums(slots).astype("<i8").tobytes(),
-        )
-
-    def label(self, slot: int) -> BlockLabel | None:
-        """Return one slot's label, `None` where it has none."""
-        slots = int32_array([slot])
-        if not self.are_labelled(slots)[0]:
-            return None
-        checksum = int(self.checksums(slots)[0])
-        labels = self.labels_of(slots)
-        return BlockLabel(
-            block_id=slot,
-            group=int(labels.groups[0]),
-            slot=UNLABELLED,
-            digest=labels.digests,
-            parent_digest=labels.parent_digests,
-            token_ids=tuple(labels.token_ids.tolist()),
-            namespace=labels.namespace_names[0],
-            extra_keys=labels.extra_keys.get(0, b""),
-            is_sealed=self.state(slot) == SlotState.SEALED,
-            checksum=None if checksum == NO_CHECKSUM else checksum,
-        )
+        return SealedLabels(self.labels_of(slots), self.checksums(slots).astype("<i8").tobytes())
 
     def check(self) -> None:
         """Raise `InvariantError` if rows and cells do not add up. Changes nothing."""

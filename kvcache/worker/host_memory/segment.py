@@ -1,16 +1,15 @@
-"""All that one rank keeps in host memory, in one piece: slots of bytes, and their labels.
+"""One rank's host memory: a segment with slots of bytes and their labels.
 
-Between shared_memory.py, which makes memory that outlives a process, and the pool of host slots,
-which sees it as tensors. The head says what it is, so that a process that attaches to the memory of
-the one before it believes no byte of another layout.
+The head describes the segment, so a process that attaches to the memory of an earlier one never
+uses bytes of another layout. Memory that does not match exactly is refused.
 
     | head | rows of labels | cells of labels | slots of tensor 0 | slots of tensor 1 | ...
     0      4096             each part begins at a whole page
 
-`open_segment` asks the memory service of the node. What the service has is used if it is exactly
-what this rank needs; otherwise it is let go first, so that its memory can be had again, and a new
-segment is made: cold, and said why. Without a memory service the segment is private, and ends with
-the process. Refuses to fail for want of a memory service; want of memory is an error.
+`open_segment` asks the memory service of the node. If the service has another segment than this
+rank needs, it drops that first, to free its memory; then the rank makes a new, cold one, and says
+why. Without a memory service the segment is private, and ends with the process. A missing memory
+service is no error; too little memory is.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from kvcache.base.errors import (
 )
 from kvcache.base.logs import get_logger
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
+from kvcache.offload.keys import GROUP_BYTES
 from kvcache.specs import require_count
 from kvcache.worker.host_memory.labels import CELL_BYTES, HostLabels, row_type
 from kvcache.worker.host_memory.shared_memory import SYSTEM_ROOT, make_memory
@@ -65,7 +65,10 @@ _MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """What a rank's segment must be. `widths[i]` is the bytes of a slot in tensor `i`."""
+    """What a rank's slots must be, and with them its segment and the files of slots.
+
+    `widths[i]` is the bytes of a slot in tensor `i`.
+    """
 
     layout_fingerprint: str
     rank: int
@@ -91,6 +94,11 @@ class SegmentShape:
     def slot_bytes(self) -> int:
         """Bytes of one slot over all tensors."""
         return sum(self.widths)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a block's key: a digest and a group."""
+        return self.digest_bytes + GROUP_BYTES
 
     @property
     def rows_bytes(self) -> int:
@@ -187,11 +195,6 @@ class HostSegment:
     def descriptor(self) -> int:
         """What another process can map; valid until `close`."""
         return self._descriptor
-
-    @property
-    def address(self) -> int:
-        """Where the memory is mapped in this process."""
-        return int(self._bytes.ctypes.data)
 
     @property
     def model_epoch(self) -> int:

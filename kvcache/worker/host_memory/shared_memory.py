@@ -1,13 +1,12 @@
-"""Memory without a name: a descriptor that can be handed to other processes, and how much there is.
+"""Shared memory without a name, passed as a descriptor; and how much memory is available.
 
-Below segment.py. The memory lives as long as a process has its descriptor or a mapping of it, so
-that nothing is left when all of them are killed. It never shrinks: no process that has the
-descriptor can take pages away under somebody else's mapping.
+The memory lives as long as a process has its descriptor or a mapping of it, so nothing is left when
+all of them are killed. It never shrinks: no process with the descriptor can take pages away under
+another one's mapping.
 
-Shared memory is not refused when there is too little: the process is killed instead, by the kernel
-or by the limit of its control group. So `available_memory_bytes` is asked first, and all memory is
-taken before it is mapped: too little is an error here, never a signal later. What cannot be read
-counts as no limit.
+Too much shared memory is not refused: the kernel, or the limit of the control group, kills the
+process. So `available_memory_bytes` is asked first, and all memory is taken before it is mapped:
+too little is an error, never a signal later. Limits that cannot be read are ignored.
 """
 
 from __future__ import annotations
