@@ -68,7 +68,7 @@ MAX_REMEMBERED_CLIENTS = 1024
 
 
 class CommandExecutor:
-    """The memory of one rank and what is known about it, changed by commands only."""
+    """The memory of one rank and its labels, changed by commands only."""
 
     def __init__(
         self,
@@ -193,8 +193,9 @@ class CommandExecutor:
         self.gate.on_applied(message.seq, message.client_id, message.client_step)
 
     def wait_for(self, copy: PendingCopy, timeout_s: float) -> bool:
-        """Wait for what is in the way, and no longer than `LONGEST_WAIT_S`, because it may not
-        matter any more; say whether it was over. Any thread."""
+        """Wait for a transfer that is in the way; say whether it is over. Any thread.
+
+        Waits `LONGEST_WAIT_S` at most: the caller checks whether it still matters."""
         if copy is not self._awaited:
             self._awaited = copy
             self.transfers.uses.num_waits += 1
@@ -322,7 +323,7 @@ class CommandExecutor:
             self._engine.on_forward_end()  # the transfer begins behind what was just executed
         what, others = ("stored to", job.destinations) if is_store else ("loaded from", job.sources)
         self.history.record(seq, f"{what} host slot", block_ids, others)
-        # What is stored has been written, on the rank that said so first; here it may still be.
+        # Another rank reported first that the block is written; here it may still be written.
         forward = self._open_forward if is_store else None
         self.transfers.start(job, () if forward is None else (forward,))
 
@@ -590,8 +591,8 @@ class ForwardGate:
 def audit_labels(audit: Audit, labels: LabelTable, history: BlockHistory) -> JobReport:
     """Compare this rank's labels with what the coordinator holds to be sealed, at one message.
 
-    Changes nothing: what is wrong is reported with the block's history, and the coordinator
-    withdraws it.
+    Changes nothing: a difference is reported with the block's history, and the coordinator
+    withdraws the block.
     """
     found = labels.contents(audit.first_block, audit.end_block)
     expected = audit.block_ids

@@ -28,8 +28,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Tiers:
-    """What a rank has of each tier, None where it has not. `files_problem` says what is wrong where
-    there should be files and are none."""
+    """The tiers of a rank, None if it has none. `files_problem` says why configured files cannot be
+    used."""
 
     host: HostPool | None = None
     files: FilePool | None = None
@@ -38,7 +38,7 @@ class Tiers:
 
     @property
     def why_no_files(self) -> str:
-        """What answers a job for files that are not there."""
+        """The answer to a job for files when there are none."""
         return f"this rank has no file tier: {self.files_problem or 'configure one'}"
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ def make_tiers(
 ) -> Tiers:
     """Open the host segment and the directory of files, as far as the settings have them.
 
-    `rule` is for what is read from files; `on_news` is called when a file job has ended.
+    `rule` is for reads of files; `on_news` is called when a file job has ended.
 
     Raises ConfigurationError, NotEnoughMemoryError.
     """

@@ -85,7 +85,7 @@ class TransferUses:
     A block that a store reads is not written before the copy is over; one that a load writes is not
     used at all before. Every write is preceded by the block's `Unlabel`, or is the target of a
     zero, a copy or a load; those that happen in a forward wait when it begins, not when the command
-    comes, so that a step is acknowledged at once. Says what is in the way, and waits for nothing.
+    comes, so that a step is acknowledged at once. Names the transfers in the way, but never waits.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -238,8 +238,8 @@ class KVCacheWorker:
                 self._labels.leave_labels_out()
 
     def on_tick(self) -> list[Message]:
-        """Return what is due without being asked: introductions, reports that are not acknowledged,
-        a sign of life after silence. Also moves put-off work on."""
+        """Return due messages: introductions, reports that are not acknowledged, a heartbeat after
+        silence. Also continues deferred work."""
         with self._condition, self._wholeness:
             if self._is_closed:
                 return []
@@ -500,7 +500,7 @@ class KVCacheWorker:
         return epoch != NO_EPOCH and (nonce, epoch) == (receiver.nonce, receiver.epoch)
 
     def _advance(self) -> None:
-        """Do what has become possible: apply, collect ended copies, take a put-off grant."""
+        """Apply ready messages, collect ended jobs, take a deferred grant."""
         self._apply_ready()
         if self._executor.has_ended_jobs:
             for report in self._executor.take_ended_jobs():
@@ -510,7 +510,7 @@ class KVCacheWorker:
             self._on_grant(pending)
 
     def _apply_ready(self) -> None:
-        """Apply what is in order; a fence waits until no forward of its client runs.
+        """Apply messages in order; a fence waits until no forward of its client runs.
 
         Nothing is applied while a grant is put off: the old epoch is over already.
         """
@@ -537,7 +537,7 @@ class KVCacheWorker:
         self._outbox.extend(self._reports.take_due(self._clock.now(), after_s))
 
     def _take_replies(self) -> list[Message]:
-        """Move put-off work on, and return everything that waits to be sent."""
+        """Continue deferred work, and return all messages that wait to be sent."""
         self._advance()
         if len(self._reports):
             self._outbox.extend(self._reports.take_due(self._clock.now()))
@@ -573,8 +573,7 @@ class _RefusedMessages:
 
 
 class _Wholeness:
-    """Around what changes tables: an error in the middle of it is remembered, and nothing may
-    change or read them afterwards."""
+    """Surrounds changes of tables: after an error in one, nothing may change or read them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

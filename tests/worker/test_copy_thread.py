@@ -1,4 +1,4 @@
-"""Stores and loads in a thread beside the worker's: told when they end, whatever happens there."""
+"""Stores and loads in a second thread: the worker hears when they end, whatever happens there."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GatedEngine(CpuCopyEngine):
 
 
 class LostCopy:
-    """A copy of a device that has failed: whoever asks after it is told so."""
+    """A copy of a device that has failed: every question about it raises."""
 
     def is_done(self) -> bool:
         raise RuntimeError("an illegal memory access was encountered")
@@ -86,7 +86,7 @@ class News(threading.Event):
     def __call__(self) -> None:
         self.set()
         if self.does_raise:
-            raise OSError("nobody listens")
+            raise OSError("no listener")
 
 
 class Bench(Harness):
@@ -379,7 +379,7 @@ def test_a_file_has_a_checksum_also_where_slots_have_none(tmp_path: Path) -> Non
     data[-1] ^= 16
     path.write_bytes(bytes(data))
     bench.send(Fetch(4, "file", key, ids(2)))
-    assert bench.settle(4).ok  # nobody looks
+    assert bench.settle(4).ok  # no checksum is compared
     bench.worker.close()
 
 

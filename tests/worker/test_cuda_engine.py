@@ -150,7 +150,7 @@ def test_a_store_waits_for_a_forward_though_another_stream_is_further(
         torch.cuda._sleep(LONG_CYCLES)
         rows.fill_(7)
         engine.on_forward_end()
-    engine.on_forward_end()  # in the stream of whoever runs this, which has nothing to do
+    engine.on_forward_end()  # in the stream of the test, which has nothing to do
     assert engine.copy_blocks(rows, ids(0, 1, 2, 3), host, ids(3, 2, 1, 0)).wait(WAIT_S)
     assert host.unique().tolist() == [7]
 

@@ -313,8 +313,8 @@ def test_no_more_than_the_bound_is_written(tmp_path: Path) -> None:
     with pytest.raises(FileTierError) as caught:
         store.write(heads[2], views())
     assert str(caught.value) == (
-        f"a file of {sizes[2]} bytes beside {limit} exceeds the tier's max_bytes, {limit}: discard "
-        "blocks, or raise it"
+        f"a file of {sizes[2]} bytes on top of {limit} exceeds the tier's max_bytes, {limit}: "
+        "discard blocks, or raise it"
     )
     assert caught.value.kind == "quota"
     assert store.discard(heads[0].key)
@@ -656,7 +656,7 @@ def test_a_directory_that_others_remove_is_made_again(
     path_of(tier.directory, heads[1]).write_bytes(b"")
     with pytest.raises(FileTierError, match="set aside"):
         read(tier.store, heads[1].key)
-    assert caplog.text.count(f"directory {tier.directory} was removed by somebody else") == 1
+    assert caplog.text.count(f"directory {tier.directory} was removed by another process") == 1
     assert remove is not remove_the_rank or is_locked(tmp_path)
     tier.close()
     again = FileTier(settings(tmp_path), SHAPE, "next")

@@ -245,7 +245,7 @@ def test_without_memfd_a_file_is_used_and_its_name_is_gone_at_once(
     assert attach_again(segment).labels.num_in(SlotState.SEALED) == 1
 
 
-def test_nobody_can_take_pages_away_under_a_mapping() -> None:
+def test_no_process_can_take_pages_away_under_a_mapping() -> None:
     descriptor = make_memory("test", SHAPE.size_bytes)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 0)

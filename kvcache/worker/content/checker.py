@@ -216,7 +216,7 @@ class TokenContent(GroupContent):
         return self._verify(slots, lengths, lengths)
 
     def forget(self) -> None:
-        """Nothing: what is known of a slot is in the sums."""
+        """Do nothing: only the sums know the slots."""
 
     def _verify(self, slots: Int64Array, lengths: Int64Array, readers: Int64Array) -> int:
         """Compare what the tokens at `readers` and behind still read of `lengths` tokens."""

@@ -83,7 +83,7 @@ class PrefixSums:
         """Continue the sums of each row of a validated `command` from its `token_starts` on,
         overwriting what was there.
 
-        Raises RequestError, unchanged, when a row starts behind what is known of its slot.
+        Raises RequestError, unchanged, when a row starts behind the known positions of its slot.
         """
         slots, is_new, token_ids = command.slots, command.is_new, command.token_ids
         starts = command.token_starts.astype(np.int64)

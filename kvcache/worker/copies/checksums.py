@@ -49,7 +49,7 @@ class ChecksumRule:
 
     @property
     def takes(self) -> bool:
-        """Whether a checksum is taken of what is stored."""
+        """Whether stores take checksums."""
         return self._interval > 0
 
     def chosen(self, num_blocks: int) -> BoolArray:

@@ -87,7 +87,7 @@ class CopyPool:
         """
         self._start_helpers()
         batch = _CopyBatch(work)
-        # Of what is over by now the queue keeps nothing: helpers may get no processor for long.
+        # The queue keeps no batch that is over: helpers may get no processor for long.
         self._drop_waiting()
         for _ in self._helpers:
             self._batches.put(batch)

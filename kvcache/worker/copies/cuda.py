@@ -351,7 +351,7 @@ class KernelChoice:
 
 
 class _Queryable(Protocol):
-    """What is asked of `torch.cuda.Event`, whose own method has no types."""
+    """A typed view of `torch.cuda.Event`, whose own method has no types."""
 
     def query(self) -> bool:
         """Say whether everything before the event is over."""
@@ -388,9 +388,9 @@ class _EventCopy:
 class CudaCopyEngine:
     """Asynchronous copies between device blocks and pinned host memory, and on the device.
 
-    What is copied from host memory must have been finished before the call, and must not be written
-    until the copy is over: it may be read ahead of what the transfer stream still has to do. Sealed
-    host slots are; that a load holds them, the caller sees to.
+    Host memory must be finished before the call, and must not be written until the copy is over: it
+    may be read ahead of the transfer stream's other work. Sealed host slots are finished; the
+    caller keeps a load's slots from being written.
     """
 
     copies_at_once = False
@@ -561,7 +561,7 @@ class CudaCopyEngine:
 
 
 def word_bytes_of(rows: torch.Tensor) -> int:
-    """Return 8, 4, 2 or 1: the widest words of which every row is made."""
+    """Return 8, 4, 2 or 1: the widest words that make up every row."""
     places = (rows.data_ptr(), rows.storage_offset(), rows.stride(0), rows.shape[1])
     return next(size for size in (8, 4, 2, 1) if all(place % size == 0 for place in places))
 

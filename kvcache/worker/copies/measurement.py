@@ -174,14 +174,14 @@ def measure_cuda(
     for size in _sizes(CUDA_PAGE_BYTES, page_bytes):
         up = _Pages.make(size, limits, host, device)
         down = up.turned()
-        beside = _Pages.make(size, limits, device, device)
+        within = _Pages.make(size, limits, device, device)
         to_device: dict[Way, CopyEngine] = {"copy units": units}
         on_device: dict[Way, CopyEngine] = {"torch": units}
         if kernel is not None:
             to_device["kernel"] = on_device["kernel"] = kernels
         figures += _measure("host to device", to_device, up, stopwatch, finish)
         figures += _measure("device to host", {"copy units": units}, down, stopwatch, finish)
-        figures += _measure("device to device", on_device, beside, stopwatch, finish)
+        figures += _measure("device to device", on_device, within, stopwatch, finish)
     for engine in (units, kernels):
         engine.close()
     torch.cuda.empty_cache()  # the pool is going to take what is free

@@ -135,7 +135,7 @@ def _stripes(way: int, hashes: bool) -> Any:
 
 
 def _prefetch(builder: Any, pointer: Any) -> None:
-    """Fetch what is there into the second cache, to be read."""
+    """Fetch these bytes into the second cache, to be read."""
     numbers = [ir.Constant(_I32, number) for number in (0, 2, 1)]
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -172,7 +172,7 @@ def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
 
 
 def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
-    """Fetch what is at an address, and with it where its page is in memory."""
+    """Fetch the bytes at an address, and with them the page's translation."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         _prefetch(builder, builder.inttoptr(arguments[0], _I8.as_pointer()))

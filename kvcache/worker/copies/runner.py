@@ -93,7 +93,7 @@ class InlineCopies:
         self._tasks: list[_InlineTask] = []
 
     def submit(self, task: CopyTask) -> PendingCopy:
-        """Take a task; what is returned is done when no byte is read or written any more."""
+        """Take a task; the returned copy is done when no byte is read or written any more."""
         running = _InlineTask(task)
         running.advance()
         self._tasks.append(running)

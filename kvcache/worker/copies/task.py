@@ -57,7 +57,7 @@ class HotMove:
     """Carries a move out, a piece of some blocks after another, and hashes what it copies."""
 
     def __init__(self, move: BlockMove, is_hashed: BoolArray, pool: CopyPool) -> None:
-        """Look at the ids, of which there is at least one; copy nothing yet. `is_hashed[i]` says
+        """Look at the ids, at least one; copy nothing yet. `is_hashed[i]` says
         it of block `i`. `pool` copies, and gives way between copies of a piece's size. Raises
         ValueError where there are not as many of these as blocks."""
         if not len(move.block_ids) == len(move.slots) == len(is_hashed):
@@ -128,7 +128,7 @@ class HotMove:
 
 
 def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:
-    """Yield what is there, to each of the threads that ask something else."""
+    """Yield items until none is left; each goes to one of the threads that ask."""
     while True:
         try:
             taken = waiting.popleft()
@@ -215,8 +215,7 @@ class CopyTask:
         return _wait_all(self._after, timeout_s)
 
     def begin(self, pool: CopyPool = INLINE) -> None:
-        """Compare what is to be loaded, and start the copies. Where the processor copies by itself,
-        `pool` does."""
+        """Compare the slots of a load, and start the copies. If the CPU copies, `pool` does it."""
         try:
             if not len(self._move.slots):
                 return
@@ -263,7 +262,7 @@ class CopyTask:
         self._zero_wrong()
 
     def _zero_wrong(self) -> None:
-        """Leave nothing of what is wrong in the blocks that it was copied to."""
+        """Zero the blocks to which wrong slots were copied."""
         for rows in self._move.rows if self._wrong else ():
             rows.numpy()[self._move.block_ids[self._wrong]] = 0
 

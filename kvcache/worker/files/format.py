@@ -2,7 +2,7 @@
 
 Integers are little endian. The checksum of the head covers everything before the payload; the head
 has the payload's checksum. So a torn, damaged or foreign file is recognised without other
-information, and reported as a `FileTierError` whose `kind` says what is wrong.
+information, and reported as a `FileTierError` with the kind of problem.
 
     | magic, version | head bytes | payload bytes | CRC-32C | head (msgpack) | payload ........
     0                8            12              20        24               24 + head bytes
@@ -52,7 +52,7 @@ class FileTierError(KVCacheError):
     """A block that cannot be written to, or read from, its file. Nothing else is affected."""
 
     def __init__(self, kind: Problem, message: str) -> None:
-        """Say what is wrong; `kind` is for counting."""
+        """Say what went wrong; `kind` is for counting."""
         super().__init__(message)
         self.kind: Problem = kind
 

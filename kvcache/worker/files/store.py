@@ -73,7 +73,7 @@ class StoreLimits:
 
 @dataclass(frozen=True)
 class ScannedDirectory:
-    """What directory `prefix` holds: heads of good files, and what is wrong with the others."""
+    """What directory `prefix` holds: heads of good files, and problems of the others."""
 
     prefix: int
     heads: tuple[FileHead, ...]
@@ -301,7 +301,7 @@ class FileStore:
         self._table.release(num_bytes)
 
     def _make_directory(self, directory: str) -> None:
-        """Make a directory, in place of what is none, and the store's own where that is gone."""
+        """Make a directory, in place of any file there, and the store's own if that is gone."""
         try:
             self._files.make_directory(directory)
             return
@@ -392,13 +392,13 @@ class FileStore:
             self._quietly(lambda: self._files.close(descriptor))
         return head, size
 
-    # --- what is wrong
+    # --- problems
 
     def _unopened(self, name: str, what: str, error: OSError) -> FileTierError:
         """Return what it means that a file cannot be opened.
 
-        What is no file, or is closed to us although its directory is open, is set aside: that is
-        wrong with this one alone, and waiting would not mend it.
+        Something that is no file, or that we may not read although its directory is open, is set
+        aside: only this file is wrong, and waiting would not mend it.
         """
         is_its_own = isinstance(error, (IrregularFileError, PermissionError))
         if is_its_own and self._put_aside(name, "damaged"):
@@ -469,7 +469,7 @@ class FileTable:
     since the start. What a read, a discard or a scan finds gone is taken back.
 
     Invariant: `_used` is the sum of `_sizes[p]`, by key the bytes of the files in directory `p`;
-    `_reserved` is what is being written right now.
+    `_reserved` is the bytes of files being written right now.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -492,7 +492,7 @@ class FileTable:
             self._problems["quota"] += 1
         raise FileTierError(
             "quota",
-            f"a file of {num_bytes} bytes beside {used} exceeds the tier's max_bytes, "
+            f"a file of {num_bytes} bytes on top of {used} exceeds the tier's max_bytes, "
             f"{self._max_bytes}: discard blocks, or raise it",
         )
 
@@ -611,7 +611,7 @@ class SetAside:
                     self._files.remove(names.popleft())
 
     def forget(self) -> None:
-        """Look again what is there: the directory is another one."""
+        """List the directory again: it is another one."""
         with self._lock:
             self._names = None
 
@@ -634,7 +634,7 @@ class SetAside:
         return target
 
     def _known(self) -> deque[str]:
-        """Return what is there, the oldest first; what another process left has no order."""
+        """Return the names there, the oldest first; those of other processes have no order."""
         if self._names is None:
             try:
                 found = self._files.names_in(SET_ASIDE_DIRECTORY)

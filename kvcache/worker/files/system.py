@@ -42,7 +42,7 @@ class DirectoryFiles:
     def open(self, name: str) -> int:
         """Open a file for reading; links are not followed, and pipes are not waited for.
 
-        Raises IrregularFileError for what is no regular file.
+        Raises IrregularFileError for anything but a regular file.
         """
         try:
             descriptor = os.open(name, _READ | os.O_NONBLOCK, dir_fd=self._directory)
@@ -145,7 +145,7 @@ class DirectoryFiles:
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of buffers behind their first `num_bytes`."""
+    """Return the rest of buffers, behind their first `num_bytes`."""
     for place, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[place + 1 :]]

@@ -102,8 +102,8 @@ class FileTier:
         writer: str,
         rule: ChecksumRule | None = None,
     ) -> None:
-        """Make the directory, or use the one that is there. `rule`: what is compared on reading,
-        all by default.
+        """Make the directory, or use the existing one. `rule` says which reads are compared, all by
+        default.
 
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
@@ -232,7 +232,7 @@ class FileTier:
         os.close(self._lock)
         self._lock = lock
         logger.warning(
-            "files of rank %d: directory %s was removed by somebody else, and is made again",
+            "files of rank %d: directory %s was removed by another process, and is made again",
             self.store.shape.rank,
             self.directory,
         )

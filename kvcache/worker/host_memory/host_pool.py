@@ -28,7 +28,7 @@ _cuda_runtime: Callable[[], Any] = torch.cuda.cudart
 class SlotUses:
     """Which host slots running jobs read or write, of both tiers. The worker serialises.
 
-    Any number may read a slot that no job writes. Says what is in the way; refuses nothing.
+    Any number may read a slot that no job writes. `problem` names the slots that are in use.
     """
 
     def __init__(self, num_slots: int) -> None:

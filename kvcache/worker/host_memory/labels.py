@@ -49,7 +49,7 @@ Rows = npt.NDArray[np.void]
 
 
 class SlotState(IntEnum):
-    """What is known of a host slot's bytes."""
+    """The state of a host slot's bytes."""
 
     EMPTY = 0
     WRITING = 1
@@ -92,7 +92,7 @@ class CellChains:
     """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Use `memory`, a whole number of cells, of which none is taken yet."""
+        """Use `memory`, a whole number of cells, all free."""
         self._cells: npt.NDArray[np.void] = memory.view(_CELL)
         self._is_free = np.ones(len(self._cells), dtype=np.bool_)
         self._free = list(range(len(self._cells) - 1, -1, -1))
@@ -211,7 +211,7 @@ class HostLabels:
         return 2 * self.digest_bytes + 4 * (self.max_block_tokens + 5) + 8
 
     def state(self, slot: int) -> SlotState:
-        """Return what is known of the slot."""
+        """Return the state of a slot."""
         return SlotState(int(self._rows["state"][slot]))
 
     def num_in(self, state: SlotState) -> int:
@@ -310,7 +310,7 @@ class HostLabels:
         """Forget every slot."""
         self.withdraw(int32_array(np.flatnonzero(self._rows["state"] != SlotState.EMPTY)))
 
-    # --- what is known
+    # --- reading
 
     def labels_of(self, slots: Int32Array) -> Label:
         """Return the labels of slots that have one, in this order; a copy. `block_ids` are slots,
