@@ -195,15 +195,8 @@ class FileJobs:
         wrong = [i for i, key in enumerate(keys) if key != held[i]]
         if wrong:
             return f"host slot {int(slots[wrong[0]])} holds another block than its key says"
-        shape = self._pool.store.shape
-        heads = heads_of_labels(
-            labels,
-            b"".join(keys),
-            self._labels.checksums(slots).tolist(),
-            layout_fingerprint=shape.layout_fingerprint,
-            rank=shape.rank,
-            block_bytes=shape.slot_bytes,
-        )
+        checksums = self._labels.checksums(slots).tolist()
+        heads = heads_of_labels(labels, keys, checksums, self._pool.store.shape)
         try:
             self._pool.submit_spill(job.job_id, slots.tolist(), heads)
         except BacklogFullError as error:

@@ -2,7 +2,7 @@
 
 Work that takes long is a kernel that spins; what must wait for it would find other bytes if it did
 not. All of it is skipped where there is no GPU; what can be tested without one is in
-test_cuda_runtime.py and test_triton_engine.py.
+test_cuda_runtime.py and test_triton_kernel.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,95 @@ from kvcache.worker.settings import WorkerSettings
 CHUNK_BYTES = 1 << 20
 """Bytes of expected content made at once: bounds memory, and stays in the processor's cache."""
 
+MAX_SHOWN_BYTES = 64
+NO_STATE = -1
+
 SumsOfPart: TypeAlias = Callable[[slice], Uint64Array]
+
+
+class ContentChecker:
+    """Writes and compares the content of one rank's blocks."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        pool: KVCachePool,
+        tables: BlockTables,
+        history: BlockHistory,
+    ) -> None:
+        """Check the blocks of `pool` by `tables`. Keeps 8 bytes per slot and position."""
+        self._rank = rank = settings.rank
+        self._limits = RowLimits.of(settings)
+        multiple = lcm(*(spec.block_size for spec in settings.specs if _keeps_tokens(spec)))
+        self._sums = PrefixSums(settings.max_num_seqs, settings.max_model_len, multiple)
+        self._groups = tuple(
+            _content_of(
+                GroupPlace(
+                    rank=rank,
+                    group=index,
+                    spec=spec,
+                    bundles=tuple(bundle_layers(pool, index, rank)),
+                    tables=tables,
+                    history=history,
+                    sums=self._sums,
+                    max_num_seqs=settings.max_num_seqs,
+                )
+            )
+            for index, spec in enumerate(settings.specs)
+        )
+
+    def forget(self) -> None:
+        """Forget what every slot holds: a new epoch assigns all slots again."""
+        self._sums.forget()
+        for group in self._groups:
+            group.forget()
+
+    def validate(self, command: WriteExpected) -> None:
+        """Raise unless the arrays of `command` fit together and this rank. Changes nothing."""
+        self._limits.validate(command)
+
+    def verify(self, slots: Int32Array, lengths: Int32Array) -> int:
+        """Compare all live blocks of requests of `lengths` tokens by the tables as they are.
+
+        Returns the number of bytes compared; raises WrongBytesError at the first wrong one, with
+        the history of its block.
+        """
+        wide_slots, wide_lengths = slots.astype(np.int64), lengths.astype(np.int64)
+        known = self._sums.num_known(slots)
+        unknown = np.flatnonzero(wide_lengths > known)
+        if len(unknown):
+            row = int(unknown[0])
+            raise RequestError(
+                f"rank {self._rank} is to verify {int(lengths[row])} tokens of slot "
+                f"{int(slots[row])}, but knows {int(known[row])}"
+            )
+        return sum(group.verify(wide_slots, wide_lengths) for group in self._groups)
+
+    def run(self, command: WriteExpected, seq: int) -> int:
+        """Write the rows of a validated command, and compare what they read.
+
+        States are compared before anything is written, hits of new rows when everything is: a row
+        may hit blocks that another row of the same step writes, as a model's layers do. Returns
+        the number of bytes compared; raises WrongBytesError, or RequestError when a row continues
+        what is not known here.
+        """
+        self._sums.extend(command)
+        rows = ForwardRows.of(command)
+        num_bytes = sum(group.verify_before(rows) for group in self._groups)
+        for group in self._groups:
+            group.write(rows, seq)
+        return num_bytes + sum(group.verify_after(rows) for group in self._groups)
+
+
+def _keeps_tokens(spec: KVCacheSpec) -> bool:
+    return spec.num_state_blocks is None and not spec.keeps_encoder_tokens
+
+
+def _content_of(place: GroupPlace) -> GroupContent:
+    """Return the content of a group by what its kind keeps."""
+    if place.spec.num_state_blocks is not None:
+        return StateContent(place)
+    return EncoderContent(place) if place.spec.keeps_encoder_tokens else TokenContent(place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,9 +329,6 @@ def spread(
     return np.repeat(slots, counts), numbers
 
 
-MAX_SHOWN_BYTES = 64
-
-
 def _shown(expected: bytes, found: bytes) -> str:
     """Return both as hex, of long ones only where they begin to differ."""
     if len(expected) <= MAX_SHOWN_BYTES:
@@ -255,12 +340,18 @@ def _shown(expected: bytes, found: bytes) -> str:
     return f"{expected[part].hex()}, found {found[part].hex()} from byte {first} on"
 
 
-NO_STATE = -1
-
-
 class StateContent(GroupContent):
-    """A cell per state. `_own_ends[slot]` tokens and `_num_drafts[slot]` drafts behind them have
-    states, the former in their own column, the latter in the columns behind."""
+    """A cell per state: that after the newest token, and those after its drafts.
+
+        own_end 9, 2 drafts, block 4        column   0    1    2    3    4
+                                                    null null  s9   s10  s11
+        one draft accepted: the next row starts at 10 and reads column 3, then writes from column 2
+
+    A state depends on all tokens before it. The state after `n` own tokens is in the first column
+    that a request of `n` computed tokens does not skip. `_own_ends[slot]` tokens and
+    `_num_drafts[slot]` drafts behind them have states, as the slot's last row left them. A row that
+    continues from where no state is raises RequestError.
+    """
 
     cell_name = "state after token"
 
@@ -324,7 +415,11 @@ class StateContent(GroupContent):
 
 
 class EncoderContent(GroupContent):
-    """A cell per encoder token: slot `s` has `_counts[s]` of them, made from seed `_seeds[s]`."""
+    """A cell per encoder token: slot `s` has `_counts[s]` of them, made from seed `_seeds[s]`.
+
+    The first forward of a request writes them; they are compared when the request ends, and when
+    another one starts with all of its tokens computed. They depend on the request alone.
+    """
 
     cell_name = "encoder position"
 
@@ -364,88 +459,3 @@ class EncoderContent(GroupContent):
 
     def forget(self) -> None:
         self._counts[:] = 0
-
-
-class ContentChecker:
-    """Writes and compares the content of one rank's blocks."""
-
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        pool: KVCachePool,
-        tables: BlockTables,
-        history: BlockHistory,
-    ) -> None:
-        """Check the blocks of `pool` by `tables`. Keeps 8 bytes per slot and position."""
-        self._rank = rank = settings.rank
-        self._limits = RowLimits.of(settings)
-        multiple = lcm(*(spec.block_size for spec in settings.specs if _keeps_tokens(spec)))
-        self._sums = PrefixSums(settings.max_num_seqs, settings.max_model_len, multiple)
-        self._groups = tuple(
-            _content_of(
-                GroupPlace(
-                    rank=rank,
-                    group=index,
-                    spec=spec,
-                    bundles=tuple(bundle_layers(pool, index, rank)),
-                    tables=tables,
-                    history=history,
-                    sums=self._sums,
-                    max_num_seqs=settings.max_num_seqs,
-                )
-            )
-            for index, spec in enumerate(settings.specs)
-        )
-
-    def forget(self) -> None:
-        """Forget what every slot holds: a new epoch assigns all slots again."""
-        self._sums.forget()
-        for group in self._groups:
-            group.forget()
-
-    def validate(self, command: WriteExpected) -> None:
-        """Raise unless the arrays of `command` fit together and this rank. Changes nothing."""
-        self._limits.validate(command)
-
-    def verify(self, slots: Int32Array, lengths: Int32Array) -> int:
-        """Compare all live blocks of requests of `lengths` tokens by the tables as they are.
-
-        Returns the number of bytes compared; raises WrongBytesError at the first wrong one, with
-        the history of its block.
-        """
-        wide_slots, wide_lengths = slots.astype(np.int64), lengths.astype(np.int64)
-        known = self._sums.num_known(slots)
-        unknown = np.flatnonzero(wide_lengths > known)
-        if len(unknown):
-            row = int(unknown[0])
-            raise RequestError(
-                f"rank {self._rank} is to verify {int(lengths[row])} tokens of slot "
-                f"{int(slots[row])}, but knows {int(known[row])}"
-            )
-        return sum(group.verify(wide_slots, wide_lengths) for group in self._groups)
-
-    def run(self, command: WriteExpected, seq: int) -> int:
-        """Write the rows of a validated command, and compare what they read.
-
-        States are compared before anything is written, hits of new rows when everything is: a row
-        may hit blocks that another row of the same step writes, as a model's layers do. Returns
-        the number of bytes compared; raises WrongBytesError, or RequestError when a row continues
-        what is not known here.
-        """
-        self._sums.extend(command)
-        rows = ForwardRows.of(command)
-        num_bytes = sum(group.verify_before(rows) for group in self._groups)
-        for group in self._groups:
-            group.write(rows, seq)
-        return num_bytes + sum(group.verify_after(rows) for group in self._groups)
-
-
-def _keeps_tokens(spec: KVCacheSpec) -> bool:
-    return spec.num_state_blocks is None and not spec.keeps_encoder_tokens
-
-
-def _content_of(place: GroupPlace) -> GroupContent:
-    """Return the content of a group by what its kind keeps."""
-    if place.spec.num_state_blocks is not None:
-        return StateContent(place)
-    return EncoderContent(place) if place.spec.keeps_encoder_tokens else TokenContent(place)

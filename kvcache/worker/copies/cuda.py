@@ -327,7 +327,7 @@ MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 
 
 class RowCopier(Protocol):
-    """The kernel: see `triton_engine.RowKernel`."""
+    """The kernel: see `triton_kernel.RowKernel`."""
 
     def copy(
         self,

@@ -23,6 +23,7 @@ import numpy as np
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, KVCacheError
 from kvcache.protocol.commands import Label
+from kvcache.worker.host_memory.segment import SegmentShape
 
 Problem: TypeAlias = Literal[
     "missing",  # no such file
@@ -209,33 +210,26 @@ def labels_of_heads(heads: Sequence[FileHead]) -> Label:
 
 
 def heads_of_labels(
-    labels: Label,
-    keys: bytes,
-    checksums: Sequence[int],
-    *,
-    layout_fingerprint: str,
-    rank: int,
-    block_bytes: int,
+    labels: Label, keys: Sequence[bytes], checksums: Sequence[int], shape: SegmentShape
 ) -> list[FileHead]:
-    """Return the head of each label's file. `keys` has one behind the other, one for each label."""
-    count = len(labels.block_ids)
-    size, width = len(labels.digests) // max(1, count), len(keys) // max(1, count)
+    """Return the head of each label's file: `keys[i]` and `checksums[i]` are of label `i`."""
+    size = shape.digest_bytes
     ends = np.cumsum(labels.token_counts).tolist()
     heads = []
-    for i in range(count):
+    for i, key in enumerate(keys):
         start = ends[i] - int(labels.token_counts[i])
         heads.append(
             FileHead(
-                key=keys[i * width : (i + 1) * width],
+                key=key,
                 digest=labels.digests[i * size : (i + 1) * size],
                 group=int(labels.groups[i]),
-                layout_fingerprint=layout_fingerprint,
-                rank=rank,
+                layout_fingerprint=shape.layout_fingerprint,
+                rank=shape.rank,
                 namespace=labels.namespace_names[int(labels.namespaces[i])],
                 parent_digest=labels.parent_digests[i * size : (i + 1) * size],
                 token_bytes=labels.token_ids[start : ends[i]].astype("<i4").tobytes(),
                 extra_keys=labels.extra_keys.get(i, b""),
-                block_bytes=block_bytes,
+                block_bytes=shape.slot_bytes,
                 checksum=int(checksums[i]),
             )
         )
