@@ -1,6 +1,6 @@
-"""What several test packages share: one Ray cluster for the whole run, protected by a token.
+"""Shared fixtures: one Ray cluster for the whole run, protected by a token.
 
-Ray reads its settings from the environment when it is imported, so they are set here, first.
+Ray reads its settings from the environment at its import, so they are set here, first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from kvcache.base.logs import LineLimit
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp"))
-"""Short, because Ray puts socket paths below it and those end at 107 characters."""
+"""Short, because Ray puts socket paths below it, which are limited to 107 characters."""
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,22 +31,23 @@ TOKEN_FILE.write_text(secrets.token_hex(32))
 os.environ.pop("RAY_ADDRESS", None)
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN_PATH"] = str(TOKEN_FILE)
-# Workers of Ray import classes of test modules under the names they have here.
+# Ray's workers import classes of test modules by their names here.
 os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "actors")))
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# Otherwise any call of Ray without a cluster starts one. Started by a thread, it dies when that
+# Otherwise any call of Ray without a cluster starts one. If a thread starts it, it dies with
+# that thread; a minute later Ray ends this process, whatever test is running.
 # thread ends; a minute later Ray ends this process, whatever test runs by then.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/3`: one of three parts of what was chosen, always the same tests."""
+    """`--share 1/3`: one of three parts of the selected tests, always the same ones."""
     parser.addoption("--share", default="1/1", metavar="K/N", help="run part K of N of the tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is in other parts than the one asked for."""
+    """Deselect the tests of the other parts."""
     part, _, parts = config.getoption("--share").partition("/")
     if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
         raise pytest.UsageError("--share takes K/N, for instance 1/3")
@@ -57,21 +58,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 LAST_WORDS: list[str] = []
-"""What each xdist worker that died had said, in the process that hands out the tests."""
+"""The last output of each xdist worker that died, in the process that distributes tests."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell an xdist worker where to leave its last words."""
+    """Tell an xdist worker where to leave its last output."""
     node.workerinput["last_words"] = str(SCRATCH / node.gateway.id)
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own fault handler
 def pytest_configure(config: pytest.Config) -> None:
-    """Let an xdist worker write what it says when it dies to files that outlive it.
+    """Let an xdist worker write the reason of its death to files that outlive it.
 
-    `.threads` is Python's view of a fatal signal. `.stderr` has what libraries say before they
-    abort: pytest captures that in a file without a name, which dies with the process.
+    `.threads` is Python's traceback at a fatal signal. `.stderr` has what libraries print before
+    they abort: pytest captures that in an anonymous file, which dies with the process.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -85,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object | None) -> None:
-    """Keep the last words of an xdist worker that died, before its files are removed."""
+    """Keep the last output of an xdist worker that died, before its files are removed."""
     if error is None:
         return
     status = node.gateway._io.popen.wait(timeout=10)  # -11 for signal 11
@@ -97,7 +98,7 @@ def pytest_testnodedown(node: Any, error: object | None) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the last words of the xdist workers that died."""
+    """Print the last output of the xdist workers that died."""
     if LAST_WORDS:
         terminalreporter.section("last words of workers that died")
         for words in LAST_WORDS:
@@ -105,13 +106,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Remove what the run wrote outside the tree."""
+    """Remove the files of the run outside the tree."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def unlimited_lines(request: pytest.FixtureRequest) -> None:
-    """Let tests that read the log see their own lines: earlier ones may have used up the limit."""
+    """Reset the limit of log lines, which earlier tests may have used up."""
     if "caplog" in request.fixturenames:
         for logger in logging.root.manager.loggerDict.values():
             for known in getattr(logger, "filters", ()):

@@ -1,4 +1,4 @@
-"""Clusters for the tests of this package: one that many tests share, and a way to launch others."""
+"""Clusters for the tests of this package: a shared one, and a way to launch others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 def build_config(name: str = "", **sections: dict[str, Any]) -> ClusterConfig:
-    """Return a small content-checked TP2 configuration under a name of its own."""
+    """Return a small content-checked TP2 configuration with a name of its own."""
     settings: dict[str, Any] = {
         "name": name or f"test-{next(_numbers)}",
         "model": {
@@ -66,19 +66,19 @@ def launch(ray_cluster: str) -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def shared(ray_cluster: str) -> Iterator[KVCacheCluster]:
-    """A TP2 cluster that tests use as long as they leave it well."""
+    """A TP2 cluster for tests that leave it healthy."""
     with KVCacheCluster.launch(build_config("test-shared")) as cluster:
         yield cluster
 
 
 class Traces:
-    """What clusters leave behind, as far as it belongs to this test run and not to Ray."""
+    """Leftovers of clusters that belong to this test run and not to Ray."""
 
     def __init__(self) -> None:
         self._before = _look()
 
     def check(self, name: str) -> None:
-        """Fail unless everything of the cluster `name` is gone, now or very soon."""
+        """Fail unless all parts of the cluster `name` are gone, now or very soon."""
         give_up_s = time.monotonic() + 15.0
         while left := {trace: what for trace, what in _look().items() if trace not in self._before}:
             assert time.monotonic() < give_up_s, left
@@ -94,8 +94,8 @@ class Traces:
 
 
 def _look() -> dict[str, str]:
-    """Return our actor processes, their sockets, and shared memory files; and what each of them is
-    doing, which says nothing about which one it is: Ray names a process after its present call."""
+    """Return our actor processes, their sockets, and shared memory files, each with its present
+    activity, which does not identify it: Ray names a process after its present call."""
     traces = {f"/dev/shm/{path.name}": "" for path in Path("/dev/shm").glob("kvcache*")}
     inodes: set[str] = set()
     for process in psutil.Process().children(recursive=True):
@@ -117,5 +117,5 @@ def _look() -> dict[str, str]:
 
 @pytest.fixture
 def traces(ray_cluster: str) -> Traces:
-    """What there was before the test."""
+    """The leftovers before the test."""
     return Traces()

@@ -2,8 +2,8 @@
 
     python embedding_driver.py ADDRESS CONFIGURATION (JSON)
 
-Launches the cluster, computes a prompt, and obeys what it reads, line by line; says what came of
-each line, as JSON.
+Launches the cluster, computes a prompt, and executes the commands that it reads, line by line;
+answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def obey(order: str, cluster: EmbeddedCluster, client: Any) -> dict[str, Any]:
-    """Do what was asked for."""
+    """Execute a command."""
     match order:
         case "step":
             return {"step": client.step(StepRequest()).step}

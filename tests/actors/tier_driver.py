@@ -1,10 +1,10 @@
-"""What the tests of tiers in whole clusters have in common: a small configuration and prompts.
+"""Common parts of the tests of tiers in whole clusters: a small configuration and prompts.
 
-Everything that is stored is written to files, too, and waited for: what is found then, and where,
-is no matter of chance.
+Everything that is stored is also written to files, and the tests wait for that, so that hits do not
+depend on chance.
 
-Every forward checks every byte it reads, so that a prompt that was found and is played to its end
-has shown that what came from the tiers was right.
+Every forward checks every byte it reads, so a prompt that was hit and played to its end has shown
+that the bytes from the tiers were right.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tests.actors.conftest import build_config
 
 BLOCK_TOKENS = 16
 BLOCKS = 24
-"""Of a prompt."""
+"""Tokens of a prompt."""
 
 PROMPT_TOKENS = BLOCKS * BLOCK_TOKENS
 FOUND = PROMPT_TOKENS - BLOCK_TOKENS
-"""Of a prompt that was played before: its last block is computed again."""
+"""Tokens hit of a prompt that was played before: its last block is computed again."""
 
 BLOCK_BYTES = 4 * 2 * BLOCK_TOKENS * 8 * 2
-"""Of one of two ranks: keys and values of four layers, a head of eight halves each."""
+"""Bytes of a block on one of two ranks: keys and values of four layers, a head of eight halves."""
 
 PATIENCE_S = 60.0
 
 ReadStatistics = Callable[[], OffloadStatistics]
-"""Asks a cluster how its tiers are."""
+"""Asks a cluster for the state of its tiers."""
 
 
 def tier_config(
@@ -56,9 +56,9 @@ def tier_config(
 
 
 def play(client: Any, number: int) -> int:
-    """Let prompt `number` in, compute it and finish it; return how many of its tokens were found.
+    """Admit prompt `number`, compute it and finish it; return how many of its tokens were hit.
 
-    A client whose epoch ends meanwhile attaches again, and the prompt comes anew.
+    A client whose epoch ends meanwhile attaches again, and sends the prompt again.
     """
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
@@ -88,7 +88,7 @@ def _play(client: Any, name: str, number: int, give_up_s: float) -> int:
         completed = result.step
         if result.admitted_slots[0] >= 0:
             break
-        assert time.monotonic() < give_up_s, f"prompt {number} is not let in"
+        assert time.monotonic() < give_up_s, f"prompt {number} is not admitted"
         time.sleep(0.002)
     found = int(result.num_hit_tokens[0])
     step = client.submit(StepRequest(finished=(name,), completed_step=completed))
@@ -98,7 +98,7 @@ def _play(client: Any, name: str, number: int, give_up_s: float) -> int:
 
 
 def settle(client: Any, statistics: ReadStatistics) -> None:
-    """Send empty steps until the tiers have nothing more to do."""
+    """Send empty steps until the tiers have nothing left to do."""
     give_up_s = time.monotonic() + PATIENCE_S
     num_quiet = 0
     while num_quiet < 2:
@@ -109,7 +109,7 @@ def settle(client: Any, statistics: ReadStatistics) -> None:
 
 
 def play_all(client: Any, numbers: Iterable[int], statistics: ReadStatistics) -> list[int]:
-    """Play prompts one after the other; return how many tokens of each were found."""
+    """Play prompts one after the other; return how many tokens of each were hit."""
     found = []
     for number in numbers:
         found.append(play(client, number))
@@ -118,7 +118,7 @@ def play_all(client: Any, numbers: Iterable[int], statistics: ReadStatistics) ->
 
 
 def play_until_found(client: Any, number: int, statistics: ReadStatistics) -> None:
-    """Play a prompt until it is found, which may take until a disk is well again."""
+    """Play a prompt until it is hit, which may take until a disk works again."""
     give_up_s = time.monotonic() + PATIENCE_S
     while (found := play(client, number)) < FOUND:
         assert time.monotonic() < give_up_s, f"{found} tokens of prompt {number} are found"

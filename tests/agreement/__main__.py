@@ -5,8 +5,8 @@
     python -m tests.agreement dense all --seeds 20
     python -m tests.agreement latent room 3 --audit-one-in 1
 
-A walk that fails prints its log and is the last one. The same seed walks the same way however often
-it audits; what an audit finds has happened since the one before.
+The first walk that fails prints its log and ends the run. The seed alone determines the walk; an
+audit finds what has happened since the one before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.audits import ONE_IN
 
 
 def main() -> None:
-    """Read the arguments, walk."""
+    """Parse the arguments and walk."""
     parser = argparse.ArgumentParser(prog="python -m tests.agreement")
     lists = {"all": CONFIGURATIONS, "dense": DENSE}
     every = [c.name for c in (*CONFIGURATIONS, *DENSE)]

@@ -1,4 +1,4 @@
-"""Random per-request calls, and what is done to the cache as a whole."""
+"""Random per-request calls, and random changes of the whole cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CallChoice:
-    """Chooses the calls of a walk and does them."""
+    """Chooses and applies the calls of a walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -31,7 +31,7 @@ class CallChoice:
     def _admit(
         self, origin: Origin, tokens: tuple[int, ...], *, skips_reading: bool, delays_caching: bool
     ) -> Live | None:
-        """Let a request with these tokens in; None if there is no room."""
+        """Admit a request with these tokens; None if there is no room."""
         walk, rng = self._walk, self._walk.rng
         num_external = rng.randrange(12) if walk.allows(Operation.EXTERNAL, 0.15) else 0
         admit = ops.Admit(
@@ -101,7 +101,7 @@ class CallChoice:
             self._cache_blocks(self._walk.rng.choice(self.callers()))
 
     def _cache_blocks(self, request: Live) -> None:
-        # Drafts are not its own, and behind its last forward there are no bytes.
+        # Drafts are not the request's own, and there are no bytes after its last forward.
         end = min(request.last_own, len(request.tokens), request.computed)
         self._walk.do(ops.CacheBlocks(request.name, end))
         self._walk.finish([])
@@ -135,8 +135,8 @@ class CallChoice:
         return self._walk.engine.live[call.child] if has_room else None
 
     def delay_and_fork(self) -> None:
-        """Admit without caching, fork, fork a fork; somebody else may compute the same and cache
-        it; then some of the family cache, by a call or by running on, and some go."""
+        """Admit without caching, fork, fork a fork; another request may compute the same and cache
+        it; then some of the family cache, by a call or in a step, and some end."""
         walk, rng = self._walk, self._walk.rng
         origin, tokens = walk.prompts.prompt()
         first = self._admit(origin, tokens, skips_reading=False, delays_caching=True)

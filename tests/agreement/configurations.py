@@ -1,8 +1,7 @@
-"""What the agreement suite drives: models by their KV cache groups, and what is done to them.
+"""The models of the agreement suite, by their KV cache groups, and the operations of a walk.
 
-`CONFIGURATIONS` is the one list to change: a configuration names its groups and the operations it
-allows. `DENSE` are the same models in small pools, where what is rare and goes wrong first is
-frequent.
+`CONFIGURATIONS` is the one list to change: a configuration names its groups and the operations that
+it allows. `DENSE` are the same models in small pools, where rare errors become frequent.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tests.core.builders import chunked, cross, full, mamba, mla, window
 
 
 class Operation(Enum):
-    """What a walk may do beside admitting, running on and freeing requests by calls and steps."""
+    """Operations of a walk in addition to admitting, running and freeing requests."""
 
     CALLS = "per-request calls"
     STEPS = "batched steps"
@@ -44,8 +43,8 @@ class Operation(Enum):
 
 
 class Family(Enum):
-    """How large the pool is: so large that nothing is evicted, or so small that contents are and
-    requests find no room."""
+    """The size of the pool: so large that nothing is evicted, or so small that blocks are evicted
+    and requests find no room."""
 
     ROOM = "room"
     PRESSURE = "pressure"
@@ -61,7 +60,7 @@ EVERYTHING = frozenset(Operation) - {Operation.ENCODER}
 
 @dataclass(frozen=True)
 class Configuration:
-    """A model, and what may be done to it."""
+    """A model, and the operations that it allows."""
 
     name: str
     specs: tuple[KVCacheSpec, ...]
@@ -71,16 +70,16 @@ class Configuration:
     max_model_len: int = 72
     tenants: TenantsConfig | None = None
     factors: Mapping[Operation, float] = field(default_factory=dict, hash=False)
-    """How many times as often as usual a walk does what it may do."""
+    """Factors for the frequencies of operations."""
     has_small_pools: bool = False
 
     def factor(self, operation: Operation | None) -> float:
-        """How many times as often as usual a walk does this."""
+        """Return the factor for this operation."""
         return 1.0 if operation is None else self.factors.get(operation, 1.0)
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """Sizes of the pool, in blocks, of which a walk under pressure draws one."""
+        """Sizes of the pool, in blocks, from which a walk under pressure draws one."""
         if self.has_small_pools:
             return (20, 24, 32) if len(self.specs) == 1 else (32, 40, 52)
         return (24, 40, 56) if len(self.specs) == 1 else (40, 64, 90)
@@ -131,7 +130,7 @@ FORKS_OFTEN = {
     Operation.PIPELINE: 1.5,
     Operation.FORGET_HASHES: 2.0,
 }
-"""Who has children before his contents are cached; children of children; both withdrawn."""
+"""Parents forked before their contents are cached; forks of forks; both withdrawn."""
 
 LOSSES_OFTEN = {
     Operation.FAILURES: 4.0,
@@ -144,7 +143,7 @@ LOSSES_OFTEN = {
     Operation.DELAYED_CACHING: 2.0,
     Operation.FORGET_HASHES: 4.0,
 }
-"""Contents that are forgotten while others hold them, pin them, or wait for their step."""
+"""Contents that are dropped while requests hold them, pin them, or wait for their step."""
 
 DENSE = tuple(
     replace(c, name=f"{name}: {c.name}", factors=factors, has_small_pools=True)
@@ -152,7 +151,7 @@ DENSE = tuple(
     for c in CONFIGURATIONS
     if c.enable_caching
 )
-"""Every model twice more; what a factor counts is in `Walk.operate` and beside `Walk.allows`."""
+"""Every model twice more; factors apply in `Walk.operate` and `Walk.allows`."""
 
 
 def configuration_named(name: str) -> Configuration:

@@ -1,7 +1,7 @@
-"""What requests mean: contents told apart by numbers, and what one forward reads and writes.
+"""The contents of requests as numbers, and what one forward reads and writes.
 
 A number stands for a whole prefix: namespace, images, and all tokens up to a position. Two
-positions have the same number exactly if a kernel would write the same bytes there.
+positions have the same number exactly if a forward would write the same bytes there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Origin:
-    """What sets a request's content apart from equal tokens of others."""
+    """What distinguishes a request's content from equal tokens of others."""
 
     salt: str | None = None
     lora: str | None = None
@@ -37,16 +37,16 @@ class Origin:
 
     @property
     def name(self) -> tuple[str | None, str | None, str | None]:
-        """Namespace, but for the model epoch."""
+        """Namespace without the model epoch."""
         return self.salt, self.lora, self.tenant
 
     def cut(self, num_tokens: int) -> Origin:
-        """Return what is left where a prompt goes another way after so many tokens."""
+        """Return the content of a prompt that diverges after `num_tokens`."""
         images = tuple(i for i in self.images if i.offset + i.length <= num_tokens)
         return replace(self, images=images)
 
     def crosses_image(self, num_tokens: int) -> bool:
-        """Whether so many tokens end inside an image."""
+        """Return whether `num_tokens` end inside an image."""
         return any(i.offset < num_tokens < i.offset + i.length for i in self.images)
 
     def request(
@@ -68,12 +68,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class Forward:
-    """One request's part of a forward: positions `[start, own_end)` and the drafts behind them.
+    """One request's part of a forward: positions `[start, own_end)` and the drafts after them.
 
-    `tokens` are the request's own up to `own_end`, then the drafts. The first `num_external`
-    positions before `start` come from elsewhere and are written first. The state it continues
-    stands `num_accepted` columns behind that of `last_own` tokens. `step` is the client and step
-    it belongs to, so that a failure makes its bytes unknown.
+    `tokens` are the request's own up to `own_end`, then the drafts. The `num_external` positions
+    before `start` come from elsewhere and are written first. The state that it continues is
+    `num_accepted` columns after that of `last_own` tokens. `step` is the client and step it belongs
+    to, so that a failure makes its bytes unknown.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Forward:
 
 @dataclass
 class Chains:
-    """Numbers of prefixes. 0 is no content, so they begin at 1."""
+    """Numbers of prefixes, from 1 on. 0 means no content."""
 
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)
     _links: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Chains:
         return numbers
 
     def last_numbers(self, number: int, count: int) -> list[int]:
-        """Return the numbers of the last `count` prefixes up to this one, itself included."""
+        """Return the numbers of the last `count` prefixes up to this one, included."""
         numbers = [number]
         while len(numbers) < count:
             numbers.append(self._links[numbers[-1]][0])

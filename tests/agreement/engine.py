@@ -1,7 +1,7 @@
-"""What a random engine knows of its requests, and what steps and calls make of them.
+"""The requests of a random engine, and how answers to steps and calls change them.
 
-Beside the walk, which chooses. Follows answers: forwards come from here. A failed step is worked
-out by itself, from notes of how requests stood before each unfinished step, and compared.
+The walk chooses, the engine follows the answers and makes forwards from them. It computes the
+result of a failed step by itself, from snapshots before each unfinished step, and compares.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CALLER = ""
 
 @dataclass
 class Live:
-    """A known request. `computed` counts drafts; `last_own` is where its last forward's own
-    tokens ended; `admissions` grows when it is admitted."""
+    """A known request. `computed` includes drafts; `last_own` is where its last forward's own
+    tokens ended; `admissions` rises when it is admitted."""
 
     name: str
     owner: str
@@ -33,7 +33,7 @@ class Live:
     admissions: int = 0
     encoder_key: str = ""
     skips_reading: bool = False
-    # What a forward that stands said of its drafts; None while nobody knows.
+    # The accepted drafts of a complete forward; None while they are not known.
     num_accepted: int | None = None
 
     @property
@@ -42,7 +42,7 @@ class Live:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of the last forward, of which some may be accepted."""
+        """Drafts of the last forward, some of which may be accepted."""
         return max(0, self.computed - len(self.tokens))
 
     @property
@@ -50,14 +50,14 @@ class Live:
         return Figures(len(self.tokens), self.computed, self.drafts, self.last_own, self.admissions)
 
     def leave(self) -> None:
-        """It is preempted: it has tokens, and nothing else."""
+        """Preempt it: only its tokens remain."""
         self.slot, self.computed, self.drafts, self.last_own = None, 0, (), 0
         self.num_accepted = None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """How a request stood."""
+    """A snapshot of a request."""
 
     num_tokens: int
     computed: int
@@ -68,8 +68,8 @@ class Figures:
 
 @dataclass
 class Before:
-    """How a client's requests stood before one of its steps, and which ran on in it, with how
-    many drafts accepted."""
+    """A client's requests before one of its steps; which of them ran in it, and how many of their
+    drafts were accepted."""
 
     step: int
     figures: dict[str, Figures]
@@ -94,7 +94,7 @@ class Row:
     drafts: tuple[int, ...] = ()
 
     def in_slot(self, slot: int) -> RunningRow:
-        """Return it as a step request has it."""
+        """Return it as a row of a step request."""
         num_new, num_drafts = self.num_new + len(self.drafts), len(self.drafts)
         return RunningRow(slot, num_new, self.appended, num_drafts, self.num_rejected)
 
@@ -108,7 +108,7 @@ class Engine:
         self._keeps_states = keeps_states
 
     def of(self, owner: str, *, running: bool) -> list[Live]:
-        """Return the requests of a client that run, or that wait."""
+        """Return the running or waiting requests of a client."""
         return [r for r in self.live.values() if r.owner == owner and r.is_running == running]
 
     # --- steps that end ---
@@ -117,7 +117,7 @@ class Engine:
         client.unfinished = [b for b in client.unfinished if b.step > step]
 
     def fail(self, client: Client, step: int) -> Facts:
-        """Take a client's steps back; return what the result must say."""
+        """Roll back a client's steps; return the expected fields of the result."""
         void = [b for b in client.unfinished if b.step >= step]
         client.unfinished = [b for b in client.unfinished if b.step < step]
         first, withdrawn, rolled_back = void[0], [], []
@@ -138,13 +138,13 @@ class Engine:
                 request.leave()
             elif has_run:
                 request.computed, request.drafts = before.computed, before.drafts
-                # The forward that failed may have written over the drafts that were rejected.
+                # The failed forward may have overwritten the rejected drafts.
                 request.last_own, request.num_accepted = before.last_own, has_run[0]
                 rolled_back.append((request.slot, before.computed, before.num_tokens))
         return {"withdrawn": sorted(withdrawn), "rolled back": sorted(rolled_back)}
 
     def begin_step(self, client: Client, step: int, rows: Sequence[Row]) -> None:
-        """Note how the client's requests stand before a step."""
+        """Take a snapshot of the client's requests before a step."""
         figures = {r.name: r.figures for r in self.live.values() if r.owner == client.name}
         accepted = {row.name: self.live[row.name].num_drafts - row.num_rejected for row in rows}
         client.unfinished.append(Before(step, figures, accepted))
@@ -153,7 +153,7 @@ class Engine:
     # --- what an answer means ---
 
     def fork(self, parent: Live, child: str, slot: int) -> None:
-        """A child was seated in a step."""
+        """Record that a child got a slot in a step."""
         computed = min(parent.computed, len(parent.tokens))
         self.live[child] = replace(
             parent,
@@ -181,7 +181,7 @@ class Engine:
     def admit(  # noqa: PLR0917
         self, request: Live, start: int, num_new: int, slot: int, hit: int, step: tuple[str, int]
     ) -> Forward:
-        """A request was seated; return its first forward."""
+        """Record that a request got a slot; return its first forward."""
         request.slot = slot
         request.admissions += 1
         request.last_own = start
@@ -225,7 +225,7 @@ class Engine:
         forks: Sequence[tuple[str, str]],
         facts: Facts,
     ) -> list[Forward]:
-        """Follow the answer to a step that has begun; return the forwards it schedules."""
+        """Follow the answer to a step; return the forwards it schedules."""
         step = client.name, client.last_step
         for (parent, child), slot in zip(forks, _ints(facts["forked slots"]), strict=True):
             if slot != NO_SLOT:
@@ -259,7 +259,7 @@ class Engine:
     # --- calls ---
 
     def follow_admit(self, admit: Admit, facts: Facts, slot: int) -> list[Forward]:
-        """Follow a call that seated a request."""
+        """Follow a call that admits a request."""
         hit, num_new = facts["hit tokens"], facts["scheduled"]
         assert isinstance(hit, int)
         assert isinstance(num_new, int)

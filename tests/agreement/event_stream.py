@@ -1,4 +1,4 @@
-"""The events of one manager, taken apart and checked as a stream that routers could follow."""
+"""The events of one manager, checked as a stream that routers could follow."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Happening = tuple[object, ...]
 
 
 class EventStream:
-    """What is stored according to the events so far.
+    """The stored contents according to the events so far.
 
-    Removed events do not say a namespace, and tenants share digests: so contents are counted.
+    Removed events have no namespace, and tenants share digests: so contents are counted.
     """
 
     def __init__(self, specs: Sequence[KVCacheSpec]) -> None:
@@ -23,7 +23,7 @@ class EventStream:
         self._parents: dict[tuple[int, bytes], bytes | None] = {}
 
     def take(self, events: Sequence[CacheEvent]) -> Counter[Happening]:
-        """Check events in their order; return what they say, block by block."""
+        """Check events in order; return their blocks one by one."""
         happenings: Counter[Happening] = Counter()
         for event in events:
             if isinstance(event, BlocksStored):
@@ -61,7 +61,7 @@ class EventStream:
         return happenings
 
     def _require_parents(self) -> None:
-        """Where a token reads its whole prefix, no child stays without its parent."""
+        """Check that no child is stored without its parent in groups that read whole prefixes."""
         for (group, digest), count in self.stored.items():
             parent = self._parents[group, digest]
             if count and parent is not None and self._specs[group].reads_whole_prefix:

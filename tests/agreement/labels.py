@@ -1,8 +1,8 @@
-"""What the workers' labels say, and whether the bytes below them agree.
+"""The workers' labels, compared with the bytes below them.
 
-Part of the truth of one core. A label must name a block that holds its tokens, in their order,
-behind the prefix of its parent; equal digests of a namespace must mean equal prefixes. Knows
-nothing of cores; raises AssertionError.
+Part of the truth of one core. A label must name a block that holds its tokens, in order, after its
+parent's prefix; equal digests of a namespace must mean equal prefixes. Knows nothing of cores;
+raises AssertionError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIGEST_BYTES = 32
 
 
 class Labels:
-    """A worker's label table, and how many blocks are labelled with each content."""
+    """A worker's label table, and the number of blocks labelled with each content."""
 
     def __init__(self, specs: Sequence[KVCacheSpec], num_blocks: int, chains: Chains) -> None:
         width = max(spec.block_size for spec in specs)
@@ -42,7 +42,7 @@ class Labels:
         return list(self._contents)
 
     def apply(self, label: Label) -> None:
-        """Obey a label command; a block that has a label must have lost it before."""
+        """Apply a label command; an old label must have been dropped before."""
         self._table.validate(label)
         self._table.apply(label)
         starts = [0, *label.token_counts.cumsum().tolist()]
@@ -61,7 +61,7 @@ class Labels:
             self.counts[content] += 1
 
     def withdraw(self, block_ids: Sequence[int]) -> None:
-        """Forget labels; each of them must be there."""
+        """Drop labels; each of them must exist."""
         for block in block_ids:
             assert block in self._contents, f"block {block} is unlabelled but has no label"
             content = self._contents.pop(block)
@@ -70,12 +70,12 @@ class Labels:
                 del self.counts[content]
 
     def reset(self) -> None:
-        """Forget every label."""
+        """Drop every label."""
         self._contents.clear()
         self.counts.clear()
 
     def check(self, block_ids: Iterable[int], cells: Numbers) -> None:
-        """The bytes of labelled blocks are what their labels say."""
+        """Check that labelled blocks have the bytes that their labels say."""
         for block in block_ids:
             group, digest, _, tokens, namespace, _ = self._contents[block]
             spec = self._specs[group]

@@ -1,8 +1,8 @@
 """Broken variants of the flat core that the suite must catch.
 
-Compiled rules cannot be exchanged: a variant changes what Python hands to kernels, what it takes
-from them, or what it does instead. Books still add up, so that nothing but the comparison with the
-slow core, or the truth in the workers' blocks, can give a mistake away.
+Compiled rules cannot be exchanged. A variant changes the arguments or results of kernels, or
+replaces Python code. The state stays consistent, so that only the comparison with the slow core, or
+with the workers' blocks, can find the mistake.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HitsOneBlockLess(FlatCore):
 
 
 class LookingIsUsing(FlatCore):
-    """What was looked up last is evicted last, although nobody took it."""
+    """The last look-up's blocks are evicted last, although no request took them."""
 
     found: CacheHit | None = None
 
@@ -61,13 +61,13 @@ class LookingIsUsing(FlatCore):
         if found is not None and found.num_tokens:
             try:
                 self.pin(found)
-            except BlockError:  # it is gone meanwhile
+            except BlockError:  # it was evicted since
                 return
             self.unpin(found)
 
 
 class LeaksBlocks(FlatCore):
-    """Of every fifth request that goes a block stays behind."""
+    """One block of every fifth freed request is leaked."""
 
     num_freed = 0
 
@@ -80,7 +80,7 @@ class LeaksBlocks(FlatCore):
 
 
 class KeepsOneBlockFree(FlatCore):
-    """The last free block is given to nobody."""
+    """The last free block is never allocated."""
 
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
@@ -90,7 +90,7 @@ class KeepsOneBlockFree(FlatCore):
 
 
 class _RootsOfAll(dict[Namespace, int]):
-    """One root for the namespaces of all tenants."""
+    """All tenants' namespaces have one root."""
 
     def get(self, namespace: Namespace, default: Any = None) -> Any:
         return super().get(replace(namespace, tenant=None), default)
@@ -100,7 +100,7 @@ class _RootsOfAll(dict[Namespace, int]):
 
 
 class MixesTenants(FlatCore):
-    """Tenants find each other's blocks, whose digests are the same."""
+    """Tenants hit each other's blocks of equal digests."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -108,14 +108,14 @@ class MixesTenants(FlatCore):
 
 
 class SealsWhatFailed(FlatCore):
-    """What a failed step was to write can be hit."""
+    """Blocks of a failed step can be hit."""
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
         self.complete_steps(client_id, 1 << 30)
 
 
 class ForgetsCopies(FlatCore):
-    """A fork's shared block is swapped, and its bytes stay where they were."""
+    """A fork's shared block is replaced, but its bytes are not copied."""
 
     def take_commands(self) -> list[Command]:
         return [command for command in super().take_commands() if not isinstance(command, Copy)]
@@ -137,7 +137,7 @@ class HitsStatesOfTheOpenStep(FlatCore):
 
 
 class CachesInspiteOfAnEviction(FlatCore):
-    """Who lost a content makes others hittable all the same."""
+    """A request that lost a content still makes later ones hittable."""
 
     def evict(self, block_ids: Sequence[int]) -> None:
         flags = self.books.columns.row[:, flat_core.FLAGS].copy()
@@ -146,14 +146,14 @@ class CachesInspiteOfAnEviction(FlatCore):
 
 
 class HitsWhatItDrains(FlatCore):
-    """A drain stops nothing."""
+    """A drain does not stop hits."""
 
     def stop_hits(self) -> None:
         pass
 
 
 class _ForgetfulSink:
-    """Drops every third event of removed blocks."""
+    """Drops every third removal event."""
 
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
@@ -168,14 +168,14 @@ class _ForgetfulSink:
 
 
 class ForgetsAnEvent(FlatCore):
-    """Some removed contents stay stored for those who listen."""
+    """Some removed contents stay stored for listeners."""
 
     def __init__(self, settings: CoreSettings) -> None:
         super().__init__(replace(settings, events=_ForgetfulSink(settings.events)))
 
 
 def with_variant(core_class: type[FlatCore]) -> Mapping[str, CoreFactory]:
-    """Return the cores there are, and one more under the name `VARIANT`."""
+    """Return all cores, and this one under the name `VARIANT`."""
     return {**FACTORIES, VARIANT: core_class}
 
 
@@ -186,9 +186,9 @@ def one_more(kernel: Any, *places: int) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Planted:
-    """A mistake, and what the suite says of it (a regular expression).
+    """A mistake, and the suite's message about it (a regular expression).
 
-    It is a class of cores, or other functions in place of some that modules of the flat core use.
+    It is a class of cores, or replacements for functions in modules of the flat core.
     """
 
     name: str

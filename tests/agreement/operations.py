@@ -1,7 +1,7 @@
-"""What a walk does to managers, as data: the same operation is applied to every core.
+"""The operations of a walk as data: the same operation is applied to every core.
 
-Requests are named, blocks are named by places, so that block ids may differ. `repr` of an
-operation is its line in the log.
+Requests have names and blocks have places, so that block ids may differ. `repr` of an operation is
+its line in the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 def shape_of(blocks: KVCacheBlocks) -> Facts:
-    """How many blocks stand where, which are null, and how many have no hash."""
+    """How many blocks are where, which are null, and how many have no hash."""
     return {
         "blocks": [[bool(block) for block in ids] for ids in blocks.get_block_ids()],
         "unhashed": [len(ids) for ids in blocks.get_unhashed_block_ids()],
@@ -28,7 +28,7 @@ def shape_of(blocks: KVCacheBlocks) -> Facts:
 
 @dataclass(frozen=True)
 class LookUp:
-    """get_computed_blocks of a request that is not admitted; what it finds must be true."""
+    """get_computed_blocks of a request that is not admitted; its hit must be true."""
 
     origin: Origin
     tokens: Tokens
@@ -145,7 +145,7 @@ class FreeBlockHashes:
 
 @dataclass(frozen=True)
 class ForkCall:
-    """fork; the child has the parent's computed tokens and its own behind them."""
+    """fork; the child has the parent's computed tokens and more of its own."""
 
     parent: str
     child: str
@@ -192,7 +192,7 @@ class Unpin:
 
 @dataclass(frozen=True)
 class Wait:
-    """Time goes by; whoever calls next sees pins run out."""
+    """Advance time; the next call lets pins expire."""
 
     seconds: float
 
@@ -244,7 +244,7 @@ class Step:
 
 
 def facts_of(result: StepResult) -> Facts:
-    """Everything a result says but for block ids."""
+    """All of a result except block ids."""
     back = zip(
         result.rolled_back_slots.tolist(),
         result.rolled_back_computed.tolist(),
@@ -269,34 +269,34 @@ def _evict_unknown(side: Side) -> None:
 
 
 def _fork_unknown(side: Side) -> object:
-    return side.manager.fork(Request("nobody", [1, 2]), Request("child", [1, 2, 3]))
+    return side.manager.fork(Request("unknown", [1, 2]), Request("child", [1, 2, 3]))
 
 
 def _allocate_nothing(side: Side) -> object:
-    return side.manager.allocate_slots(Request("nobody", [1, 2]), 0)
+    return side.manager.allocate_slots(Request("unknown", [1, 2]), 0)
 
 
 def _allocate_too_much(side: Side) -> object:
-    return side.manager.allocate_slots(Request("nobody", [1, 2]), 3)
+    return side.manager.allocate_slots(Request("unknown", [1, 2]), 3)
 
 
 def _adopt_what_is_not_there(side: Side) -> object:
     num_groups = len(side.manager.create_empty_block_list().get_block_ids())
     blocks = KVCacheBlocks([[1] for _ in range(num_groups)])
-    return side.manager.allocate_slots(Request("nobody", list(range(40))), 1, 4, blocks)
+    return side.manager.allocate_slots(Request("unknown", list(range(40))), 1, 4, blocks)
 
 
 def _cache_unknown(side: Side) -> None:
-    side.manager.cache_blocks(Request("nobody", [1, 2]), 1)
+    side.manager.cache_blocks(Request("unknown", [1, 2]), 1)
 
 
 def _finish_unknown(side: Side) -> object:
-    return side.manager.step(StepRequest("nobody#1", 1, finished=("nobody",)))
+    return side.manager.step(StepRequest("unknown#1", 1, finished=("unknown",)))
 
 
 def _resume_unknown(side: Side) -> object:
-    resumed = (ResumedRequest("nobody", 1),)
-    return side.manager.step(StepRequest("nobody#1", 1, resumed=resumed))
+    resumed = (ResumedRequest("unknown", 1),)
+    return side.manager.step(StepRequest("unknown#1", 1, resumed=resumed))
 
 
 MISTAKES: dict[str, Callable[[Side], object]] = {
@@ -313,7 +313,7 @@ MISTAKES: dict[str, Callable[[Side], object]] = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """A call that must be refused, in the same words, and change nothing."""
+    """A call that must be refused with the same text and change nothing."""
 
     what: str
     is_mistake: bool = field(default=True, repr=False)

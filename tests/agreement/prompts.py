@@ -1,4 +1,4 @@
-"""Where tokens come from: few different ones, that meet again and again."""
+"""Random tokens: few different ones, so that prefixes often coincide."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompts:
         return tuple(self._rng.randrange(3) for _ in range(count))
 
     def prompt(self) -> tuple[Origin, tuple[int, ...]]:
-        """Return a prompt that shares much with others."""
+        """Return a prompt with a long prefix in common with others."""
         rng = self._rng
         origin = rng.choice(ORIGINS) if Operation.NAMESPACES in self._operations else Origin()
         known = [one for one in self.library if one[0].salt == origin.salt]
@@ -45,7 +45,7 @@ class Prompts:
         return self._with_image(origin, tokens), tokens
 
     def continued(self) -> tuple[Origin, tuple[int, ...]] | None:
-        """Return a sequence that was known once, cut somewhere; None if there was none."""
+        """Return an earlier sequence, cut somewhere; None if there was none."""
         if not self.library:
             return None
         origin, tokens = self._rng.choice(self.library)
@@ -55,7 +55,7 @@ class Prompts:
         return origin.cut(end), tokens[:end]
 
     def remember(self, origin: Origin, tokens: list[int]) -> None:
-        """Note a sequence for others to share."""
+        """Remember a sequence whose prefixes others may use."""
         self.library.append((origin, tuple(tokens)))
         if len(self.library) > MAX_LIBRARY:
             del self.library[self._rng.randrange(len(self.library))]
@@ -64,7 +64,7 @@ class Prompts:
         rng = self._rng
         if Operation.IMAGES not in self._operations or len(tokens) < 12 or rng.random() > 0.25:
             return origin
-        # What an image hashes to says how long it is.
+        # An image's hash says how long the image is.
         return replace(
             origin, images=(Image(3, *rng.choice([(2, "cat"), (6, "dog"), (6, "cow")])),)
         )

@@ -1,7 +1,7 @@
-"""One core in the agreement suite: a manager, its workers' truth, and what can be seen of both.
+"""One core in the agreement suite: its manager, its workers, and all that can be observed.
 
-Takes operations one at a time. What an operation answers and what can be seen afterwards are
-facts: plain values without block ids, made to be compared with those of another core.
+Applies operations one at a time. Answers and observations are facts: plain values without block
+ids, to be compared with those of another core.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.agreement.truth import Obeyed, Tables, Truth
 
 Facts = dict[str, object]
 Shapes = dict[str, list[list[bool]]]
-"""Of each running request, per group and column: whether there is a block."""
+"""For each running request, per group and column: whether there is a block."""
 
 _OF_CORE = ("num_cached_blocks", "num_sealed_blocks", "num_evictions", "references")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much room there is."""
+    """Numbers of blocks and slots."""
 
     num_blocks: int
     num_slots: int
@@ -42,10 +42,10 @@ class Sizes:
 
 
 class Action(Protocol):
-    """Something that can be done to a side."""
+    """An operation on a side."""
 
     def apply(self, side: Side) -> Facts:
-        """Do it and return what it answers."""
+        """Apply it and return its answer."""
 
 
 class Side:
@@ -91,7 +91,7 @@ class Side:
         self._obeyed = Obeyed()
 
     def do(self, operation: Action) -> Facts:
-        """Do an operation and let the workers obey; a refused one must change nothing."""
+        """Apply an operation and its commands; a refused one must change nothing."""
         self.patches = None
         before = self._state() if getattr(operation, "is_mistake", False) else None
         try:
@@ -103,7 +103,7 @@ class Side:
         return facts
 
     def _state(self) -> Facts:
-        """The manager's state, once pins that have run out are gone."""
+        """The manager's state after expired pins have been dropped."""
         probe = Request("probe", [0], model_epoch=self.manager.model_epoch)
         self.manager.get_computed_blocks(probe)
         return self.manager.dump_state()
@@ -119,7 +119,7 @@ class Side:
         return request.namespace.model_epoch
 
     def observe(self, names: Sequence[str]) -> Facts:
-        """Return what can be seen after an operation; `names` are the known requests."""
+        """Return all observations after an operation; `names` are the known requests."""
         manager = self.manager
         statistics = asdict(manager.statistics())
         core = statistics.pop("core")

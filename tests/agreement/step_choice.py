@@ -1,4 +1,4 @@
-"""Random batched steps: which rows run on, who comes, goes, forks, fails."""
+"""Random batched steps: which rows run, and which requests arrive, end, fork or fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepChoice:
-    """Chooses the steps of a walk and does them."""
+    """Chooses and applies the steps of a walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -34,7 +34,7 @@ class StepChoice:
         self._origins: dict[str, Origin] = {}
 
     def row(self, request: Live) -> Row | None:
-        """Return how a request could run on; None if the model's length ends it."""
+        """Return how a request could continue; None at the model's maximum length."""
         walk, rng, configuration = self._walk, self._rng, self._walk.configuration
         num_accepted = request.num_accepted
         if num_accepted is None:
@@ -59,12 +59,12 @@ class StepChoice:
         return Row(request.name, num_rejected, appended, num_new, drafts)
 
     def decode(self) -> None:
-        """Choose some steps in which who runs runs on, and nobody comes or goes."""
+        """Choose some steps in which the running requests run, and no others come or go."""
         for _ in range(self._rng.randint(3, 9)):
             self.step(is_calm=True)
 
     def step(self, *, is_calm: bool = False) -> None:
-        """Choose a step of a client, do it, and follow the answer; in a calm one rows run on."""
+        """Choose, apply and follow a step of a client; in a calm one, rows only run."""
         walk, rng, engine = self._walk, self._rng, self._walk.engine
         client = engine.clients[0]
         if walk.allows(Operation.CLIENTS, 0.4):
@@ -120,7 +120,7 @@ class StepChoice:
                 walk.remember(engine.live[item.request_id])
 
     def _settle(self, client: Client) -> tuple[int, int, dict[str, object]]:
-        """Choose which steps have failed or completed; take back what failed."""
+        """Choose which steps have failed or completed; roll back failed ones."""
         walk, rng, engine = self._walk, self._rng, self._walk.engine
         steps = [before.step for before in client.unfinished]
         nothing: dict[str, object] = {"withdrawn": [], "rolled back": []}
@@ -184,7 +184,7 @@ class StepChoice:
 
 
 def _line(request: StepRequest, rows: list[Row]) -> str:
-    """Say what a step asks, for the log."""
+    """Return a step's line in the log."""
     new = [
         f"{n.request_id}{n.token_ids.tolist()} max_new={n.max_new_tokens} "
         f"external={n.num_external_computed_tokens} salt={n.cache_salt} lora={n.lora_name} "

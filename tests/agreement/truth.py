@@ -1,7 +1,8 @@
-"""What really is in every block of one manager's workers, and what every label and table says.
+"""The true content of every block of one manager's workers, with labels and tables.
 
-One per core. Obeys commands as a worker does, writes into blocks what forwards compute, and looks
-before every forward whether all it reads is there. Knows nothing of cores; raises AssertionError.
+One per core. Applies commands as a worker does, writes the results of forwards into blocks, and
+checks before every forward that all its inputs are there. Knows nothing of cores; raises
+AssertionError.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from tests.agreement.content import Chains, Forward, Numbers
 from tests.agreement.labels import Labels
 
 UNKNOWN = -1
-"""Bytes of a forward that failed: nobody may read them."""
+"""Bytes of a failed forward: no forward may read them."""
 
 Tables = tuple[list[int], ...]
 
 
 @dataclass
 class Obeyed:
-    """What the commands of one operation came to.
+    """The effects of one operation's commands.
 
-    Calls seal what they make hittable before its forward has run: the blocks that such an
+    Calls seal blocks that they make hittable before their forward has run: the blocks that such an
     operation labelled are still written. Steps write no labelled block.
     """
 
@@ -57,7 +58,7 @@ class Truth:
     # --- commands ---
 
     def obey(self, commands: Sequence[Command], patches: BlockTablePatch | None) -> Obeyed:
-        """Apply commands in order, those inside a forward after those at apply time."""
+        """Apply commands in order; those inside a forward come after those at apply time."""
         obeyed = Obeyed(is_step=patches is not None)
         inside: list[Command] = [] if patches is None else [patches]
         for command in commands:
@@ -103,7 +104,7 @@ class Truth:
         assert next(ids, None) is None, "a patch brings more ids than it places"
 
     def compare_tables(self, slot: int, tables: Tables) -> None:
-        """The worker's table of a slot is the manager's, but for columns that became null."""
+        """Check the worker's table of a slot against the manager's, except for dropped columns."""
         for group, table in enumerate(tables):
             told = [self._tables.get((slot, group, i)) for i in range(len(table))]
             for block, seen in zip(table, told, strict=True):
@@ -118,7 +119,7 @@ class Truth:
         epoch_of: Callable[[str], int],
         obeyed: Obeyed,
     ) -> None:
-        """Compute forwards together: states are read, all is written, then tokens are read."""
+        """Compute forwards together: read states, write everything, then read tokens."""
         self._written.clear()
         parts = [
             (f, self.chains.of(f.origin, epoch_of(f.name), f.tokens), tables_of(f.name))
@@ -138,7 +139,7 @@ class Truth:
         self.labels.check(obeyed.labelled, self.cells)
 
     def look_at(self, forward: Forward, tables: Tables, epoch: int) -> None:
-        """All that a forward from `start` on would read is in these blocks. Writes nothing."""
+        """Check that the blocks have all that a forward from `start` on would read."""
         numbers = self.chains.of(forward.origin, epoch, forward.tokens)
         for group, spec in enumerate(self.specs):
             if spec.num_state_blocks is not None and forward.start:
@@ -146,7 +147,7 @@ class Truth:
         self._read_tokens(forward, numbers, tables)
 
     def fail(self, client: str, step: int) -> None:
-        """What the client's steps from `step` on wrote is unknown, and read by nobody."""
+        """Make the bytes of the client's steps from `step` on unknown."""
         void = [n for (c, s), n in self._step_numbers.items() if c == client and s >= step]
         if void:
             self.cells[np.isin(self._steps, void)] = UNKNOWN
@@ -238,7 +239,7 @@ class Truth:
         ids, at = np.array(blocks, dtype=np.intp), np.array(places, dtype=np.intp)
         assert ids.all(), f"{forward.name}: writes into the null block in group {group}"
         step = self._step_numbers.setdefault(forward.step, len(self._step_numbers) + 1)
-        self.cells[ids[at == 0]] = 0  # what an earlier owner left
+        self.cells[ids[at == 0]] = 0  # bytes of an earlier request
         self.cells[ids, at] = self._keys(group, numbers)
         self._steps[ids, at] = step
         self._written.update(ids.tolist())

@@ -1,8 +1,8 @@
 """A seeded random walk of operations over one or two cores, compared after every one of them.
 
-Chooses, from what the engine knows; applies to every side; compares all that is answered and all
-that can be seen; then lets the workers run what was scheduled. The second core is the slow one
-(`tests/core/slow_core.py`): nothing at all may differ.
+Chooses an operation from the engine's state; applies it to every side; compares all answers and
+observations; then runs the scheduled forwards. The second core is the slow one
+(`tests/core/slow_core.py`): nothing may differ.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RESERVE = 200
 """Blocks of a large pool that no operation uses up."""
 
 MOST_OFTEN = 0.6
-"""No factor of a configuration makes more of a chance."""
+"""Upper bound of a probability, whatever the factor of a configuration."""
 
 NUM_OPERATIONS = 90
 
 
 class Walk:
-    """One walk. `cores` are compared with the first of them; one core walks alone."""
+    """One walk. All `cores` are compared with the first of them; one core walks alone."""
 
     def __init__(  # noqa: PLR0917 - what a walk is
         self,
@@ -83,7 +83,7 @@ class Walk:
     # --- one walk ---
 
     def go(self, num_operations: int = NUM_OPERATIONS) -> None:
-        """Do so many operations, then let everybody go; prints seed and log if that fails."""
+        """Apply `num_operations`, then end all requests; prints seed and log on failure."""
         try:
             for _ in range(num_operations):
                 self.operate()
@@ -97,7 +97,7 @@ class Walk:
             raise
 
     def operate(self) -> None:
-        """Do one random operation."""
+        """Apply one random operation."""
         allowed, calls = self.configuration.operations, self.calls
         table: list[tuple[float, Operation | None, Callable[[], None]]] = [
             (9, Operation.STEPS, self.steps.step),
@@ -123,7 +123,7 @@ class Walk:
         self.rng.choices([row[2] for row in table], weights)[0]()
 
     def start_over(self) -> None:
-        """Let all requests and pins go and empty the cache: nothing must be left."""
+        """End all requests and pins and empty the cache: nothing must be left."""
         for left in self.engine.of(CALLER, running=True):
             self.do(ops.Free(left.name))
             del self.engine.live[left.name]
@@ -158,7 +158,7 @@ class Walk:
         used = core.num_cached_blocks + core.num_blocks - core.num_free_blocks
         return used > core.num_blocks - RESERVE
 
-    # --- doing and comparing ---
+    # --- applying and comparing ---
 
     def do(self, operation: Action, *, may_fail: bool = False) -> Facts:
         """Apply an operation to every side, compare the answers, return the first."""
@@ -173,7 +173,7 @@ class Walk:
         return first
 
     def finish(self, forwards: Sequence[Forward]) -> None:
-        """Run what the last operation scheduled on every side, then compare all that is seen."""
+        """Run the scheduled forwards on every side, then compare all observations."""
         names = sorted(self.engine.live)
         seen = []
         for side in self.sides:
@@ -200,7 +200,7 @@ class Walk:
         return f"r{self.num_made}"
 
     def remember(self, request: Live) -> None:
-        """Let others share what is computed of a request."""
+        """Let other prompts share the computed tokens of a request."""
         computed = min(request.computed, len(request.tokens))
         if computed and not request.origin.crosses_image(computed):
             self.prompts.remember(request.origin.cut(computed), request.tokens[:computed])
@@ -208,12 +208,12 @@ class Walk:
     # --- chances ---
 
     def allows(self, operation: Operation, probability: float) -> bool:
-        """Say whether to do something, by chance, if the configuration allows it."""
+        """Return by chance whether to do something that the configuration allows."""
         configuration = self.configuration
         if operation not in configuration.operations:
             return False
         factor = configuration.factor(operation)
-        if factor != 1:  # what is always done leaves no walk where it is not
+        if factor != 1:  # never always: some walks must do without
             probability = min(probability * factor, MOST_OFTEN)
         return self.rng.random() < probability
 
@@ -224,7 +224,7 @@ class Walk:
         return self.rng.choice([3, 7]) if self.allows(Operation.LOOKAHEAD, 0.2) else 0
 
     def max_new(self) -> int:
-        """How much of a prompt to compute: chunks often end with a block."""
+        """Return how much of a prompt to compute: chunks often end with a block."""
         largest = max(spec.block_size for spec in self.configuration.specs)
         return self.rng.choice([self.rng.randint(1, 40), largest * self.rng.randint(1, 4), 80])
 
@@ -237,8 +237,8 @@ def replay(
     *,
     audit_one_in: int = ONE_IN,
 ) -> Walk:
-    """Do the walk of one seed again; prints the log of one that fails. Tenants are not in the slow
-    core: with them the core is compared with the truth alone."""
+    """Repeat the walk of one seed; prints the log of a failure. The slow core has no tenants: with
+    them, the core is compared only with the truth."""
     cores = FLAT_ALONE if configuration.tenants else BOTH
     walk = Walk(configuration, family, seed, cores, audit_one_in=audit_one_in)
     walk.go(num_operations)
@@ -246,7 +246,7 @@ def replay(
 
 
 def differences(one: Facts, two: Facts) -> list[str]:
-    """Return in what two cores differ, a line each."""
+    """Return the differences between two cores, a line each."""
     if one.keys() != two.keys():
         return [f"facts {sorted(one.keys() ^ two.keys())} on one side only"]
     return [
@@ -255,7 +255,7 @@ def differences(one: Facts, two: Facts) -> list[str]:
 
 
 def _short(one: object, two: object) -> str:
-    """Say what is on one side only, as far as that can be said shortly."""
+    """Return a short description of values that only one side has."""
     if isinstance(one, Counter) and isinstance(two, Counter):
         return f"first only {one - two}\n    second only {two - one}"
     if isinstance(one, set) and isinstance(two, set):

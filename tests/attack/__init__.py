@@ -1,4 +1,4 @@
-"""Attacks from outside: what clients, routers, other processes and people may do to a cluster.
+"""Attacks from outside, by clients, routers, other processes and users of a cluster.
 
 `python -m tests.attack` plays them longer, by hand.
 """

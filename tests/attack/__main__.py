@@ -4,7 +4,7 @@
     python -m tests.attack sockets --minutes 5      garbage on all sockets of a cluster on Ray
     python -m tests.attack memory-service --minutes 10  its host memory and workers killed
 
-The seed is printed; exit code 1 where something was found.
+The seed is printed; exit code 1 if something was found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.chaos.own_ray import ray_of_our_own
 
 
 def attack_messages(seed: int, give_up_s: float) -> int:
-    """Play broken messages of each party in turn; return how many rounds there were."""
+    """Play broken messages of each sender in turn; return the number of rounds."""
     from tests.attack.messages import Storm
     from tests.attack.test_garbage import storm_config
 
@@ -39,7 +39,7 @@ def attack_messages(seed: int, give_up_s: float) -> int:
 
 
 def attack_sockets(seed: int, give_up_s: float) -> int:
-    """Besiege a cluster on Ray; return how many rounds there were."""
+    """Attack the sockets of a cluster on Ray; return the number of rounds."""
     rounds = 0
     with ray_of_our_own(), tempfile.TemporaryDirectory() as folder:
         from actors import KVCacheCluster
@@ -59,7 +59,7 @@ def attack_sockets(seed: int, give_up_s: float) -> int:
 
 
 def attack_memory_service(seed: int, give_up_s: float) -> int:
-    """Kill a cluster's memory service and a worker, again and again; return how often."""
+    """Kill a cluster's memory service and a worker repeatedly; return how often."""
     rounds = 0
     with ray_of_our_own(), tempfile.TemporaryDirectory() as folder:
         from actors import KVCacheCluster
@@ -87,7 +87,7 @@ PARTS: dict[str, Callable[[int, float], int]] = {
 
 
 def main() -> int:
-    """Play one part; return 1 where something was found."""
+    """Play one part; return 1 if something was found."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.attack",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""What an argument may be, by kind: values that every border must refuse, forms that must pass."""
+"""Kinds of arguments: the values that every interface must refuse, and those it must accept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INT64 = 2**63 - 1
 
 
 class Index:
-    """An integer of somebody else's making."""
+    """An integer type of another library."""
 
     def __init__(self, value: int) -> None:
         self._value = value
@@ -29,7 +29,7 @@ class Index:
 
 
 class Hostile:
-    """An object that cannot even be looked at."""
+    """An object without a working `repr`."""
 
     __hash__ = None  # type: ignore[assignment]  # what cannot be hashed is the point
 
@@ -53,7 +53,7 @@ class Kind:
     forms: Callable[[Any], tuple[object, ...]] = _no_forms
 
     def without(self, *allowed: object) -> Kind:
-        """The kind of a parameter that takes some of these values after all."""
+        """The kind of a parameter that accepts some of these values after all."""
         wrong = [w for w in self.wrong if not any(w is a for a in allowed)]
         return Kind(self.name, tuple(wrong), self.forms)
 
@@ -113,7 +113,7 @@ COUNT = Kind("count", (*NO_INTEGER, -1, np.int8(-1), Index(-1)), int_forms)
 POSITIVE = COUNT.also(0, np.int64(0))
 INTEGER = Kind("integer", NO_INTEGER, int_forms)
 ID = COUNT.also(10**9)
-"""A number of something that there are fewer than a billion of."""
+"""A count below a billion."""
 
 
 def number_forms(good: Any) -> tuple[object, ...]:
@@ -161,7 +161,7 @@ TEXT = Kind(
 )
 OPTIONAL_TEXT = TEXT.without(None)
 NAME = TEXT.also("no such name", "LRU")
-"""One of a few."""
+"""One of a few values."""
 
 
 def token_forms(good: Any) -> tuple[object, ...]:
@@ -261,7 +261,7 @@ def objects_wrong(*more: object) -> tuple[object, ...]:
 
 
 def instance_of(cls: type[Any], *more: object) -> Kind:
-    """An object of a class: the class itself will not do."""
+    """An object of a class; the class itself is refused."""
     return Kind(cls.__name__, objects_wrong([], EMPTY_TUPLE, {}, cls, *more))
 
 
@@ -272,7 +272,7 @@ OPTIONAL_THING = THING.without(None)
 
 
 def list_of(good: str, *more: object) -> Kind:
-    """A list or tuple of things that are none of the usual ones."""
+    """A list or tuple of unusual items."""
     return Kind(
         f"list of {good}",
         (*NO_LIST, [None], [5], [1.5], [OBJECT], [[]], (HOSTILE,), *more),
@@ -302,6 +302,6 @@ class _FakeDtype:
 DTYPE = NAME.also(_FakeDtype(), "complex64", int, float, np.float32)
 
 ANYTHING = Kind("anything", ())
-"""Where every value is meant."""
+"""Every value is valid."""
 
 HASHABLE = Kind("hashable", ([1], {}, {1}, HOSTILE, np.array([1])))

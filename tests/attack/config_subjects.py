@@ -1,4 +1,5 @@
-"""Of the table: every section of a configuration, field by field, and what reads configurations."""
+"""Part of the table: every section of a configuration, and the functions that read
+configurations."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from tests.attack.argument_kinds import (
 )
 from tests.attack.type_table import Arguments, Builder, Case, Subject, function_case
 
-# --- what the fields may be, by name -------------------------------------------------------------
+# --- kinds of fields, by name --------------------------------------------------------------------
 
 SECTION = Kind("section", (*MAPPING.wrong, {"no such": 1}, {1: 2}, Section))
 ADDRESS = TEXT.also("nowhere", "tcp://host", "tcp://host:65536")
@@ -131,9 +132,9 @@ OF_SECTION: dict[type[Section], dict[str, Kind]] = {
     DiskConfig: {"sync": NAME},
     **{kind: {"block_size": COUNT_OF_32.without(None)} for kind in LAYER_KINDS.values()},
 }
-"""Where a name means something else."""
+"""Fields with another kind than their name's."""
 
-# --- good values of everything -------------------------------------------------------------------
+# --- valid values --------------------------------------------------------------------------------
 
 LAYERS: dict[str, Arguments] = {
     "full": {},
@@ -163,7 +164,7 @@ CLUSTER = parse_config(PLAIN)
 
 
 def sections() -> Iterator[Section]:
-    """A section of every class, with a good value for each of its fields."""
+    """A section of every class, with a valid value for each of its fields."""
     yield CLUSTER
     yield from (value for value in vars(CLUSTER).values() if isinstance(value, Section))
     yield from (DISK, TENANT, TierAmounts(device=0.25, host=4, disk=0.5))

@@ -1,7 +1,7 @@
 """A process with clients that hold requests until it is killed.
 
-`python -m tests.attack.crowd_member ADDRESS CONFIG`, which is JSON. Imports no more than clients
-need, because imports take most of its life.
+`python -m tests.attack.crowd_member ADDRESS CONFIG`, with CONFIG as JSON. Imports only the parts
+that clients need, because imports take most of its life.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_MEMBERS = 4
 
 
 class AddressDialer:
-    """Reaches a coordinator whose address is known. A `Dialing`."""
+    """Reaches a coordinator at a known address. A `Dialing`."""
 
     needs_keeping_alive = True
 
@@ -38,7 +38,7 @@ class AddressDialer:
         return self._endpoint
 
     def noted(self) -> Endpoint | None:
-        """It does not move."""
+        """Return False: the coordinator never moves."""
         return None
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
@@ -54,7 +54,7 @@ class AddressDialer:
 
 
 def main() -> None:
-    """Attach, take blocks, say so, and go on until killed."""
+    """Attach, take blocks, report it, and continue until killed."""
     address, config = sys.argv[1:]
     dialer = AddressDialer(address, parse_config(json.loads(config)))
     clients = [KVCacheClient(dialer) for _ in range(NUM_MEMBERS)]

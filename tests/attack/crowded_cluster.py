@@ -1,7 +1,7 @@
-"""A coordinator and two ranks in threads of this process, and every way for clients to reach them.
+"""A coordinator and two ranks in threads of this process, and every transport of clients.
 
-The same parts as on Ray, without Ray: over Unix sockets, over ZMQ, with keys, or in the process of
-the coordinator. What Ray would do, saying where the coordinator listens, is done here.
+The same parts as on Ray, without Ray: over Unix sockets, over ZMQ, with keys, or in the
+coordinator's process. This module tells clients where the coordinator listens, as Ray would.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvcache.protocol.messages import ClientAddress
 from kvcache.protocol.state_store import MemoryStateStore
 
 KINDS = ("unix", "zmq", "keys", "process")
-"""How clients reach the coordinator."""
+"""The transports of clients."""
 
 DEADLINE_S = 30.0
 CALL_S = 10.0
@@ -47,8 +47,8 @@ HERE = NodeAddress("here", "127.0.0.1")
 
 
 def crowd_config(**sections: dict[str, Any]) -> ClusterConfig:
-    """Return a small configuration with room for a crowd, where only a client itself can say that
-    it goes: silence, and a connection that has ended, count after longer than any test takes."""
+    """Return a small configuration with room for many clients. Timeouts of silent and disconnected
+    clients are longer than any test, so that only a client itself can leave."""
     settings: dict[str, Any] = {
         "name": "crowd",
         "model": {
@@ -69,7 +69,7 @@ def crowd_config(**sections: dict[str, Any]) -> ClusterConfig:
 
 @dataclass(frozen=True)
 class Left:
-    """What the coordinator has of clients."""
+    """The coordinator's clients."""
 
     num_clients: int
     num_requests: int
@@ -85,7 +85,7 @@ class CrowdedCluster:
     needs_keeping_alive = True
 
     def __init__(self, kind: str = "unix", config: ClusterConfig | None = None) -> None:
-        """Start; return when it serves steps. `kind` is one of `KINDS`."""
+        """Start and wait until steps are served. `kind` is one of `KINDS`."""
         self.config = config = crowd_config() if config is None else config
         self._limits = limits = ZmqLimits(config.transport.max_message_bytes)
         self._resources = ExitStack()
@@ -130,7 +130,7 @@ class CrowdedCluster:
         return self._endpoint
 
     def noted(self) -> Endpoint | None:
-        """It does not move."""
+        """Return False: the coordinator never moves."""
         return None
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
@@ -145,18 +145,18 @@ class CrowdedCluster:
         """None is."""
         return ""
 
-    # --- looking, and what happens to a cluster
+    # --- inspection, and faults
 
     def left(self) -> Left:
-        """Return what there is of clients now; checks the books."""
+        """Return the present clients; checks the state."""
         return self._call(self._look)
 
     def await_nothing_left(self, timeout_s: float = DEADLINE_S) -> None:
-        """Return when nothing of any client is left; fail when that takes too long."""
+        """Wait until no trace of any client is left; fail if that takes too long."""
         assert wait_until(lambda: self.left() == NOTHING, timeout_s), self.left()
 
     def hang_up_on(self, client_id: str) -> None:
-        """End a client's connection, as a network does."""
+        """End a client's connection, like a network fault."""
 
         def hang_up() -> None:
             (connection,) = self.sockets._near._known[ClientAddress(client_id)].values()
@@ -165,7 +165,7 @@ class CrowdedCluster:
         self._call(hang_up)
 
     def restart_coordinator(self) -> None:
-        """Lose the coordinator's books; another one takes the ranks over at the same address.
+        """Lose the coordinator's state; another one takes the ranks over at the same address.
 
         Returns when it serves steps.
         """

@@ -1,4 +1,4 @@
-"""Of the table: cache events, from the codec to the subscribers and the index that routers ask."""
+"""Part of the table: cache events, from the codec to the subscribers and the index of routers."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ KEYS = generate_curve_keys()
 
 
 def subscriber_cases() -> list[Case]:
-    """Each call has a subscriber of its own, to nobody, and ends it."""
+    """Each call has a subscriber of its own, without a publisher, and ends it."""
     cases = []
     place = TEXT.also("nowhere", "tcp://host")
     for cls in (KVEventSubscriber, AsyncKVEventSubscriber):
@@ -236,7 +236,7 @@ def subscriber_cases() -> list[Case]:
     calls.method("wait_for", {"seq": 1, "timeout_s": 0.0}, seq=COUNT, timeout_s=SECONDS)
     for case in calls.cases:
         call = _on_a_subscriber(case.call)
-        skipped = frozenset(case.kinds)  # there is nobody to wait for
+        skipped = frozenset(case.kinds)  # there is nothing to wait for
         cases.append(Case(case.name, case.kinds, case.good, call, skipped))
     return cases
 

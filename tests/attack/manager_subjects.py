@@ -1,4 +1,5 @@
-"""Of the table: requests, managers by call and by step, clients, pools and single-type managers."""
+"""Part of the table: requests, managers by call and by step, clients, pools, single-type
+managers."""
 
 from __future__ import annotations
 
@@ -175,7 +176,7 @@ def request_subject() -> Subject:
 
 
 def plain_subject() -> Subject:
-    """What has no state beside its own."""
+    """Functions without other state."""
     lora = Builder(LoRARequest)
     lora.made({"name": "a", "path": "b"}, name=TEXT, path=TEXT.without(""))
     position = Builder(MultiModalPosition)
@@ -237,7 +238,7 @@ def plain_subject() -> Subject:
 
 @dataclass
 class ManagerWorld:
-    """A manager with a request of a caller, and three of steps, one of them preempted."""
+    """A manager with a caller's request, and three requests of steps, one of them preempted."""
 
     manager: KVCacheManager
     running: Request
@@ -316,7 +317,7 @@ def slot_kinds(number: Kind, blocks: Kind) -> dict[str, Kind]:
 
 BLOCKS = instance_of(KVCacheBlocks)
 SENT_IDS = Kind("ids", (*COUNTS.wrong, [2**31]), COUNTS.forms)
-"""Ids that a client can send: whether there is such a block the coordinator says."""
+"""Ids that a client can send; the coordinator checks whether such a block exists."""
 
 
 def manager_subject() -> Subject:
@@ -373,7 +374,7 @@ def manager_subject() -> Subject:
     of.method("get_request", {"request_id": "s"})
     of.method("slot_of", {"request_id": "s"})
     of.method("request_in_slot", {"slot": 1}, slot=ID)
-    of.method("release_client", {"client_id": "nobody"}, client_id=TEXT)
+    of.method("release_client", {"client_id": "unknown"}, client_id=TEXT)
     of.method(
         "step",
         lambda world: {"request": world.step(3, completed_step=2)},
@@ -494,7 +495,7 @@ def manager_subject() -> Subject:
 
 
 def _request_methods(of: Builder, number: Kind, ids: Kind, blocks: Kind) -> None:
-    """What a manager and its clients offer alike."""
+    """The methods that a manager and its clients share."""
     of.method(
         "get_computed_blocks",
         lambda world: {"request": world.new_request()},
@@ -532,7 +533,7 @@ def _request_methods(of: Builder, number: Kind, ids: Kind, blocks: Kind) -> None
 
 
 def pin_case(call: Any) -> Case:
-    """A pin that somebody makes: its number alone is looked at."""
+    """A pin of any client: only its number matters."""
     return Case(
         "Pin.__init__",
         {"pin_id": COUNT},
@@ -563,7 +564,7 @@ def encoder_subject() -> Subject:
 
 
 def empty_subject() -> Subject:
-    """A manager that knows nobody and can be restored."""
+    """A manager without requests that can be restored."""
     of = Builder(KVCacheManager, lambda world: world)
     of.method("restore", {"labels": []}, labels=LABELS.also([LabelSet]))
     return Subject(
@@ -593,7 +594,7 @@ CLUSTER = parse_config(
 
 @dataclass
 class ClientWorld:
-    """A client, and the manager it speaks to."""
+    """A client and its manager."""
 
     cluster: LocalCluster
     client: KVCacheClient

@@ -1,8 +1,8 @@
-"""Messages that were really sent, broken and sent again: to a coordinator, and to its workers.
+"""Real messages, broken and sent again to a coordinator and to its workers.
 
-Clusters in this process, without sockets: what a message does to those who obey it is the same.
-What is true before and after every attack: no error that nobody stated, books that add up, and
-another client that is served.
+Clusters run in this process, without sockets, which makes no difference to the receivers. These
+hold before and after every attack: no undocumented error, consistent state, and another client that
+is served.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 
 @dataclass
 class Sent:
-    """Payloads that were sent, by direction."""
+    """Recorded payloads, by direction."""
 
     by_clients: list[bytes] = field(default_factory=list)
     by_workers: list[Inbound] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Sent:
 
 @contextmanager
 def listening(server: LocalServer, sent: Sent) -> Iterator[None]:
-    """Note what goes through a server."""
+    """Record the payloads that pass a server."""
     put, send = server.put, server.send
 
     def put_and_note(inbound: Inbound) -> None:
@@ -64,7 +64,7 @@ def listening(server: LocalServer, sent: Sent) -> Iterator[None]:
 
 
 class Storm:
-    """One cluster, a client that is served, and another one whose words are broken."""
+    """One cluster, an honest client that is served, and another one whose messages are broken."""
 
     def __init__(self, config: ClusterConfig, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -90,7 +90,7 @@ class Storm:
         )
 
     def play(self, client: KVCacheClient) -> None:
-        """Let a prompt in, decode a token, finish it."""
+        """Admit a prompt, decode a token, finish it."""
         self._number += 1
         name, first = f"r{self._number}", self.chance.randrange(5) * 1000
         tokens = np.arange(first, first + PROMPT_TOKENS, dtype=np.int32)
@@ -129,7 +129,7 @@ class Storm:
             self.cluster.pump()
 
     def _num_taken(self) -> int:
-        """How many broken steps of the other client were taken for its own."""
+        """How many broken steps of the other client were accepted as its own."""
         epoch_state = self.cluster.coordinator._epoch_state
         ledger = None if epoch_state is None else epoch_state._clients.get(self.other.client_id)
         if ledger is None:
@@ -137,7 +137,7 @@ class Storm:
         return ledger.receiver.next_step - self.other._connection.session.next_step
 
     def check(self) -> None:
-        """Fail unless nothing is broken and the honest client is served."""
+        """Fail unless the state is consistent and the honest client is served."""
         assert self.num_faults == 0, self.cluster._service.statistics()
         give_up_s = time.monotonic() + PATIENCE_S
         while True:
@@ -155,13 +155,13 @@ class Storm:
         self.cluster.close()
 
     def _broken(self, payloads: list[bytes], next_step: int | None = None) -> bytes:
-        """Return one of the payloads, broken: now and then so that its types are still right, and
-        it is taken for what it says."""
+        """Return one of the payloads, broken: sometimes so that its types are still right and it is
+        accepted."""
         payload = self.chance.choice(payloads)
         if self.chance.random() < 0.3:
             return mutate_msgpack(payload, payloads, self.chance)
         values = msgpack.unpackb(payload, strict_map_key=False)
-        num_names = 5 if next_step is not None else 6  # version, kind, and who speaks when
+        num_names = 5 if next_step is not None else 6  # version, kind, sender and time
         names, rest = values[:num_names], values[num_names:]
         if next_step is not None and len(values) > num_names:
             names[3] = next_step
@@ -179,7 +179,7 @@ ODD_TEXTS = ("", "x", "r1", "r2", "\0", "\u2603" * 100)
 
 
 def mutate_alike(value: Any, chance: random.Random) -> Any:
-    """Return a value of the same type in which one place, however deep, is something else."""
+    """Return a value of the same type in which one part, however deep, is different."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -205,7 +205,7 @@ def mutate_alike(value: Any, chance: random.Random) -> Any:
 
 
 def _mutate_numbers(value: bytes, chance: random.Random) -> bytes:
-    """Return other bytes: of int32 numbers, of as many bytes, or of more or fewer."""
+    """Return other bytes: int32 numbers, as many bytes, or more or fewer."""
     if chance.random() < 0.3:
         return chance.randbytes(len(value))
     numbers = [

@@ -1,4 +1,4 @@
-"""Of the table: specs, the plans that are made of them, and everything that makes plans."""
+"""Part of the table: specs, plans, and the functions that make plans."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def plan_cases() -> list[Case]:
 
 
 def _read_cases() -> list[Case]:
-    """The ways back from messages."""
+    """The functions that read messages."""
     cases = []
     for made, kinds in (
         (RANK, MAPPING),
@@ -289,7 +289,7 @@ def _read_cases() -> list[Case]:
 
 
 def planner_cases() -> list[Case]:
-    """What takes the specs of layers, by what else it takes."""
+    """Functions of layer specs, by their other arguments."""
     specs: Arguments = {"specs": LAYERS}
     kinds: dict[str, Kind] = {
         "specs": LAYER_SPECS,

@@ -1,4 +1,4 @@
-"""Of the table: sequence allocators, their blocks and trackers, and hashing."""
+"""Part of the table: sequence allocators, their blocks and trackers, and hashing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A real cluster under garbage: every socket of ours that its processes listen on, while it serves.
+"""A real cluster under garbage: all sockets that its processes listen on, while it serves.
 
-The cluster has host memory and publishes events, so that a memory service, a coordinator, workers
-and a publisher are there. An honest client, an honest follower and the memory service's books say
-what it does to them. Ray's own ports are Ray's.
+The cluster has host memory and publishes events, so that there are a memory service, a coordinator,
+workers and a publisher. An honest client, an honest follower and the memory service's state show
+the effects. Ray's own ports are left alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ANYWHERE = "tcp://127.0.0.1:0"
 
 
 def siege_config(directory: Path, name: str = "") -> ClusterConfig:
-    """Return what is besieged: two ranks, host memory for all prompts, and events."""
+    """Return the configuration: two ranks, host memory for all prompts, and events."""
     return tier_config(
         directory,
         name,
@@ -49,7 +49,7 @@ def siege_config(directory: Path, name: str = "") -> ClusterConfig:
 
 @dataclass(frozen=True)
 class Listening:
-    """One listening socket: whose it is, of which kind, and where."""
+    """One listening socket: its process, kind and address."""
 
     owner: str
     kind: str
@@ -57,7 +57,7 @@ class Listening:
 
 
 def listening_sockets(process_ids: dict[str, int]) -> list[Listening]:
-    """Return the abstract Unix sockets of ours that these processes listen on."""
+    """Return our abstract Unix sockets on which these processes listen."""
     found = []
     listed = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     named = {fields[6]: fields for fields in listed if fields[-1].startswith("@kvcache-")}
@@ -75,7 +75,7 @@ def listening_sockets(process_ids: dict[str, int]) -> list[Listening]:
 
 
 class Siege:
-    """One cluster, those who use it honestly, and one attacker for each socket."""
+    """One cluster, its honest users, and one attacker for each socket."""
 
     def __init__(self, cluster: KVCacheCluster, client: KVCacheClient, seed: int) -> None:
         self.cluster, self.client = cluster, client
@@ -98,7 +98,7 @@ class Siege:
 
     @property
     def played(self) -> Counter[str]:
-        """What was done so far."""
+        """The attacks so far."""
         return sum((one.played for one in self._attackers.values()), Counter())
 
     def attack(self, count: int) -> None:
@@ -114,13 +114,13 @@ class Siege:
                     attacker.attack_zmq(tcp_connector(listening.place), listening.place)
 
     def steal_memory(self) -> None:
-        """Have the memory service let go of a rank's memory; it is put again."""
+        """Make the memory service release a rank's memory; the rank registers it again."""
         (place,) = [one.place for one in self.sockets if one.kind == "packets"]
         MemoryServiceClient(f"unix:@{place}", SOON_S).drop(f"{self.cluster.name}/rank0")
         self._settled()
 
     def check(self) -> None:
-        """Fail unless everybody lives, no error came up, and the honest are served."""
+        """Fail unless all processes live, no error occurred, and the honest users are served."""
         now = self._settled()
         assert self._process_ids(now) == self._process_ids(self.before)
         assert now.epoch == self.before.epoch
@@ -157,7 +157,7 @@ class Siege:
         return told.events
 
     def _settled(self) -> ClusterStatus:
-        """Return the status once all is well, and host memory is kept."""
+        """Return the status once the cluster is healthy and host memory is kept."""
         seen: list[ClusterStatus] = []
 
         def is_well() -> bool:
@@ -169,7 +169,7 @@ class Siege:
         return seen[0]
 
     def _process_ids(self, status: ClusterStatus | None = None) -> dict[str, int]:
-        """Return all processes of the cluster, with what they are."""
+        """Return all processes of the cluster, with their roles."""
         status = status or self.cluster.status()
         found = {"coordinator": status.coordinator_process_id}
         found |= {f"rank {rank.rank}": rank.process_id for rank in status.ranks}
@@ -182,7 +182,7 @@ class Siege:
 
 @contextmanager
 def besieged(cluster: KVCacheCluster, seed: int) -> Iterator[Siege]:
-    """Yield the siege of a cluster whose prompts have all been played twice."""
+    """Yield the siege of a cluster that has played all prompts twice."""
     with cluster.client() as client:
         for number in PROMPTS:
             play(client, number)
@@ -194,13 +194,13 @@ def besieged(cluster: KVCacheCluster, seed: int) -> Iterator[Siege]:
             siege.close()
 
 
-# --- memory services that are killed
+# --- killed memory services
 
 
 def wait_for_memory_service(
     cluster: KVCacheCluster, holds: Callable[[MemoryServiceStatus], bool]
 ) -> MemoryServiceStatus:
-    """Return the status of a cluster's only memory service once it is as wanted."""
+    """Return the status of a cluster's only memory service once it is as expected."""
     seen: list[MemoryServiceStatus] = []
 
     def is_so() -> bool:
@@ -216,8 +216,8 @@ def is_keeping_all(status: MemoryServiceStatus) -> bool:
 
 
 def kill_service_and_worker(cluster: KVCacheCluster, rank: int) -> None:
-    """Kill the memory service, wait until it has all memory again, kill a worker: another process
-    has found that memory when this returns."""
+    """Kill the memory service, wait until it has all memory again, then kill a worker; return when
+    another process has found that worker's memory."""
     victim = wait_for_memory_service(cluster, is_keeping_all).process_id
     os.kill(victim, signal.SIGKILL)
     wait_for_memory_service(cluster, lambda one: one.process_id != victim and is_keeping_all(one))

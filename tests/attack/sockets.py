@@ -1,7 +1,7 @@
-"""Garbage on listening sockets: what strangers may send, and how, and how often.
+"""Garbage for listening sockets.
 
-An attack is one deed against one address; whoever plays them asks afterwards whether honest peers
-are served. Connections that say nothing stay open until there are many.
+An attack is one action against one address; callers check afterwards that honest peers are served.
+Silent connections stay open until there are many.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Connect = Callable[[], socket.socket]
 
 
 class Attacker:
-    """Plays attacks drawn by chance. `good` are messages that honest peers send there."""
+    """Plays random attacks. `good` are messages that honest peers send there."""
 
     def __init__(self, chance: random.Random, good: Sequence[bytes]) -> None:
         self.chance = chance
@@ -90,7 +90,7 @@ class Attacker:
         )
 
     def close(self) -> None:
-        """Let go of the connections that say nothing."""
+        """Close the silent connections."""
         while self._silent:
             self._silent.popleft().close()
 
@@ -131,7 +131,7 @@ class Attacker:
         mutate = self.chance.choice((mutate_bytes, mutate_msgpack))
         try:
             return mutate(good, self.good, self.chance)
-        except ValueError:  # what is good there is no msgpack
+        except ValueError:  # the good messages are not msgpack
             return mutate_bytes(good, self.good, self.chance)
 
     def _odd_values(self) -> list[object]:
@@ -178,7 +178,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def unix_connector(name: str, kind: socket.SocketKind) -> Connect:
-    """Return what connects to an abstract name, given without its leading NUL or `@`."""
+    """Return a function that connects to an abstract name, without its leading NUL or `@`."""
 
     def connect() -> socket.socket:
         connecting = socket.socket(socket.AF_UNIX, kind)
@@ -189,7 +189,7 @@ def unix_connector(name: str, kind: socket.SocketKind) -> Connect:
                     connecting.settimeout(CONNECT_S)
                     connecting.connect(b"\0" + name.encode())
                     return connecting
-                except BlockingIOError:  # too many wait to be accepted
+                except BlockingIOError:  # too many connections are not accepted yet
                     if time.monotonic() > give_up_s:
                         raise
                     time.sleep(0.001)
@@ -201,6 +201,6 @@ def unix_connector(name: str, kind: socket.SocketKind) -> Connect:
 
 
 def tcp_connector(endpoint: str) -> Connect:
-    """Return what connects to a `tcp://host:port` endpoint."""
+    """Return a function that connects to a `tcp://host:port` endpoint."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return lambda: socket.create_connection((host.strip("[]"), int(port)), CONNECT_S)

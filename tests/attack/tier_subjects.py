@@ -1,4 +1,4 @@
-"""Of the table: tiers below the device, what they are made of, and the hierarchy over them."""
+"""Part of the table: tiers below the device, their parts, and the hierarchy over them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Every public function and method, its parameters, and what each parameter may be.
+"""Every public function and method, with the kinds of its parameters.
 
-A `Subject` makes a small world, says what its state is and how it is checked, and has a `Case` for
-each thing that can be called: good arguments, and the kind of each. What is exported and stands
-neither here nor among the exemptions makes test_type_table.py fail, and so does a parameter
-without a kind.
+A `Subject` makes a small world, returns its state, checks it, and has a `Case` for each callable:
+valid arguments, and the kind of each. An exported callable without a case or an exemption makes
+test_type_table.py fail, and so does a parameter without a kind.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def nothing(world: World) -> object:
 
 @dataclass(frozen=True)
 class Case:
-    """One callable: `call(world, arguments)` with `good(world)` works, and the state changes or
-    not; with one argument replaced by a wrong value it raises and nothing has changed."""
+    """One callable. `call(world, arguments)` with `good(world)` works, and the state may change;
+    with one argument replaced by a wrong value it raises, and the state stays the same."""
 
     name: str
     kinds: Mapping[str, Kind]
@@ -50,7 +49,7 @@ class Case:
     error: type[KVCacheError] = InvalidInputError
 
     def of_message(self) -> Case:
-        """The same for what reads a message, which is another error."""
+        """The same for functions that read a message, which raise another error."""
         return replace(self, error=KVCacheError)
 
 
@@ -64,12 +63,12 @@ class Subject:
     check: Callable[[World], object] = nothing
     cases: tuple[Case, ...] = ()
     alike: Callable[[World], object] | None = None
-    """The part of the state in which worlds that went the same way are alike; None: all of it."""
+    """The part of the state that is equal in worlds with equal histories; None: all of it."""
 
 
 @dataclass
 class Builder:
-    """Writes the cases of one class down."""
+    """Collects the cases of one class."""
 
     cls: Any
     target: Callable[[World], Any] = lambda world: world
@@ -117,7 +116,7 @@ class Builder:
         skips_forms: tuple[str, ...] = (),
         **kinds: Kind,
     ) -> None:
-        """A dataclass without checks of its own: `call` takes it and looks at its fields."""
+        """A dataclass without checks of its own: `call` takes it and checks its fields."""
 
         def make_and_call(world: World, arguments: Arguments) -> object:
             return call(world, self.cls(**arguments))
@@ -156,7 +155,7 @@ def function_case(
     return Case(function.__name__, kinds, values, call, frozenset(skips_forms))
 
 
-# --- what there is to be called ------------------------------------------------------------------
+# --- public callables ----------------------------------------------------------------------------
 
 MODULES: tuple[ModuleType, ...] = (
     kvcache,
@@ -172,7 +171,7 @@ CLIENTS = ("AsyncKVCacheClient", "KVCacheClient")
 
 @dataclass(frozen=True)
 class Border:
-    """A public callable: its name in the table, its parameters, the class that it is of."""
+    """A public callable: its name in the table, its parameters, its class."""
 
     name: str
     parameters: frozenset[str]
@@ -203,12 +202,12 @@ def exported() -> dict[str, Any]:
 
 
 def is_implemented_by_others(cls: type[Any]) -> bool:
-    """Whether a class only says what others have to offer."""
+    """Return whether a class is only an interface."""
     return bool(getattr(cls, "_is_protocol", False)) or inspect.isabstract(cls)
 
 
 def borders() -> Iterator[Border]:
-    """All that can be called with arguments. Of protocols and abstract classes: nothing."""
+    """All callables with arguments, without those of protocols and abstract classes."""
     for name, value in exported().items():
         if inspect.isfunction(value):
             yield Border(name, frozenset(parameters(value)))
@@ -236,7 +235,7 @@ def _is_ours(function: Any) -> bool:
     return function.__module__.split(".")[0] in {"kvcache", "actors"}
 
 
-# --- what stands in no table ----------------------------------------------------------------------
+# --- exemptions ----------------------------------------------------------------------------------
 
 EXEMPTIONS: dict[str, str] = {
     "made by the package and handed out: statistics, answers, jobs, events": """
@@ -281,11 +280,11 @@ EXEMPTIONS: dict[str, str] = {
         KVCacheClient.__init__ AsyncKVCacheClient.__init__ AsyncKVCacheClient.connect
     """,
 }
-"""Reason to names: a class, a method of a class and of those derived from it, or parameters."""
+"""Names by reason: a class, a method of a class and of derived classes, or parameters."""
 
 
 def exempted() -> dict[str, frozenset[str]]:
-    """Name to the parameters that no table has to drive; none: all of them."""
+    """The parameters that no table must test, by name; none: all of them."""
     found: dict[str, frozenset[str]] = {}
     for names in EXEMPTIONS.values():
         for each in names.split():
@@ -296,7 +295,7 @@ def exempted() -> dict[str, frozenset[str]]:
 
 
 def names_of(border: Border) -> set[str]:
-    """The names under which an exemption can be: of the class, and of those it is derived from."""
+    """The names under which an exemption can be: of the class, and of its bases."""
     if border.owner is None:
         return {border.name}
     method = border.name.partition(".")[2]

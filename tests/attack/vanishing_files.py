@@ -1,11 +1,10 @@
 """Vandalise a cluster's files while they are written and read.
 
-A cluster in this process plays prompts that its tiers store and find again. Meanwhile a thread
-removes, cuts, changes, swaps, hides and replaces files and directories below the tier's root, as a
-cleaner, an operator or a broken disk would. Every byte that comes back is checked. When the vandal
-has gone and the directories have been read again, the books of every rank equal what lies on its
-disk, the coordinator promises exactly that, routers have been told exactly that, and what is stored
-from then on is found.
+A cluster in this process plays prompts that its tiers store and load again. Meanwhile a thread
+removes, truncates, changes, swaps, hides and replaces files and directories below the tier's root,
+as a cleaner, an operator or a broken disk would. Every loaded byte is checked. When the vandal has
+stopped and the directories have been read again, the state of every rank matches its disk, the
+coordinator's state and the events match that, and newly stored blocks are found.
 
     python -m tests.attack.vanishing_files --seconds 600 --seed 7
 """
@@ -44,15 +43,15 @@ from tests.actors.tier_driver import (
 )
 
 NUM_PROMPTS = 12
-"""That come again and again; files have room for most of them."""
+"""Prompts that are repeated; files have room for most of them."""
 
 ROOM_IN_PROMPTS = 9
 PAUSE_S = 0.003
-"""From one act of vandalism to the next, at most ten times as long."""
+"""Pause between two acts of vandalism, at most ten times as long."""
 
 
 class Vandal:
-    """Does one thing after the other to the files below a directory, drawn by a seed."""
+    """Vandalises the files below a directory, as drawn by a seed."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self._root = root
@@ -81,7 +80,7 @@ class Vandal:
                 act()
                 self.counts[act.__name__] += 1
 
-    # --- what there is
+    # --- targets
 
     def _ranks(self) -> list[Path]:
         return sorted(self._root.glob("*/*/rank*"))
@@ -105,7 +104,7 @@ class Vandal:
         return self._random.choice(directories)
 
     def _emptied(self, path: Path) -> Path:
-        """Remove what lies at a path; return it."""
+        """Remove a path; return it."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -194,7 +193,7 @@ class Vandal:
 
 @contextmanager
 def told_of_files() -> Iterator[Callable[[TierHierarchy], set[bytes]]]:
-    """Yield what says which files of a hierarchy its events have promised so far."""
+    """Return a function that returns the files promised by a hierarchy's events so far."""
     told: dict[int, set[bytes]] = {}
     take_events = TierHierarchy.take_events
 
@@ -211,7 +210,7 @@ def told_of_files() -> Iterator[Callable[[TierHierarchy], set[bytes]]]:
 
 
 class Attack:
-    """One cluster, its vandal, and what has to hold."""
+    """One cluster, its vandal, and the checks."""
 
     def __init__(self, root: Path, seed: int) -> None:
         self._root = root
@@ -226,7 +225,7 @@ class Attack:
         self.counts: Counter[str] = Counter()
 
     def run(self, goes_on: Callable[[int], bool]) -> None:
-        """Play prompts as long as `goes_on(prompts so far)` says; raises AssertionError."""
+        """Play prompts while `goes_on(prompts so far)`; raises AssertionError."""
         with (
             told_of_files() as promised,
             LocalCluster(self._config) as self._cluster,
@@ -244,7 +243,7 @@ class Attack:
             play_all(self._client, range(100, 103), self._statistics)
             self._check_promises(promised)
             self._check_disks()
-            # Nothing that happened keeps the tier from serving.
+            # The tier still serves.
             assert "quota" not in self._problems(), self._problems()
             new = range(200, 200 + ROOM_IN_PROMPTS - 2)
             play_all(self._client, new, self._statistics)
@@ -270,14 +269,14 @@ class Attack:
         return epoch_state._offloading.tiers
 
     def _check_promises(self, promised: Callable[[TierHierarchy], set[bytes]]) -> None:
-        """Routers were told of what the coordinator has, and of nothing else."""
+        """Check that routers know exactly the coordinator's contents."""
         disk = self._tiers.disk
         assert disk is not None
         told, there = promised(self._tiers), set(disk.keys())
         assert told == there, f"{len(told - there)} promised, {len(there - told)} not"
 
     def _check_disks(self) -> None:
-        """Every rank has what the coordinator promises, and its books say how much that is."""
+        """Check that every rank has the coordinator's contents, and knows their size."""
         disk = self._tiers.disk
         assert disk is not None
         promised = set(disk.keys())
@@ -303,7 +302,7 @@ class Attack:
 
 
 def attack(seed: int, goes_on: Callable[[int], bool]) -> Attack:
-    """Attack one cluster; raises AssertionError with the seed when anything does not hold."""
+    """Attack one cluster; raises AssertionError with the seed if a check fails."""
     with tempfile.TemporaryDirectory(prefix="kvc-attack-") as directory:
         made = Attack(Path(directory), seed)
         try:

@@ -4,7 +4,7 @@
     python -m tests.chaos ray --seeds 0:20             clusters on Ray
     python -m tests.chaos simulated --seeds 0:10000    one process, a virtual clock, two at a time
 
-Seeds that failed are named at the end, with the way to play them again. Exit code 1 then.
+Names the failed seeds at the end, with the commands to repeat them. Exit code 1 then.
 """
 
 from __future__ import annotations

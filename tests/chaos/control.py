@@ -1,4 +1,5 @@
-"""Small messages of supervisor, fork server and forked processes: JSON, whole or not at all."""
+"""Small messages between supervisor, fork server and forked processes: JSON, whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ MAX_BYTES = 2**17
 
 
 class Control:
-    """One end of a socket that keeps messages apart. Never waits; one thread at a time."""
+    """One end of a message-preserving socket. Never waits; one thread at a time."""
 
     def __init__(self, end: socket.socket) -> None:
         """Own `end`."""
@@ -20,16 +21,16 @@ class Control:
 
     @classmethod
     def pair(cls) -> tuple[Control, socket.socket]:
-        """Return an end, and the other one for whoever is to have it."""
+        """Return one end, and the other one to pass on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     def fileno(self) -> int:
-        """Return the descriptor, -1 when it is closed."""
+        """Return the descriptor, -1 if it is closed."""
         return self._end.fileno()
 
     def send(self, message: dict[str, Any], *descriptors: int) -> None:
-        """Send `message`, and descriptors with it; dropped when nobody has the other end."""
+        """Send `message` with descriptors; dropped if the other end is closed."""
         try:
             socket.send_fds(self._end, [json.dumps(message).encode()], descriptors)
         except OSError:
@@ -40,7 +41,7 @@ class Control:
         return [message for message, _ in self.receive_with_descriptors()]
 
     def receive_with_descriptors(self) -> list[tuple[dict[str, Any], list[int]]]:
-        """Return what has arrived, each message with the descriptors that came with it."""
+        """Return the messages that have arrived, each with its descriptors."""
         arrived: list[tuple[dict[str, Any], list[int]]] = []
         while not self.is_over:
             try:
@@ -56,6 +57,6 @@ class Control:
         return arrived
 
     def close(self) -> None:
-        """Give the socket back. Repeatable."""
+        """Close the socket. Repeatable."""
         self.is_over = True
         self._end.close()

@@ -1,9 +1,9 @@
-"""A disk of its own for a cluster, and what can happen to it while it is used: all of it real.
+"""A real disk for one cluster, and real faults while it is in use.
 
     mount, as root ──▶ fill · forbid · unplug · spoil ──▶ unmount
 
-The disk is a file system in memory of a few MiB, mounted for one test; to mount it takes root. What
-is done, is done from outside, to the disk that the processes of the cluster have open.
+The disk is a file system in memory of a few MiB, mounted for one test; mounting needs root. Faults
+come from outside, on the disk that the processes of the cluster have open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILL_BYTES = 1 << 16
 
 
 class NotHereError(Exception):
-    """This user, or this machine, cannot do that to a disk."""
+    """This user, or this machine, cannot do that."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Disk:
         return sorted(self.root.glob(f"*/*/rank{rank}/??/*.kvb"))
 
     def fill(self) -> None:
-        """Leave no byte free."""
+        """Fill the disk completely."""
         with (self.root / "filler").open("wb", buffering=0) as filler:
             try:
                 while True:
@@ -44,52 +44,52 @@ class Disk:
                 return
 
     def empty(self) -> None:
-        """Take back what `fill` did."""
+        """Undo `fill`."""
         (self.root / "filler").unlink()
 
     def forbid(self) -> None:
-        """Let nobody write any more, not even root."""
+        """Make the disk read-only, even for root."""
         self._set_flags("+i")
 
     def allow(self) -> None:
-        """Let everybody write again."""
+        """Make the disk writable again."""
         self._set_flags("-i")
 
     def _set_flags(self, flags: str) -> None:
         _call("chattr", "-R", flags, str(self.root))
 
     def remove(self) -> None:
-        """Let the directory of one rank, with all that is in it, be gone: it can be made again."""
+        """Remove the directory of one rank with all contents: it can be created again."""
         (directory,) = self.root.glob("*/*/rank1")
         shutil.rmtree(directory)
 
     def unplug(self) -> None:
-        """Let it be gone for good: what stands in its place is no directory."""
+        """Remove it for good: a file takes its place."""
         (directory,) = self.root.glob("*/*/rank1")
         shutil.rmtree(directory)
         directory.touch()
 
     def spoil(self, do: Callable[[Path], None]) -> None:
-        """Do something to every file of one rank."""
+        """Apply a function to every file of one rank."""
         for path in self.files_of(1):
             do(path)
 
 
 def flip_a_bit(path: Path) -> None:
-    """Change the content as a disk does that has gone bad."""
+    """Change the content, like a failing disk."""
     data = bytearray(path.read_bytes())
     data[-9] ^= 4
     path.write_bytes(bytes(data))
 
 
 def cut(path: Path) -> None:
-    """Lose the last byte, as a crash does."""
+    """Remove the last byte, like a crash."""
     os.truncate(path, path.stat().st_size - 1)
 
 
 @contextmanager
 def mounted(root: Path) -> Iterator[Disk]:
-    """Mount a disk there, and take it away again, whoever has it open still."""
+    """Mount a disk there, and unmount it again, even if processes have it open."""
     root.mkdir()
     _call("mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "kvcache-test", str(root))
     try:

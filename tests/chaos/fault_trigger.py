@@ -1,8 +1,7 @@
 """Kills or stops its own process at a chosen message, with a real signal.
 
-Each payload that the process receives counts once. Each one that it sends counts twice, before and
-after. A payload for two ranks is sent to one after the other, so that it may reach only one of
-them.
+Each received payload counts once, each sent one twice, before and after. A payload for two ranks is
+sent to one after the other, so that it may reach only one of them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class FaultTrigger:
 
     @classmethod
     def of(cls, spec: dict[str, Any] | None) -> FaultTrigger:
-        """Return the trigger that was asked for."""
+        """Return the requested trigger."""
         return cls(0, 0) if spec is None else cls(spec["count"], signal.Signals[spec["signal"]])
 
     def count_event(self) -> None:

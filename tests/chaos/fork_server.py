@@ -1,10 +1,10 @@
-"""A process that has imported everything and forks others: in milliseconds instead of seconds.
+"""A process that has imported everything and forks others in milliseconds instead of seconds.
 
     supervisor ──{"id", "kind", ...} and a socket──▶ fork server ──fork──▶ process
                ◀──born, stopped, ended──────────────
 
 Each process is its child, so that it reports every exit and its status. The processes die with the
-fork server, which ends when its socket closes: whatever happens to the test, nothing is left.
+fork server, which ends when its socket closes: so nothing is left, whatever happens to the test.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.chaos.control import Control
 ROOT = Path(__file__).absolute().parents[2]
 END_S = 20.0
 START_S = 120.0
-"""Importing torch on a machine that has too much to do."""
+"""Time to import torch on a busy machine."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """The fork server as the test sees it. One schedule after the other uses `control`."""
+    """The fork server as the test sees it. Schedules use `control` one after the other."""
 
     def __init__(self) -> None:
         """Start the process; return when it has imported everything."""
@@ -54,7 +54,7 @@ class ForkServer:
             select.select([self.control], [], [], 1.0)
 
     def close(self) -> None:
-        """End the process, and with it whatever it has forked."""
+        """End the process and all its children."""
         self.control.close()
         try:
             self._process.wait(END_S)
@@ -70,7 +70,7 @@ class ForkServer:
 
 
 def serve(control: Control) -> None:
-    """Fork processes until nobody has the other end any more."""
+    """Fork processes until the other end is closed."""
     wake, signalled = os.pipe()
     for end in (wake, signalled):
         os.set_blocking(end, False)

@@ -1,4 +1,4 @@
-"""The replay that is disturbed: small conversations, of which everything follows from a seed."""
+"""The replay during faults: small conversations from a seed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvcache.simulate import Conversations, ConversationShape
 from kvcache.simulate.workload import Workload, WorkloadRequest
 
 OnMoment = Callable[[int], None]
-"""Told of the moments of a game, numbered from 1: before and after each step is sent, and when its
-answer is there."""
+"""Called at the moments of a game, numbered from 1: before and after each step is sent, and when
+its answer has arrived."""
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """What an engine plays, and how: see `ConversationShape` and `EngineLimits`."""
+    """The workload and limits of an engine: see `ConversationShape` and `EngineLimits`."""
 
     name: str
     seed: int
@@ -50,7 +50,7 @@ class Dealt:
 
 
 class NamedWorkload:
-    """Another workload, whose requests are called differently: several play at once."""
+    """Another workload with renamed requests, so that several can play at the same time."""
 
     def __init__(self, workload: Workload, name: str) -> None:
         self._workload = workload
@@ -67,7 +67,7 @@ class NamedWorkload:
 
 
 class DisturbedStepper(ClientStepper):
-    """A client whose moments somebody waits for."""
+    """A client that reports its moments."""
 
     def __init__(self, client: StepClient, on_moment: OnMoment, return_s: float) -> None:
         super().__init__(client, lambda: (None, ()), return_s=return_s)
@@ -99,7 +99,7 @@ def play_game(
     dealt: Dealt,
     on_moment: OnMoment = lambda moment: None,
 ) -> ReplayReport:
-    """Play to the end; raises what `ReplayEngine.run` raises, AssertionError when requests or
+    """Play to the end; raises the errors of `ReplayEngine.run`, AssertionError if requests or
     tokens are missing."""
     groups = get_kv_cache_groups(merge_rank_specs(layer_specs(config)))
     limits = EngineLimits(

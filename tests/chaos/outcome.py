@@ -1,4 +1,4 @@
-"""What came of schedules, in numbers."""
+"""The results of schedules, in numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.replay.report import ReplayReport
 
 @dataclass
 class Outcome:
-    """Sums over one schedule or many. `deeds`: what really happened to processes."""
+    """Sums over one schedule or many. `deeds`: faults that really happened to processes."""
 
     deeds: Counter[str] = field(default_factory=Counter)
     num_requests: int = 0

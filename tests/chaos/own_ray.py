@@ -1,5 +1,5 @@
-"""A Ray cluster for one command. To be entered before anything is imported that imports Ray, which
-reads its settings from the environment then."""
+"""A Ray cluster for one command. Enter it before any import of Ray, which reads its settings from
+the environment then."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One schedule on real processes, from the first fork to the last look for what is left over.
+"""One schedule on real processes, from the first fork to the last check for leftovers.
 
-    two games among faults ──▶ one more in peace, over what is cached ──▶ the books ──▶ nothing left
+    two games with faults ──▶ one without, over the same cache ──▶ state is consistent, nothing left
 
-Every byte is checked when it is read, and what was cached is read once more at the end.
+Every byte is checked when it is read, and all cached blocks are read once more at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.chaos.schedule import Schedule, Strike, random_schedule
 from tests.chaos.supervisor import ChaosSupervisor
 
 HANG_S = 60.0
-"""A schedule takes a second or two; whatever takes this long has come to a stop."""
+"""A schedule takes a second or two; after this time it hangs."""
 
 QUIET_S = 15.0
 POLL_S = 0.02
@@ -36,7 +36,7 @@ class HangError(Exception):
 
 
 def play_schedule(fork_server: ForkServer, seed: int) -> Outcome:
-    """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
+    """Play one schedule to its end; raises AssertionError with the seed if anything is wrong."""
     schedule = random_schedule(seed)
     before = shared_memory()
     with tempfile.TemporaryDirectory(prefix="kvx-", dir="/tmp") as folder:
@@ -45,7 +45,7 @@ def play_schedule(fork_server: ForkServer, seed: int) -> Outcome:
             with time_limit(HANG_S):
                 outcome = _play(supervisor, schedule, Path(folder))
         except Exception as error:
-            # Who is there is gone once it is closed.
+            # The list of processes is gone once it is closed.
             problem = (
                 f"{type(error).__name__}: {error}: {supervisor.problems} {supervisor.describe()}"
             )
@@ -83,7 +83,7 @@ def _play(supervisor: ChaosSupervisor, schedule: Schedule, folder: Path) -> Outc
 
 
 def _check_books(supervisor: ChaosSupervisor) -> None:
-    """Nobody has anything under way, all blocks are free, and the books add up everywhere."""
+    """Check that nothing is in progress, all blocks are free, and the state is consistent."""
     wrong: list[str] = []
     give_up_s = time.monotonic() + QUIET_S
     while True:
@@ -96,12 +96,12 @@ def _check_books(supervisor: ChaosSupervisor) -> None:
 
 
 def _unsettled(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield what is still under way; what is, for a moment, is no mistake."""
+    """Yield everything in progress; for a moment, that is no mistake."""
     coordinator = reports["coordinator"]
     if coordinator.get("phase") != "running":
         yield f"the coordinator is {coordinator.get('phase')}"
         return
-    # One audit may be under way.
+    # One audit may be in progress.
     expected = {"num_clients": 0, "num_open_jobs": 1, "num_unacknowledged": 1}
     for name, most in expected.items():
         if coordinator[name] > most:
@@ -139,7 +139,7 @@ def _await(is_done: Any, what: str) -> None:
 
 @contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise HangError in this thread, the process's first one, after `limit_s`."""
+    """Raise HangError in this thread, the main thread, after `limit_s`."""
 
     def on_alarm(number: int, frame: object) -> None:
         raise HangError(f"nothing has come to an end for {limit_s:g} s")

@@ -1,8 +1,8 @@
 """One schedule on a cluster on Ray: faults by seed, the replay finishes, nothing is left.
 
-The same game as on processes, and strikes at its moments, at what Ray has started: coordinator and
-workers die or stand still, one or several in a row; Ray and the worker supervisor see to the rest.
-In some schedules another driver attaches to the cluster, plays too, and may be killed.
+The same game as on processes, with faults at its moments: one or several of the processes that Ray
+has started, coordinator and workers, die or stop; Ray and the worker supervisor recover. In some
+schedules another driver attaches to the cluster, plays too, and may be killed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RayStrike:
-    """`deeds` are done at a moment, one right after the other: whom, and whether it dies or stands
-    still for `pause_s`."""
+    """`deeds` happen at a moment, one right after the other: a process, and whether it dies or
+    stops for `pause_s`."""
 
     moment: int
     deeds: tuple[tuple[str, str], ...]
@@ -77,7 +77,7 @@ ROWS = (
     (("stop", "worker-1"), ("kill", "coordinator")),
     (("stop", "coordinator"), ("kill", "worker-1")),
 )
-"""What happens in a row. Never to all workers and the coordinator: who would know the plan?"""
+"""Combined faults. Never all workers and the coordinator: no process would know the plan."""
 
 
 def random_ray_schedule(seed: int) -> RaySchedule:
@@ -115,8 +115,8 @@ def _game(rng: random.Random, name: str, seed: int) -> Dealt:
 
 
 def play_on_ray(address: str, seed: int) -> Outcome:
-    """Play one schedule on the Ray cluster that this process is connected to; raises AssertionError
-    with the seed when anything is wrong."""
+    """Play one schedule on the Ray cluster to which this process is connected; raises
+    AssertionError with the seed if anything is wrong."""
     schedule = random_ray_schedule(seed)
     before = look()
     striker = Striker(schedule)
@@ -153,13 +153,13 @@ def _play(address: str, schedule: RaySchedule, striker: Striker) -> Outcome:
         await_true(lambda: is_ready(cluster), SOON_S, "the cluster is not ready again")
         with cluster.client("again") as client:
             outcome.count(play_game(schedule.config, length, client, schedule.game))
-        await_true(lambda: not unsettled(cluster), QUIET_S, "something is under way for ever")
+        await_true(lambda: not unsettled(cluster), QUIET_S, "something never ends")
         outcome.num_epochs = cluster.status().epoch
     return outcome
 
 
 class Striker:
-    """Does what is scheduled to the processes of a cluster."""
+    """Applies the scheduled faults to the processes of a cluster."""
 
     def __init__(self, schedule: RaySchedule) -> None:
         self.cluster: Any = None
@@ -172,8 +172,9 @@ class Striker:
         self._stopped: list[tuple[int, threading.Timer]] = []
 
     def on_moment(self, moment: int) -> None:
-        """A moment of the game has come. Who is not whole yet after the last strike is spared for
-        another moment: with the coordinator and all workers all would be gone."""
+        """Handle a moment of the game. A process that has not recovered from the last fault is
+        spared until another moment: with the coordinator and all workers, the plan would be
+        lost."""
         if moment == self._driver_dies_at and self.driver is not None:
             self.deeds["kills of drivers"] += 1
             self.driver.kill()
@@ -199,14 +200,14 @@ class Striker:
                 self._stopped.append((process_id, timer))
 
     def go_on(self) -> None:
-        """Let everybody go on who stands still."""
+        """Resume all stopped processes."""
         for process_id, timer in self._stopped:
             timer.cancel()
             _continue(process_id)
         self._stopped.clear()
 
     def _status(self) -> Any:
-        """Return who is who; None unless all of them live."""
+        """Return the processes by role; None unless all of them live."""
         from kvcache.base.errors import ClusterError
 
         try:
@@ -219,7 +220,7 @@ class Striker:
 
 
 def is_alive(process_id: int) -> bool:
-    """Whether a process runs or stands still: it is neither dead nor about to be."""
+    """Whether a process runs or is stopped: it is neither dead nor about to be."""
     return started_ticks(process_id) != 0
 
 
@@ -254,18 +255,18 @@ def other_driver(address: str, schedule: RaySchedule) -> Iterator[subprocess.Pop
 
 
 def await_driver(driver: subprocess.Popen[str] | None) -> None:
-    """Wait until the other game has ended well."""
+    """Wait until the other game has ended without an error."""
     if driver is None:
         return
     said, _ = driver.communicate(timeout=SOON_S)
     assert (driver.returncode, said) == (0, "played\n"), (driver.returncode, said)
 
 
-# --- looking
+# --- inspection
 
 
 def is_ready(cluster: Any) -> bool:
-    """Whether all is well."""
+    """Return whether the cluster is healthy."""
     from kvcache.base.errors import ClusterError
 
     try:
@@ -275,7 +276,7 @@ def is_ready(cluster: Any) -> bool:
 
 
 def unsettled(cluster: Any) -> list[str]:
-    """Return what is still under way or held, and what is wrong."""
+    """Return what is still in progress or held, and what is wrong."""
     statistics = cluster.statistics()
     coordinator = statistics.coordinator
     if coordinator is None or coordinator.manager is None:
@@ -306,12 +307,12 @@ def await_true(is_true: Callable[[], bool], limit_s: float, otherwise: str) -> N
 
 
 def look() -> dict[str, str]:
-    """Return what may be left over, shared memory and processes, and what each of them is."""
+    """Return possible leftovers, shared memory and processes, each with a description."""
     return {**dict.fromkeys(shared_memory(), "shared memory"), **our_processes()}
 
 
 def await_nothing_left(name: str, before: Mapping[str, str]) -> list[str]:
-    """Wait until nothing of a cluster is left; return what is after a while."""
+    """Wait until no leftovers of a cluster remain; return those that do."""
     import ray
 
     give_up_s = time.monotonic() + QUIET_S
@@ -325,7 +326,7 @@ def await_nothing_left(name: str, before: Mapping[str, str]) -> list[str]:
 
 
 def our_processes() -> dict[str, str]:
-    """Return the actor processes of ours among the children of this one, and how Ray calls them."""
+    """Return our actor processes among the children of this one, with Ray's names."""
     import psutil
 
     found = {}

@@ -1,7 +1,7 @@
-"""What a forked process does: it is a worker, the coordinator, or an engine with its client.
+"""The roles of a forked process: a worker, the coordinator, or an engine with its client.
 
-The same plain parts, sockets and state file as everywhere; no Ray. What Ray would do, starting
-processes and telling who died and where the coordinator listens, the supervisor does.
+The same plain parts, sockets and state file as everywhere, without Ray. The supervisor does Ray's
+part: it starts processes, reports deaths, and says where the coordinator listens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DIAL_S = 5.0
 
 
 def play(message: dict[str, Any], control: Control) -> int:
-    """Be the process that was asked for until told to close; return the exit code."""
+    """Play the given role until told to close; return the exit code."""
     try:
         config = parse_config(json.loads(message["config"]))
         trigger = FaultTrigger.of(message.get("fault"))
@@ -95,7 +95,7 @@ def be_worker(config: ClusterConfig, rank: int, control: Control, trigger: Fault
 
 
 def plan_of(config: ClusterConfig, worker: EmbeddedWorker | None = None) -> Plan:
-    """Return the plan that every process makes for itself: all ranks are alike here."""
+    """Return the plan, which every process makes for itself: all ranks are alike here."""
     num_ranks = config.parallel.num_ranks
     workers = [EmbeddedWorker(config, rank, connect_nobody) for rank in range(num_ranks)]
     if worker is not None:
@@ -116,12 +116,12 @@ def connect(
 
 
 def connect_nobody(*_: object) -> PeerTransport:
-    """For workers that only say what they keep."""
-    raise ClusterError("nobody is there")
+    """For workers that only report what they keep."""
+    raise ClusterError("no process is there")
 
 
 def describe_worker(worker: EmbeddedWorker) -> dict[str, Any]:
-    """Return the statistics of a rank, and what is wrong with its books."""
+    """Return the statistics of a rank, and inconsistencies of its state."""
     statistics = worker.worker.statistics()
     return {
         "broken": broken(worker.worker.check),
@@ -136,7 +136,7 @@ def describe_worker(worker: EmbeddedWorker) -> dict[str, Any]:
 
 
 def broken(check: Any) -> str:
-    """Return what a check has to say, empty when all is well."""
+    """Return the message of a failed check, empty if it passes."""
     try:
         check()
     except InvariantError as error:
@@ -180,7 +180,7 @@ def be_coordinator(
 def begin(
     config: ClusterConfig, message: dict[str, Any], service: CoordinatorService, clock: Clock
 ) -> Coordinator:
-    """Take an epoch; again with another coordinator when somebody else was faster."""
+    """Take an epoch; try again if another coordinator was faster."""
     store = FileStateStore(Path(message["directory"]) / STATE_FILE)
     plan, give_up_s = plan_of(config), time.monotonic() + START_S
     known = {int(rank): name for rank, name in message["incarnations"].items()}
@@ -195,7 +195,7 @@ def begin(
 
 
 def describe(coordinator: Coordinator, service: CoordinatorService) -> dict[str, Any]:
-    """Return the statistics of a coordinator, and what is wrong with its books."""
+    """Return the statistics of a coordinator, and inconsistencies of its state."""
     statistics, carried = coordinator.statistics(), service.statistics()
     manager = statistics.manager
     return {
@@ -220,7 +220,7 @@ def describe(coordinator: Coordinator, service: CoordinatorService) -> dict[str,
 
 
 class FileDialer:
-    """How clients find the coordinator: the supervisor writes down where it listens. A
+    """How clients find the coordinator: the supervisor writes its address to a file. A
     `Dialing`."""
 
     needs_keeping_alive = True
@@ -231,7 +231,7 @@ class FileDialer:
         self._trigger = trigger
 
     def endpoint(self) -> Endpoint:
-        """Return where the coordinator listens; raises DeadlineError when nowhere."""
+        """Return where the coordinator listens; raises DeadlineError if nowhere."""
         give_up_s = time.monotonic() + DIAL_S
         while True:
             try:
@@ -242,7 +242,7 @@ class FileDialer:
                 time.sleep(TURN_S)
 
     def noted(self) -> Endpoint | None:
-        """Who asks need not wait here: the file is what is asked."""
+        """Return at once: reading the file takes no waiting."""
         return None
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
@@ -251,14 +251,14 @@ class FileDialer:
         return connect(self._trigger, endpoint, peer, limit, Mailbox(capacity=1))
 
     def lost_workers(self) -> str:
-        """Nobody is asked."""
+        """Does nothing."""
         return ""
 
 
 def be_engine(
     config: ClusterConfig, message: dict[str, Any], control: Control, trigger: FaultTrigger
 ) -> None:
-    """Play a game, and say how it ended."""
+    """Play a game, and report how it ended."""
     dialer = FileDialer(config, Path(message["directory"]), trigger)
     with KVCacheClient(dialer, f"engine-{os.getpid()}") as client:
         dealt = Dealt(**message["dealt"])

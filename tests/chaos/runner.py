@@ -1,4 +1,4 @@
-"""Plays many schedules, says how far it is, and names at the end those that failed."""
+"""Plays many schedules, reports progress, and names the failed ones at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KINDS = ("processes", "ray", "simulated")
 NUM_SIMULATIONS_AT_ONCE = 2
 SEEDS_AT_ONCE = 10
 SHOWN_AFTER_S = 30.0
-"""How often progress is told where it is written to a file."""
+"""How often progress is written to a file."""
 
 
 @dataclass
 class Played:
-    """One seed: what came of it, or what was wrong."""
+    """One seed: its outcome, or its error."""
 
     seed: int
     took_s: float
@@ -32,7 +32,7 @@ class Played:
 
 @dataclass
 class Progress:
-    """How far it is, on one line of a terminal, or now and then on a line of a file."""
+    """Progress, on one line of a terminal, or sometimes on a line of a file."""
 
     kind: str
     num_seeds: int
@@ -77,12 +77,12 @@ class Progress:
 
 
 def main() -> int:
-    """Read the arguments, play."""
+    """Parse the arguments and play."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seeds", type=seeds, default=range(10), metavar="FIRST:END")
     given = parser.parse_args()
-    # What dies is said by whoever outlives it; here it is meant to die.
+    # Surviving processes log each death; here deaths are intended.
     logging.disable(logging.WARNING)
     progress = Progress(given.kind, len(given.seeds))
     playing = {"processes": on_processes, "ray": on_ray, "simulated": simulated}[given.kind]
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def seeds(text: str) -> range:
-    """Return the seeds that `FIRST:END` names, the end left out; raises ValueError."""
+    """Return the seeds from `FIRST` to `END`, exclusive; raises ValueError."""
     first, _, end = text.partition(":")
     return range(int(first), int(end) if end else int(first) + 1)
 
@@ -110,7 +110,7 @@ def on_processes(chosen: Iterable[int]) -> Iterator[Played]:
 
 
 def on_ray(chosen: Iterable[int]) -> Iterator[Played]:
-    """Play on clusters, one after the other, in one Ray cluster of this command's own."""
+    """Play on clusters, one after the other, in a Ray cluster of this command."""
     from tests.chaos.own_ray import ray_of_our_own
 
     with ray_of_our_own() as address:
@@ -141,7 +141,7 @@ def _simulate(seed: int) -> Played:
 
 @contextmanager
 def measured(seed: int) -> Iterator[Played]:
-    """Yield what is filled in; a schedule that fails says so there."""
+    """Yield an outcome to fill in; a schedule that fails is recorded there."""
     played, started_s = Played(seed, 0.0), time.monotonic()
     try:
         yield played

@@ -1,4 +1,4 @@
-"""What happens to a cluster of processes, drawn by a seed: the model, the games, the strikes."""
+"""The faults of a cluster of processes, drawn by a seed: the model, the games, the faults."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TENSOR_PARALLEL = 2
 
 @dataclass(frozen=True)
 class Strike:
-    """What is done to a process at a moment of the first engine's game.
+    """A fault of a process at a moment of the first engine's game.
 
-    `kill`: it is dead at once. `stop`: it stands still for `pause_s`. `usurp`: a coordinator that
-    stands still, while another one begins.
+    `kill`: it dies at once. `stop`: it stops for `pause_s`. `usurp`: a coordinator stops while
+    another one begins.
     """
 
     moment: int
@@ -48,9 +48,10 @@ class Strike:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """What a process does to itself: at its `count`th sent or taken message it stops, or is dead.
+    """A fault that a process triggers itself, at its `count`th sent or received message: a stop, or
+    death.
 
-    `generation`: 0 for the process that is started first, 1 for the one that takes its place.
+    `generation`: 0 for the process that is started first, 1 for its replacement.
     """
 
     victim: str
@@ -79,7 +80,7 @@ class Schedule:
         return f"{what}{', two engines' if self.other_game else ''}: {'; '.join(deeds)}"
 
     def fault_for(self, victim: str, generation: int) -> PlannedFault | None:
-        """Return what waits for a process."""
+        """Return the fault of a process."""
         for fault in self.faults:
             if (fault.victim, fault.generation) == (victim, generation):
                 return fault
@@ -104,7 +105,7 @@ def random_schedule(seed: int) -> Schedule:
 
 
 def random_config(rng: random.Random, seed: int, model: str, has_other: bool) -> ClusterConfig:
-    """Return a tiny cluster that is in a hurry."""
+    """Return a tiny cluster with short deadlines."""
     num_groups = len(MODELS[model])
     return parse_config(
         {
@@ -113,7 +114,7 @@ def random_config(rng: random.Random, seed: int, model: str, has_other: bool) ->
             "cache": {
                 "block_size": 4,
                 "memory_per_rank": "4MiB",
-                # An engine that finds no room counts on its own requests only to make some.
+                # An engine without room waits only for its own requests.
                 "num_blocks": rng.choice((400, 800) if has_other else (70, 120, 400)) * num_groups,
                 "hash_algorithm": rng.choice(("sha256", "xxh3_128")),
                 "merge_duplicates": rng.random() < 0.3,
@@ -142,7 +143,7 @@ def random_config(rng: random.Random, seed: int, model: str, has_other: bool) ->
 
 
 def ray_config(rng: random.Random, seed: int, model: str) -> ClusterConfig:
-    """Return a tiny cluster for Ray, which has its own pace."""
+    """Return a tiny cluster for Ray, with longer deadlines."""
     return parse_config(
         {
             "name": f"chaos-ray-{seed}",
@@ -173,7 +174,7 @@ def ray_config(rng: random.Random, seed: int, model: str) -> ClusterConfig:
 def _random_game(rng: random.Random, name: str, seed: int) -> Dealt:
     return Dealt(
         name=name,
-        seed=seed,  # the same for both: they share their system prompts
+        seed=seed,  # the same for both, to share system prompts
         num_conversations=rng.randint(3, 8),
         num_turns=rng.randint(1, 3),
         system_prompt_tokens=random.Random(seed).randint(1, 40),
@@ -194,13 +195,13 @@ def _random_strike(rng: random.Random) -> Strike:
 def _random_faults(
     rng: random.Random, strikes: Sequence[Strike], has_other: bool
 ) -> Iterator[PlannedFault]:
-    """Yield faults, most of them for the processes that take the place of a victim."""
+    """Yield faults, most of them for the replacements of a victim."""
     struck = [strike.victim for strike in strikes if strike.deed != "stop"]
     for _ in range(rng.choice((0, 1, 1, 2, 3))):
         is_for_next = bool(struck) and rng.random() < 0.6
         others = ("coordinator", "worker-0", "worker-1", *("engine",) * has_other)
         victim = rng.choice(struck if is_for_next else others)
-        # Few messages make an epoch, many make a game: each size is as likely as any other.
+        # An epoch takes few messages, a game many: each order of magnitude is equally likely.
         count = round(2 ** rng.uniform(0, 8))
         number = rng.choice(("SIGKILL", "SIGKILL", "SIGSTOP"))
         yield PlannedFault(victim, int(is_for_next), count, number)

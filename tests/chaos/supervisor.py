@@ -1,8 +1,8 @@
-"""Looks after the processes of one schedule: starts them, hears of their ends, starts others.
+"""Manages the processes of one schedule: starts them, notices their deaths, replaces them.
 
-Does what Ray and the worker supervisor do on a cluster: says who is lost, makes another process for
-a rank or a coordinator, tells workers and clients where the coordinator listens. And it strikes. A
-thread of its own; what is not signals goes through its queue.
+Does the part of Ray and the worker supervisor: reports losses, replaces workers and coordinators,
+tells workers and clients where the coordinator listens. And it applies faults. A thread of its own;
+everything except signals goes through its queue.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WAIT_S = 0.05
 CLOSE_S = 10.0
 ANSWER_S = 10.0
 STOPPED_PAUSE_S = 0.3
-"""How long who has stopped itself stands still."""
+"""How long a process that has stopped itself stays stopped."""
 
 
 @dataclass(eq=False)
 class ForkedProcess:
-    """One process. `role` is what it was started for, as schedules name it."""
+    """One process. `role` is the name for which it was started, as in schedules."""
 
     number: int
     role: str
@@ -45,8 +45,8 @@ class ForkedProcess:
     process_id: int = 0
     descriptor: int = -1
     address: str = ""  # of a coordinator that serves
-    incarnation: str = ""  # of a worker that is there
-    pause_s: float = STOPPED_PAUSE_S  # how long it stands still once it is stopped
+    incarnation: str = ""  # of a running worker
+    pause_s: float = STOPPED_PAUSE_S  # how long it stays stopped
     is_dead: bool = False
     report: dict[str, Any] | None = None
     outcome: str = ""  # of an engine's game
@@ -58,10 +58,10 @@ class ForkedProcess:
 
 
 class ChaosSupervisor:
-    """All processes of one schedule. `problems` is what must not have happened."""
+    """All processes of one schedule. `problems` are errors of the schedule."""
 
     def __init__(self, fork_server: ForkServer, schedule: Schedule, directory: Path) -> None:
-        """Start nobody yet."""
+        """Start no process yet."""
         self.problems: list[str] = []
         self.deeds: Counter[str] = Counter()
         self._control = fork_server.control
@@ -91,7 +91,7 @@ class ChaosSupervisor:
         self._await(lambda: bool(self._endpoint() or self.problems), ANSWER_S, "begin to serve")
 
     def strike(self, strike: Strike) -> None:
-        """Do what was scheduled, now, to whoever has the role."""
+        """Apply a scheduled fault now, to the process that has the role."""
         with self._lock:
             victim = self._serving.get(strike.victim)
             if victim is None or victim.descriptor < 0:
@@ -106,7 +106,7 @@ class ChaosSupervisor:
                 self._order(lambda: self._start("coordinator"))
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Return what coordinator and workers say of themselves now, by role."""
+        """Return the statistics of coordinator and workers, by role."""
         number = next(self._numbers)
         with self._lock:
             asked = {r: p for r, p in self._serving.items() if r != "engine"}
@@ -121,7 +121,7 @@ class ChaosSupervisor:
         return {role: p.report or {"broken": "it is dead"} for role, p in asked.items()}
 
     def is_settled(self) -> bool:
-        """Whether every role is served by a living process, and nothing else is to come."""
+        """Whether every role has a living process, and no event is pending."""
         with self._lock:
             wanted = {"coordinator", *(f"worker-{rank}" for rank in range(TENSOR_PARALLEL))}
             has_all = all(
@@ -130,21 +130,21 @@ class ChaosSupervisor:
             return has_all and not self._due and not self._orders
 
     def await_engine(self, limit_s: float) -> str:
-        """Wait for the end of the second engine; return what came of it, empty if it was killed."""
+        """Wait for the end of the second engine; return its outcome, empty if it was killed."""
         with self._lock:
             engines = [p for p in self._processes.values() if p.role == "engine"]
         self._await(lambda: all(p.is_dead for p in engines), limit_s, "end the second game")
         return "".join(p.outcome for p in engines)
 
     def close(self) -> None:
-        """End everybody. What has to be ended by force, or lives on, is a problem."""
+        """End all processes. One that must be killed, or survives, is a problem."""
         self._order(self._begin_to_close)
         if not self._have_all_died(CLOSE_S):
-            self.problems.append(f"not everybody ended when told to: {self.describe()}")
+            self.problems.append(f"not every process ended when told to: {self.describe()}")
             for process in self._living():
                 self._signal(process, signal.SIGKILL)
             if not self._have_all_died(CLOSE_S):
-                self.problems.append(f"not everybody died: {self.describe()}")
+                self.problems.append(f"not every process died: {self.describe()}")
         self._is_over = True
         self._order(lambda: None)
         self._thread.join(CLOSE_S)
@@ -156,7 +156,7 @@ class ChaosSupervisor:
             os.close(end)
 
     def describe(self) -> str:
-        """Say who is there, for a failure's message."""
+        """Return a description of all processes, for a failure's message."""
         with self._lock:
             processes = [
                 f"{p.role}.{p.generation} {p.process_id}"
@@ -184,7 +184,7 @@ class ChaosSupervisor:
     def _turn(self) -> None:
         while self._orders:
             self._orders.popleft()()
-        # What a process said comes before its end.
+        # Messages of a process come before its end.
         for process in list(self._processes.values()):
             if not process.control.is_over:
                 for message in process.control.receive():
@@ -215,7 +215,7 @@ class ChaosSupervisor:
             if not self._changed.wait_for(is_done, limit_s):
                 raise AssertionError(f"they did not {what} within {limit_s} s: {self.describe()}")
 
-    # --- births
+    # --- starts
 
     def _start_all(self) -> None:
         for rank in range(TENSOR_PARALLEL):
@@ -225,7 +225,7 @@ class ChaosSupervisor:
             self._start("engine")
 
     def _start(self, role: str) -> None:
-        """Have a process started that has the role from now on."""
+        """Start a process for the role."""
         if self._is_closing:
             return
         control, theirs = Control.pair()
@@ -241,7 +241,7 @@ class ChaosSupervisor:
         theirs.close()
 
     def _request(self, process: ForkedProcess) -> dict[str, Any]:
-        """Return what the fork server and the new process have to know."""
+        """Return the arguments for the fork server and the new process."""
         game = self._schedule.other_game
         request = {
             "id": process.number,
@@ -264,7 +264,7 @@ class ChaosSupervisor:
     def _is_there(process: ForkedProcess) -> bool:
         return not process.is_dead and bool(process.address or process.incarnation)
 
-    # --- news
+    # --- messages
 
     def _on_fork_server(self, message: dict[str, Any]) -> None:
         if "born" in message:
@@ -278,7 +278,7 @@ class ChaosSupervisor:
         process_id = message.get("ended", message.get("stopped"))
         process = next((p for p in self._living() if p.process_id == process_id), None)
         if process is None:
-            return  # of a schedule before, which has failed
+            return  # of an earlier schedule, which has failed
         if "stopped" in message:
             self.deeds["stopped"] += 1
             self._later(process.pause_s, lambda: self._go_on(process))
@@ -295,7 +295,7 @@ class ChaosSupervisor:
             return
         if code != -signal.SIGKILL:
             self.problems.append(f"{process.role} {process.process_id} ended with {code}")
-            self._is_closing = True  # whoever fails by itself would fail again
+            self._is_closing = True  # a process that fails by itself would fail again
         if self._serving.get(process.role) is not process:
             return
         if process.role != "coordinator" and process.incarnation:
@@ -332,7 +332,7 @@ class ChaosSupervisor:
                 process.control.send({"do": "attach", "address": address})
 
     def _publish(self, address: str) -> None:
-        """Tell everybody where the coordinator listens now."""
+        """Tell all processes where the coordinator listens now."""
         beside = self._directory / f"{ENDPOINT_FILE}.new"
         beside.write_text(address)
         beside.replace(self._directory / ENDPOINT_FILE)
@@ -361,7 +361,7 @@ class ChaosSupervisor:
         self._is_closing = True
         self._due.clear()
         for process in self._living():
-            if process.role == "engine":  # it has failed, or something else has
+            if process.role == "engine":  # it has failed, or another process has
                 self._signal(process, signal.SIGKILL)
                 continue
             self._go_on(process)

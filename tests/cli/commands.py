@@ -1,4 +1,4 @@
-"""The command line in a process of its own, as tests start it."""
+"""Runs the command line in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ main()
 """
 
 KVCACHE = [sys.executable, "-c", _MAIN]
-"""What comes before the arguments."""
+"""The command before the arguments."""

@@ -97,7 +97,7 @@ def run_request(
 
 
 def extend(core: FlatCore, request: Request, num_tokens: int) -> list[TableChange] | None:
-    """Append tokens and reserve for them; all before is computed."""
+    """Append tokens and reserve for them; all earlier tokens are computed."""
     computed = request.num_tokens
     request.append_output_token_ids(list(range(1000, 1000 + num_tokens)))
     end = request.num_tokens
@@ -109,7 +109,7 @@ def block_lists(hit: CacheHit) -> list[list[int]]:
 
 
 class RequestTokens:
-    """The tokens of rows whose requests have all of them themselves."""
+    """The tokens of rows whose requests have all of them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
@@ -131,7 +131,7 @@ class RequestTokens:
 
 
 class EventLog:
-    """An event sink that keeps what it hears until it is taken."""
+    """An event sink that keeps events until they are taken."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
@@ -145,7 +145,7 @@ class EventLog:
 
 
 def eviction_order(core: FlatCore) -> list[int]:
-    """Return the cached blocks that nobody uses, the next victim first."""
+    """Return the cached blocks without references, the next victim first."""
     if core.order is not None:
         return [int(block) for block in core.order.policy.order()]
     cached = {block for _, _, block, _ in core.contents()}

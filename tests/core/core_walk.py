@@ -1,7 +1,7 @@
-"""Random operations on the flat core and on the slow one beside it, compared after every one.
+"""Random operations on the flat core and on the slow one, compared after every one.
 
 Closer to the core than the walks of `tests/agreement`: steps open, end and fail in any order, pools
-are tiny, tokens are two, and what blocks hold and in which order they go is compared, too.
+are tiny, there are two tokens, and contents of blocks and their eviction order are compared, too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ HASH_FN = get_hash_fn("sha256")
 
 @dataclass
 class Ends:
-    """Where a request's last forward ended, how many drafts followed, and the steps it ran in.
-    `num_accepted` of the drafts are known to be right, once somebody has asked."""
+    """The end of a request's last forward, the number of drafts after it, and the steps it ran in.
+    `num_accepted` of the drafts are accepted, once that is known."""
 
     num_own: int
     num_drafts: int
@@ -54,7 +54,7 @@ class Ends:
 
 
 class Listener(EventLog):
-    """What one core tells: events, and labels as a worker has them."""
+    """The output of one core: events, and labels as a worker has them."""
 
     def __init__(self, groups: Sequence[ModelGroup], num_blocks: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Listener(EventLog):
         self.labels = Labels(specs, num_blocks, Chains())
 
     def hear(self, core: FlatCore | SlowCore) -> tuple[object, ...]:
-        """Take what the core has told since the last call."""
+        """Take the core's output since the last call."""
         for command in core.take_commands():
             if isinstance(command, Label):
                 self.labels.apply(command)
@@ -74,13 +74,13 @@ class Listener(EventLog):
 
 @dataclass
 class Twins:
-    """Which block of the slow core is which of the flat one, as far as it can be seen."""
+    """Which block of the slow core corresponds to which of the flat one, as far as visible."""
 
     there: dict[int, int] = field(default_factory=lambda: {0: 0})
     back: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def pair(self, flat: Sequence[int], slow: Sequence[int]) -> None:
-        """The blocks of one place after the other are the same."""
+        """Check that the blocks of corresponding places correspond."""
         assert len(flat) == len(slow), (flat, slow)
         for one, two in zip(flat, slow, strict=True):
             assert self.there.setdefault(one, two) == two, (flat, slow)
@@ -207,14 +207,14 @@ class Walk:
             self.note_ends(request.request_id, wanted, num_drafts)
 
     def note_ends(self, name: str, wanted: Reservation, num_drafts: int) -> None:
-        """A forward that ends with new tokens of its own is to run."""
+        """Prepare a forward that ends with new tokens of its own."""
         ends = self.ends[name]
         if wanted.own_end > ends.num_own:
             ends.num_own, ends.num_drafts, ends.num_accepted = wanted.own_end, num_drafts, None
             ends.ran_in |= self.open_steps()
 
     def more(self, request: Request, *, delays: bool) -> tuple[Reservation, int]:
-        """Append some tokens; return what to ask for, and the drafts among it."""
+        """Append some tokens; return the number to reserve, and the drafts among them."""
         if self.keeps_states:
             return self.more_states(request, delays=delays)
         computed = min(request.num_tokens, self.random.randint(0, 60))
@@ -234,7 +234,8 @@ class Walk:
         request.append_output_token_ids([self.random.randint(1, 2) for _ in range(count)])
 
     def settle(self, request: Request) -> tuple[int, int]:
-        """Say how many drafts of the last forward are accepted, and how many tokens that makes."""
+        """Return how many drafts of the last forward are accepted, and how many tokens that
+        makes."""
         ends = self.ends[request.request_id]
         if ends.num_accepted is None:
             ends.num_accepted = self.random.randint(0, ends.num_drafts)
@@ -259,7 +260,7 @@ class Walk:
         return wanted, num_drafts
 
     def commit(self) -> None:
-        """Make hittable what was delayed."""
+        """Make delayed blocks hittable."""
         if self.requests:
             request = self.requests[self.random.choice(list(self.requests))]
             most = min(self.ends[request.request_id].num_own, request.num_tokens)
@@ -268,7 +269,7 @@ class Walk:
                 core.commit(request, num_tokens)
 
     def fork(self) -> None:
-        """Let a child share what a request has computed, all of it where states are kept."""
+        """Fork a request at some computed length, or at all of it if states are kept."""
         if not self.requests:
             return
         parent = self.requests[self.random.choice(list(self.requests))]
@@ -290,7 +291,7 @@ class Walk:
         self.num_forks += 1
 
     def extend_rows(self) -> None:
-        """Several rows in one call, mostly by one token: what all skip is freed first."""
+        """Extend several rows in one call, mostly by one token: skipped blocks are freed first."""
         chosen = self.random.sample(list(self.requests), self.random.randint(0, len(self.requests)))
         rows = []
         for name in chosen:
@@ -424,7 +425,7 @@ class Walk:
     def compare_patch(
         self, core: FlatCore | SlowCore, names: list[str], patch: BlockTablePatch
     ) -> None:
-        """Every changed column is as the table has it, or null since."""
+        """Check every changed column against the table, unless it was dropped since."""
         by_slot = {self.slots[name]: core.block_ids(name) for name in names}
         runs = zip(patch.slots, patch.groups, patch.first_indices, patch.counts, strict=True)
         start = 0
@@ -435,7 +436,7 @@ class Walk:
         assert start == len(patch.block_ids)
 
     def compare(self) -> None:
-        """Nothing that can be seen differs, but for the names of blocks."""
+        """Check that nothing visible differs, except block ids."""
         flat, slow = self.cores
         flat.check()
         slow.check()

@@ -1,4 +1,4 @@
-"""How much memory an object reaches, whatever its parts are called."""
+"""The memory that an object references, directly or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOT_OWNED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def footprint_bytes(root: object) -> int:
-    """Return the bytes of everything that can be reached from `root` but classes and functions."""
+    """Return the bytes of all objects reachable from `root`, except classes and functions."""
     seen: set[int] = set()
     pending: list[object] = [root]
     total = 0

@@ -1,4 +1,4 @@
-"""What a worker would know of its blocks after a core's commands."""
+"""A worker's labels after a core's commands."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def apply_commands(table: LabelTable, commands: Sequence[Command]) -> None:
 
 
 def label_table(core: FlatCore, num_blocks: int, longest_block: int = 4) -> LabelTable:
-    """Return the labels of all commands that wait in `core`."""
+    """Return the labels of all pending commands of `core`."""
     table = LabelTable(num_blocks, DIGEST_BYTES, longest_block)
     apply_commands(table, core.take_commands())
     return table
 
 
 def without(table: LabelTable, num_blocks: int, block_ids: Sequence[int]) -> LabelSet:
-    """Return a rank's labels that lack those of some blocks. The table itself keeps them."""
+    """Return a rank's labels without those of some blocks. The table itself keeps them."""
     whole = table.collect(0, 1, 1, "layout")
     partial = LabelTable(num_blocks, whole.digest_bytes, max(whole.labels.token_counts, default=1))
     partial.apply(whole.labels)

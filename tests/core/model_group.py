@@ -1,4 +1,4 @@
-"""What tests know of a KV cache group, by searching and counting where the core computes."""
+"""A model of a KV cache group that searches and counts, while the core computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelGroup:
         return not self.is_cross and self.states != "none"
 
     def column(self, num_tokens: int) -> int:
-        """Where the state after so many tokens is, -1 for none."""
+        """The place of the state after `num_tokens`, -1 for none."""
         if self.states == "none" or not num_tokens:
             return 0 if num_tokens else -1
         index = 0
@@ -44,7 +44,7 @@ class ModelGroup:
         return index
 
     def num_skipped(self, computed: int) -> int:
-        """Leading blocks that nothing reads after so many tokens."""
+        """Leading blocks that are never read after `num_tokens`."""
         if self.window is not None:
             count = 0
             while (count + 1) * self.block_size - 1 < computed - self.window + 1:
@@ -55,7 +55,7 @@ class ModelGroup:
         return max(0, self.column(computed)) if self.states == "align" else 0
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that a hit of so many tokens must have."""
+        """The first block that a hit of `num_tokens` must have."""
         count = num_tokens // self.block_size
         if self.window is not None:
             blocks = 1
@@ -68,7 +68,7 @@ class ModelGroup:
 
 
 def group_of(spec: KVCacheSpec) -> ModelGroup:
-    """Return what the model knows of a spec."""
+    """Return the model of a spec."""
     size = spec.block_size
     if isinstance(spec, SlidingWindowSpec):
         return ModelGroup(size, window=spec.sliding_window)

@@ -1,12 +1,12 @@
 """A core that is slow and obvious: blocks are objects, lists are searched, prefixes are tuples.
 
 It has the interface of a core and shares no code with one, so that walks can drive both alike and
-compare all that can be seen. Not here: tenants, policies but LRU, tiers, rebuilds.
+compare everything visible. It has no tenants, policies except LRU, tiers and rebuilds.
 
-Each content has one block, the *cached* one. A request that computes a content again keeps a
-private block of its own in its table. In groups that read the whole prefix it also holds the cached
-one, its *twin*, as long as it has the private one: so no content ever goes before what continues
-it. With `merge_duplicates` the twin takes the private block's place once its step is complete.
+Each content has one *cached* block. A request that computes a content again keeps a private block
+in its table. In groups that read the whole prefix it also holds the cached one, its *twin*, as long
+as it has the private one: so no content is ever evicted before those that continue it. With
+`merge_duplicates` the twin replaces the private block once its step is complete.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Place(NamedTuple):
         return Place(self.namespace, self.units[:-num_units])
 
     def continues(self, other: Place) -> bool:
-        """Whether this is longer than another prefix and begins with it."""
+        """Return whether this is longer than another prefix and begins with it."""
         num_units = len(other.units)
         return (
             self.namespace == other.namespace
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The block of a group that ends at a place."""
+    """A place: a group, and the prefix at whose end its block is."""
 
     group: int
     place: Place
@@ -84,7 +84,7 @@ class Block:
     holders: int = 0
     content: Content | None = None
     waits_for: Step | None = None
-    """The step that has to be complete before this is sealed."""
+    """The step that must be complete before this is sealed."""
 
 
 class Published(NamedTuple):
@@ -103,13 +103,13 @@ class Row:
     num_encoder: int
     tables: list[list[Block | None]]
     place: Place
-    """What it has made hittable or adopted."""
+    """The contents that it has made hittable or adopted."""
     twins: dict[Column, Block] = field(default_factory=dict)
     ends: set[int] = field(default_factory=set)
-    """Units behind which a forward's own tokens ended."""
+    """Units at whose end a forward's own tokens ended."""
     is_mute: bool = False
     shared: dict[Column, int] = field(default_factory=dict)
-    """Columns that others may hold too, and behind how many tokens they are written."""
+    """Columns that others may hold too, and after how many tokens they are written."""
     published: list[Published] = field(default_factory=list)
 
     @property
@@ -119,7 +119,7 @@ class Row:
 
 class SlowCore:
     keeps_copies = False
-    """Cache a content in every block that has it, and hold no twins: what others do."""
+    """Cache a content in every block that has it, and hold no twins, as other managers do."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class SlowCore:
         self.blank = self.blocks[:0:-1]
         """Free blocks without content, in any order."""
         self.unheld: list[Block] = []
-        """Cached blocks that nobody holds, the next victim first."""
+        """Cached blocks without references, the next victim first."""
         self.cached: list[Block] = []
         """In order of caching."""
         self.rows: dict[str, Row] = {}
@@ -166,8 +166,8 @@ class SlowCore:
         self.num_evicted = self.num_merged = self.num_published = 0
         self.digests: dict[Place, BlockHash] = {}
         self.followed: FlatCore | None = None
-        """Which tokens are at hand is not for a core to see: this core has done before what the
-        slow one is asked, and shows it by what it cached."""
+        """Does nothing: the fast core may defer this work, and shows the result by what it
+        cached."""
 
     # --- steps ---
 
@@ -178,7 +178,8 @@ class SlowCore:
         self.step = None
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
-        """Seal what these steps made, but for what continues unsealed contents of others."""
+        """Seal the blocks of these steps, except those that continue unsealed contents of
+        others."""
 
         def is_done(step: Step) -> bool:
             return step[0] == client_id and step[1] <= through_step
@@ -203,7 +204,7 @@ class SlowCore:
                 self.tell_sealed(block)
 
     def parent(self, block: Block) -> Block | None:
-        """The block that has to be there for this one to be of use."""
+        """The block without which this one is useless."""
         content = self.content(block)
         group = self.groups[content.group]
         if not group.is_ordered:
@@ -212,7 +213,7 @@ class SlowCore:
         return self.find(Content(content.group, above))
 
     def merge(self, row: Row, published: Published) -> None:
-        """Let cached blocks take the places of private ones."""
+        """Replace private blocks by cached ones."""
         for units in range(min(row.num_units, published.end), published.first, -1):
             for g, group in enumerate(self.groups):
                 column, rest = divmod(units * self.hash_block_size, group.block_size)
@@ -237,7 +238,7 @@ class SlowCore:
         return changed
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
-        """Forget what these steps made hittable, and what stands behind it."""
+        """Drop what these steps made hittable, and all that continues it."""
 
         def has_failed(step: Step | None) -> bool:
             return step is not None and step[0] == client_id and step[1] >= from_step
@@ -268,11 +269,11 @@ class SlowCore:
         return CacheHit(tuple(int32_array([]) for _ in self.groups), 0)
 
     def longest(self, request: Request) -> int:
-        """Tokens that a hit may have, what EAGLE drops included."""
+        """Most tokens of a hit, including the block that EAGLE drops."""
         return request.num_tokens - 1
 
     def hit_at(self, place: Place, length: int) -> list[list[int]] | None:
-        """Whether all groups can start from `length` tokens, the EAGLE block still included."""
+        """Return whether all groups can start from `length` tokens, including the EAGLE block."""
         extra = self.step_tokens if self.use_eagle else 0
         tables = []
         for g, group in enumerate(self.groups):
@@ -289,8 +290,8 @@ class SlowCore:
         return tables
 
     def can_use(self, block: Block) -> bool:
-        """Whether the open step's client may read a block: it is sealed, or its own. A state of the
-        open step is not written yet when others are read."""
+        """Return whether the open step's client may read a block: it is sealed, or its own. A state
+        of the open step is not written yet when others are read."""
         if block.waits_for is None:
             return True
         if self.step is None or block.waits_for[0] != self.step[0]:
@@ -333,7 +334,7 @@ class SlowCore:
                 (self.unheld if block.content else self.blank).append(block)
 
     def tail_first(self, tables: Sequence[Sequence[Block | None]]) -> list[Column]:
-        """Groups whose blocks can go one by one first, each from its end; then the others."""
+        """Groups whose blocks can be freed one by one first, each from its end; then the others."""
         places = [
             ((True, -(index + 1) * group.block_size, g), (g, index))
             if group.is_ordered
@@ -350,7 +351,7 @@ class SlowCore:
     # --- contents ---
 
     def forget(self, block: Block) -> None:
-        """Let a block have no content any more, whoever holds it."""
+        """Remove a block's content, whatever references it has."""
         if block.waits_for is None:
             self.tell_gone(block)
         block.content = block.waits_for = None
@@ -360,9 +361,9 @@ class SlowCore:
             self.blank.append(block)
 
     def forget_behind(self, blocks: Sequence[Block]) -> None:
-        """Forget blocks; with those of ordered groups all that is cached at or behind their places.
-        Rows that stand there stand before it again. Where only others were forgotten, rows without
-        twins do that as well, and may make the same hittable once more."""
+        """Drop the contents of blocks. In prefix groups, drop all cached blocks at or after their
+        places, and move rows back before them. If only others were dropped, move back rows without
+        twins as well, which may make the same blocks hittable once more."""
         ordered, others = [], []
         for block in blocks:
             content = self.content(block)
@@ -380,7 +381,7 @@ class SlowCore:
                 self.forget(block)
 
     def forget_in_group(self, blocks: Sequence[Block]) -> None:
-        """Forget blocks that can go one by one, and those that continue them without a gap."""
+        """Drop blocks that can be freed one by one, and those that continue them without a gap."""
         doomed = list(blocks)
         for block in doomed:
             group, place = self.content(block)
@@ -393,7 +394,7 @@ class SlowCore:
             self.forget(block)
 
     def rewind(self, row: Row, num_units: int) -> None:
-        """Let a row stand behind so many units, if it stands further on."""
+        """Move a row back to at most `num_units`."""
         if row.num_units <= num_units:
             return
         length = self.hash_block_size
@@ -406,7 +407,7 @@ class SlowCore:
         row.place = Place(row.place.namespace, row.place.units[:num_units])
 
     def is_continued(self, block: Block) -> bool:
-        """Whether something stands behind the content of an ordered group."""
+        """Return whether a block continues the content of a prefix group."""
         content = self.content(block)
         return self.groups[content.group].is_ordered and (
             any(self.content(other).place.continues(content.place) for other in self.cached)
@@ -414,8 +415,8 @@ class SlowCore:
         )
 
     def make_room(self, count: int) -> None:
-        """Evict until so many blocks are blank: the least recently used first, what is continued
-        only when nothing else is left."""
+        """Evict until `num_blocks` are blank: the least recently used first, blocks with children
+        only if no others are left."""
         while len(self.blank) < count:
             before = self.num_evicted
             for block in list(self.unheld):
@@ -428,7 +429,7 @@ class SlowCore:
                 self.evict([block.id for block in going])
 
     def take(self, count: int) -> list[Block]:
-        """Take free blocks; there are so many."""
+        """Take free blocks; there are enough."""
         self.make_room(count)
         blocks = [self.blank.pop() for _ in range(count)]
         for block in blocks:
@@ -437,7 +438,7 @@ class SlowCore:
             self.zeroed += [block.id for block in blocks]
         return blocks
 
-    # --- a request's way ---
+    # --- a request's life ---
 
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
@@ -489,10 +490,10 @@ class SlowCore:
         return changes
 
     def run_rows(self, *_: object) -> None:
-        """Leave it to `reserve_rows`."""
+        """Does nothing: `reserve_rows` does it."""
 
     def admit_rows(self, *_: object) -> None:
-        """Leave it to `look_up` and `reserve`."""
+        """Does nothing: `look_up` and `reserve` do it."""
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Serve rows that share what they may write one by one, the others together: all skip,
@@ -559,7 +560,7 @@ class SlowCore:
                     table[index] = None
 
     def columns(self, row: Row, wanted: Reservation) -> list[list[bool]]:
-        """The columns that tables get more, by group: whether a block comes there."""
+        """The new columns of tables, by group: whether a block is in each."""
         return [self.new_columns(g, row, wanted) for g in range(len(self.groups))]
 
     def new_columns(self, g: int, row: Row, wanted: Reservation) -> list[bool]:
@@ -575,7 +576,7 @@ class SlowCore:
         return [i >= written or i == read for i in columns]
 
     def spares(self, g: int, row: Row, wanted: Reservation) -> list[int]:
-        """Columns of states that a forward passes by and neither reads nor writes, nor others."""
+        """Columns of states that a forward passes without reading or writing them."""
         group, newest, table = self.groups[g], wanted.newest_state, row.tables[g]
         if not group.states or newest is None or newest.num_own_tokens < 0:
             return []
@@ -596,7 +597,7 @@ class SlowCore:
         )
 
     def grow(self, row: Row, wanted: Reservation, columns: list[list[bool]]) -> list[TableChange]:
-        """Extend tables; there is room."""
+        """Extend tables; there is enough room."""
         changes = []
         for g, flags in enumerate(columns):
             table, first = row.tables[g], len(row.tables[g])
@@ -612,8 +613,8 @@ class SlowCore:
         return changes
 
     def note_end(self, row: Row, wanted: Reservation) -> None:
-        """Note where a forward's own tokens end, if there are any; what was noted of forwards
-        behind its start is void."""
+        """Record where a forward's own tokens end, if there are any; records of forwards after its
+        start become void."""
         size, newest = self.hash_block_size, wanted.newest_state
         start, is_first = wanted.num_computed_tokens, True
         if newest is not None and newest.num_own_tokens >= 0:
@@ -625,7 +626,7 @@ class SlowCore:
                 row.ends.add(end // size)
 
     def publish(self, row: Row, num_tokens: int) -> None:
-        """Make the row's full units up to so many tokens hittable."""
+        """Make the row's full units up to `num_tokens` hittable."""
         size = self.hash_block_size
         end = min(num_tokens, row.request.num_tokens) // size
         if not self.may_cache or row.is_mute or end <= row.num_units:
@@ -720,7 +721,7 @@ class SlowCore:
         return [TableChange(g, 0, ids_of(table)) for g, table in enumerate(tables) if table]
 
     def due_copies(self, row: Row, wanted: Reservation) -> list[Column]:
-        """The shared columns that a forward writes though others read them."""
+        """The shared columns that a forward writes although others read them."""
         due = []
         for (g, index), num_tokens in row.shared.items():
             block, group = row.tables[g][index], self.groups[g]
@@ -808,7 +809,7 @@ class SlowCore:
     def stop_hits(self) -> None:
         self.hits_stopped = True
 
-    # --- what others are told ---
+    # --- events and commands ---
 
     def take_commands(self) -> list[Command]:
         commands, self.commands = self.commands, []
@@ -882,7 +883,7 @@ class SlowCore:
         if g in self.told:
             self.emit(BlocksRemoved(g, "device", (self.digest(place),)))
 
-    # --- figures ---
+    # --- statistics ---
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         row = self.rows.get(request_id)
@@ -936,7 +937,7 @@ class SlowCore:
         )
 
     def check(self) -> None:
-        """Every holder of a block is somebody."""
+        """Check that every reference to a block belongs to a row or a pin."""
         held: Counter[Block] = self.pins + self.copied
         for row in self.rows.values():
             held.update(block for table in row.tables for block in table if block is not None)
@@ -950,7 +951,7 @@ class SlowCore:
         assert self.keeps_copies or len(set(contents)) == len(contents)
 
     def dump_state(self) -> dict[str, object]:
-        """All there is, to see whether anything has changed."""
+        """Return the whole state, to see whether anything has changed."""
         return {
             "blocks": [(b.holders, b.content, b.waits_for) for b in self.blocks],
             "order": [b.id for b in self.unheld],
@@ -967,7 +968,7 @@ def ids_of(table: Sequence[Block | None]) -> Any:
 
 
 def make_slow_core(settings: CoreSettings, core_class: type[SlowCore] = SlowCore) -> Any:
-    """Make a slow core from what a manager makes cores from."""
+    """Make a slow core with the arguments of a manager."""
     if settings.tenants is not None:
         raise RequestError("the slow core knows no tenants: walk without them")
     config = settings.kv_cache_config

@@ -1,4 +1,4 @@
-"""Coordinators in use, in the order in which an engine calls them."""
+"""Coordinators in use: their calls in the order of an engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Parses command lines of our own modules (`python -m tests.chaos ...`) with their real parsers.
 
-Run as a script, for each line of standard input: the module's own `main` runs up to where it has
-parsed its arguments, and no further. Prints the lines that are refused. In a process of its own,
-because benchmarks set the environment when they are imported.
+Run as a script, for each line of standard input: the module's `main` runs until it has parsed its
+arguments, and no further. Prints the lines that are refused. A process of its own, because
+benchmarks set the environment at import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PARSE = argparse.ArgumentParser.parse_args
 
 
 class Parsed(BaseException):
-    """Everything is understood; nothing is to be done."""
+    """The arguments are valid; stop here."""
 
 
 def _parse_and_stop(parser: argparse.ArgumentParser, *given: Any) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: engines, oracles, and a way to run requests to their end."""
+"""Common parts of the engine's tests: engines, oracles, and a way to run requests to their end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIGHT: dict[str, dict[str, int]] = {
     "latent": {"num_blocks": 34},
     "mamba-hybrid": {"num_blocks": 38},
 }
-"""By model, a pool that hardly holds one request of full length."""
+"""By model, a pool that barely holds one request of full length."""
 
 GREEDY = SamplingParams(max_tokens=8)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, top_k=50, top_p=0.9, seed=7)
@@ -63,7 +63,7 @@ def expected(
     index: int = 0,
     adapter: str | None = None,
 ) -> list[int]:
-    """What comes out without a cache."""
+    """The expected output, computed without a cache."""
     return list(_expected(name, tuple(prompt), params, index, adapter))
 
 
@@ -86,7 +86,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 @dataclass
 class Told:
-    """What an engine said of a sample."""
+    """An engine's output of a sample."""
 
     token_ids: list[int]
     text: str = ""
@@ -97,7 +97,7 @@ class Told:
 
 
 def collect(outputs: Iterable[Output], into: dict[tuple[str, int], Told]) -> None:
-    """Add outputs up, by request and sample."""
+    """Combine outputs by request and sample."""
     for output in outputs:
         told = into[output.request_id, output.index]
         assert told.reason is None, "nothing comes after the end"
@@ -120,7 +120,7 @@ def run(engine: Engine) -> dict[tuple[str, int], Told]:
 
 
 def settle(engine: Engine) -> None:
-    """Let the engine report what has ended."""
+    """Let the engine report finished requests."""
     for _ in range(3):
         assert engine.step() == []
 

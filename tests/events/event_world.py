@@ -1,7 +1,7 @@
-"""A cache that does what it likes, its publisher, and followers that hear only part of it.
+"""A cache with arbitrary changes, its publisher, and followers that miss some messages.
 
-For schedules of loss, joins and restarts: the publisher and the subscriptions are the real ones,
-the network between them is a list. What is cached is written down apart, block by block.
+For schedules of loss, joins and restarts: publisher and subscriptions are real, the network between
+them is a list. The cache's state is also kept separately, block by block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPLY_S = 0.5
 
 @dataclass(frozen=True)
 class Block:
-    """What is cached, as it is: tokens of one block behind its parent."""
+    """A cached block: its tokens after its parent."""
 
     digest: bytes
     parent: bytes | None
@@ -113,7 +113,7 @@ class Cache:
         return [AllBlocksCleared()]
 
     def state(self) -> list[CacheEvent]:
-        """Everything, in no good order: it is the publisher's work to put parents first."""
+        """The whole state, in random order: the publisher must put parents first."""
         found: list[CacheEvent] = []
         for medium in MEDIA:
             there = [self.known[d] for d in self.media[medium]]
@@ -122,7 +122,7 @@ class Cache:
         return found
 
     def leading(self, tokens: list[int], space: Namespace, media: tuple[str, ...]) -> int:
-        """How many leading blocks of a prompt are in these media: looked for one by one."""
+        """How many leading blocks of a prompt are in these media, by a linear search."""
         parent: bytes | None = None
         count = 0
         for start in range(0, len(tokens) // BLOCK * BLOCK, BLOCK):
@@ -154,7 +154,7 @@ def stored(chain: list[Block], medium: str) -> BlocksStored:
 
 @dataclass(eq=False)
 class Follower:
-    """One subscriber, and the messages that are on their way to it."""
+    """One subscriber, and the messages in transit to it."""
 
     subscription: Subscription
     index: PrefixIndex = field(default_factory=PrefixIndex)
@@ -163,7 +163,7 @@ class Follower:
 
 
 class World:
-    """A publisher that restarts, and followers that come late, over links that lose messages."""
+    """A publisher that restarts, and followers that join late, over links that lose messages."""
 
     def __init__(self, seed: int) -> None:
         self.choice = random.Random(seed)
@@ -182,7 +182,7 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        """The publisher is gone; another one begins with what is cached, under higher numbers."""
+        """Replace the publisher by one that begins with the present state, under higher numbers."""
         self.epoch += 1
         self.publisher = EventPublisher(self.settings, [GroupKind("full")])
         for follower in self.followers:
@@ -192,7 +192,7 @@ class World:
         self.send(self.publisher.begin(self.epoch * EPOCH, self.now_s, self.cache.state()))
 
     def overflow(self) -> None:
-        """What the coordinator said was lost before it came to the publisher: all is said anew."""
+        """Lose the coordinator's events before the publisher: the whole state is sent again."""
         for _ in range(self.choice.randint(1, 4)):
             self.cache.act()
         self.send(self.publisher.begin(self.epoch * EPOCH, self.now_s, self.cache.state()))
@@ -232,7 +232,7 @@ class World:
                 self.deliver(follower, is_lossy=True)
 
     def deliver(self, follower: Follower, *, is_lossy: bool) -> None:
-        """Give a follower some of what waits for it; carry its request, and part of the answer."""
+        """Deliver some of a follower's messages; carry its request, and part of the answer."""
         subscription = follower.subscription
         number = subscription.request(self.now_s)
         if number is not None and not (is_lossy and self.choice.random() < self.loss):
@@ -256,7 +256,7 @@ class World:
             assert found == self.checksums[update.seq], f"another state at {update.seq}"
 
     def finish(self) -> None:
-        """Nothing is lost from now on: everybody is exact within one heartbeat."""
+        """Lose no more messages: every follower is exact within one heartbeat."""
         self.loss = 0.0
         self.send(self.publisher.heartbeat(self.now_s))
         for follower in self.followers:

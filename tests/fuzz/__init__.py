@@ -1,6 +1,6 @@
-"""Every decoder, fed what it was not made for.
+"""Feeds garbage to every decoder.
 
     python -m tests.fuzz --minutes 5 [--seed N] [TARGET ...]
 
-A decoder has to answer anything with a value or with one of its stated errors, and to stay usable.
+A decoder must answer any input with a value or one of its documented errors, and stay usable.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --minutes 5`: all decoders in turn, for so long together."""
+"""`python -m tests.fuzz --minutes 5`: all decoders in turn, for this time in total."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fuzz.targets import make_targets
 
 
 def main() -> int:
-    """Fuzz; return 1 where something was found."""
+    """Fuzz; return 1 if something was found."""
     targets = make_targets()
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="TARGET", help=f"of {', '.join(targets)}")

@@ -1,4 +1,4 @@
-"""One target, fed broken input for a number of times or for a time."""
+"""Feeds broken input to one target, for a number of times or for a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.fuzz.targets import Target
 
 
 class Finding(AssertionError):
-    """A decoder answered with something it does not state; the input is in the message."""
+    """An undocumented answer of a decoder; the message has the input."""
 
 
 def fuzz(target: Target, seed: int, *, count: int | None = None, seconds: float = 0.0) -> int:
     """Feed `target` until `count` inputs, or for `seconds`; return how many there were.
 
-    Raises Finding for an answer that is not stated.
+    Raises Finding for an undocumented answer.
     """
     chance = random.Random(f"{target.name} {seed}")
     good, end_s, number = list(target.good), time.monotonic() + seconds, 0

@@ -1,4 +1,4 @@
-"""How good input is broken: byte by byte, and value by value inside of msgpack and JSON."""
+"""Breaks valid input: byte by byte, and value by value inside msgpack and JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_BYTES = 1 << 16
 
 
 def mutate_bytes(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """Return `data` with one to four things done to it; `others` is spliced in."""
+    """Return `data` with one to four mutations; `others` is spliced in."""
     found = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         place = chance.randrange(len(found) + 1)
@@ -63,7 +63,7 @@ def mutate_bytes(data: bytes, others: list[bytes], chance: random.Random) -> byt
 
 
 def mutate_value(value: Any, chance: random.Random) -> Any:
-    """Return a plain value in which one place, however deep, is something else."""
+    """Return a plain value in which one part, however deep, is different."""
     if isinstance(value, list | tuple) and value and chance.random() < 0.85:
         changed = list(value)
         place = chance.randrange(len(changed))
@@ -94,7 +94,7 @@ def mutate_value(value: Any, chance: random.Random) -> Any:
 
 
 def mutate_msgpack(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """Return msgpack of another value, or, now and then, of none, or of one far too deep."""
+    """Return msgpack of another value, sometimes invalid or far too deep."""
     if chance.random() < 0.02:
         return b"\x91" * chance.choice((500, 100_000)) + data
     if chance.random() < 0.3:
@@ -110,7 +110,7 @@ def mutate_msgpack(data: bytes, others: list[bytes], chance: random.Random) -> b
 
 
 def mutate_json(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
-    """Return JSON of another value, or, now and then, of none, or of one far too deep."""
+    """Return JSON of another value, sometimes invalid or far too deep."""
     if chance.random() < 0.02:
         return b"[" * chance.choice((900, 100_000)) + data
     if chance.random() < 0.3:

@@ -1,4 +1,4 @@
-"""What is fuzzed: each decoder with good input to begin with, and the errors it may answer with."""
+"""The targets: each decoder with valid input to begin with, and its documented errors."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _file_heads() -> Target:
         unpack_head(data, len(data) + 256)
 
     def mutate(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
-        """Half the time with a checksum that is right, as of somebody who knows the format."""
+        """Half the time with a correct checksum, as from an attacker who knows the format."""
         if chance.random() < 0.5:
             return mutate_bytes(data, others, chance)
         packed = mutate_msgpack(data[START_BYTES:], [data[START_BYTES:]], chance)
@@ -285,7 +285,8 @@ def _traces() -> Target:
 
 
 def _calls() -> Target:
-    """Per-request calls with any arguments, all on one manager, which has to stay whole."""
+    """Per-request calls with arbitrary arguments, all on one manager, which must stay
+    consistent."""
     groups = (KVCacheGroupSpec(("layer.0",), FullAttentionSpec(4, num_kv_heads=1, head_size=8)),)
     manager = KVCacheManager(KVCacheConfig(32, (), groups), 64)
     calls = RemoteCalls(manager)

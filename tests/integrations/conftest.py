@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 KINDS = ("llama", "mistral", "gemma3")
-"""All layers full; all with windows; windows but for every third."""
+"""Full attention only; windows only; windows except in every third layer."""
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def mistral(models: dict[str, Any]) -> Any:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products are tiny: more threads only wait for each other."""
+    """Matrix products are tiny: more threads only wait for each other."""
     import torch
 
     before = torch.get_num_threads()

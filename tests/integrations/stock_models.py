@@ -1,4 +1,4 @@
-"""Tiny random stock models, and what the tests ask of them."""
+"""Tiny random stock models, and helpers for them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 
 
 def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    """Return a seeded model in float64, whose weights are large enough to tell tokens apart."""
+    """Return a seeded model in float64, with weights large enough to distinguish tokens."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if kind == "llama":
@@ -72,7 +72,7 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
 
 
 def prompt(num_tokens: int, seed: int, shared: int = 0, batch: int = 1) -> torch.Tensor:
-    """Return `(batch, num_tokens)` random tokens, of which the first `shared` are always alike."""
+    """Return `(batch, num_tokens)` random tokens; the first `shared` are equal in all rows."""
     random = torch.Generator().manual_seed(1000 + seed)
     ids = torch.randint(1, VOCABULARY, (batch, num_tokens), generator=random)
     start = torch.randint(1, VOCABULARY, (1, shared), generator=torch.Generator().manual_seed(7))

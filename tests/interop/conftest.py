@@ -1,4 +1,4 @@
-"""What the interop tests share: the interpreter that has the routers."""
+"""Fixtures of the interop tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def router_python() -> Path:
 
 @pytest.fixture
 def start_indexer(router_python: Path, tmp_path: Path) -> Iterator[Callable[[], DynamoIndexer]]:
-    """Starts an indexer of Dynamo's; all are ended with the test."""
+    """Starts Dynamo's indexers; all are ended with the test."""
     with ExitStack() as stack:
         count = 0
 

@@ -1,7 +1,7 @@
-"""Dynamo's own indexer as a process, and what it answers over HTTP.
+"""Dynamo's own indexer as a process, and its answers over HTTP.
 
-`python -m dynamo.indexer`, as it is installed: nothing of it is replaced. Its listener can be
-paused, which it allows to tests: what is published meanwhile is lost to it.
+`python -m dynamo.indexer`, as installed. Its listener can be paused, which it allows for tests:
+messages published meanwhile are lost to it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.interop.published_cluster import (
 )
 
 TIERS: Final = {"device": "GPU", "host_pinned": "CPU", "disk": "STORAGE"}
-"""What we call the tiers that it names in a dump."""
+"""Our names of the tiers in its dumps."""
 
 _INSTANCE: Final = 1
 _REPLY_S: Final = 30.0
 
 
 class DynamoIndexer:
-    """A running indexer that knows one publisher, or none yet."""
+    """A running indexer, with one publisher or none yet."""
 
     def __init__(self, python: Path, log: Path) -> None:
-        """Start it and wait until it answers; `log` is a file for what it says."""
+        """Start it and wait until it answers; `log` is a file for its output."""
         port = free_endpoint().rpartition(":")[2]
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
@@ -82,19 +82,19 @@ class DynamoIndexer:
         )
 
     def unregister(self) -> None:
-        """Forget the publisher and all that it said."""
+        """Remove the publisher and all its blocks."""
         self.post("/unregister", instance_id=_INSTANCE, model_name=MODEL)
 
     def pause(self) -> None:
-        """Hear nothing from now on: what is published is lost."""
+        """Stop receiving: later messages are lost."""
         self.post("/test/pause_listener", instance_id=_INSTANCE)
 
     def resume(self) -> None:
-        """Hear what comes from now on."""
+        """Receive again."""
         self.post("/test/resume_listener", instance_id=_INSTANCE)
 
     def answer(self, prompt: Prompt) -> Answer:
-        """Return what it says of a prompt."""
+        """Return its answer for a prompt."""
         found = self._query(prompt)
         there = found["instances"].get(str(_INSTANCE))
         if there is None:
@@ -109,7 +109,7 @@ class DynamoIndexer:
         return {int(rank): tokens for rank, tokens in scores.items()}
 
     def hashes(self) -> dict[str, set[int]]:
-        """Return the hashes of all blocks that it holds, by medium."""
+        """Return the hashes of all its blocks, by medium."""
         found: dict[str, set[int]] = {}
         for dumped in self._get("/dump").values():
             for event in dumped["events"]:
@@ -119,7 +119,7 @@ class DynamoIndexer:
         return found
 
     def post(self, path: str, **body: Any) -> Any:
-        """Send a request; raises AssertionError unless it is carried out."""
+        """Send a request; raises AssertionError unless it succeeds."""
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         try:

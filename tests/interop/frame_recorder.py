@@ -1,6 +1,6 @@
-"""What a publisher sends, frame by frame, to whoever listens and whoever asks.
+"""The frames that a publisher sends, live and on request.
 
-Two bare sockets: nothing is decoded, kept apart or put right.
+Two bare sockets: nothing is decoded, reordered or repaired.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _PATIENCE_S = 60.0
 
 
 class FrameRecorder:
-    """Listens to everything, and asks."""
+    """Subscribes to everything, and sends requests."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
-        """Connect; listening begins some time later."""
+        """Connect; the subscription takes effect some time later."""
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.SUB)
         self._live.setsockopt(zmq.RCVHWM, 0)
@@ -47,9 +47,9 @@ class FrameRecorder:
         return self._live.recv_multipart()
 
     def follow(self, rules: WireRules, seq: int) -> None:
-        """Hold against `rules` all that is published up to number `seq`, live where it was heard.
+        """Check all messages up to number `seq` against `rules`, live ones where possible.
 
-        What the socket has lost while it connected again is asked for.
+        Messages that the socket lost during a reconnect are requested.
         """
         while rules.last_seq < seq:
             frames = self.listen()
@@ -59,7 +59,7 @@ class FrameRecorder:
             rules.on_live(frames)
 
     def ask(self, *request: bytes) -> list[list[bytes]]:
-        """Send a request; return its answer, the end mark included."""
+        """Send a request; return its answer, including the end mark."""
         self._replay.send_multipart(list(request))
         found: list[list[bytes]] = []
         give_up_s = time.monotonic() + _PATIENCE_S

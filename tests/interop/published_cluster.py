@@ -1,8 +1,8 @@
-"""A cluster that publishes, under load, and our own knowledge of it: what a router's is held to.
+"""A publishing cluster under load, and our own state of it, with which routers are compared.
 
 Coordinator, ranks and client are in this thread; the publisher is a process with real sockets. A
-book of prompts says what can be asked for: whatever was played, with every name that it might be
-confused with. Refuses to compare anything itself.
+list of prompts says what can be queried: all played prompts, with all names that they might be
+confused with. Makes no comparisons itself.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _HERE: Final = "here"
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a request brings: tokens, shape `(n,)`, and the names that set it apart."""
+    """A request's prompt: tokens, shape `(n,)`, and the names that distinguish it."""
 
     token_ids: NDArray[np.int32] = field(repr=False)
     lora_name: str | None = None
     cache_salt: str | None = None
 
     def others(self) -> Iterable[Prompt]:
-        """Return this prompt, and those that must not be taken for it."""
+        """Return this prompt, and those that must not be confused with it."""
         for lora in dict.fromkeys(ADAPTERS):
             for salt in dict.fromkeys(SALTS):
                 yield Prompt(self.token_ids, lora, salt)
@@ -67,14 +67,14 @@ class Answer:
 
 
 def free_endpoint() -> str:
-    """Return an address that nobody is bound to."""
+    """Return a free address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def fixed_places() -> dict[str, str]:
-    """Return addresses for a publisher that others find again after a restart."""
+    """Return addresses for a publisher that is found again after a restart."""
     return {"endpoint": free_endpoint(), "replay_endpoint": free_endpoint()}
 
 
@@ -94,9 +94,9 @@ class PublishedCluster:
         salts: Sequence[str | None] = SALTS,
         **events: Any,
     ) -> None:
-        """Start. Sizes are in blocks of one rank; `directory` is that of files, None for none.
+        """Start. Sizes are in blocks of one rank; `directory` is for files, None for none.
 
-        Prompts are drawn with these `salts`; other arguments go into the section `events`.
+        Prompts have random `salts` of these; other arguments go into the section `events`.
         """
         self.salts = salts
         self.choice = random.Random(seed)
@@ -158,18 +158,18 @@ class PublishedCluster:
         self.cluster.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the publisher said of itself last."""
+        """Return the publisher's last statistics."""
         found = self.cluster.coordinator.statistics().events
         assert found is not None
         return found
 
     def first_number(self) -> bytes:
-        """Return the number of the first batch that there was, as a request names it."""
+        """Return the number of the first batch, as a request names it."""
         there = self.statistics()
         return (there["last_seq"] - there["num_batches"] + 1).to_bytes(8, "big")
 
     def play(self, *prompts: Prompt) -> None:
-        """Let requests in, compute them in one step, and end them; all their blocks are sealed."""
+        """Admit requests, compute them in one step, and end them; all their blocks are sealed."""
         names = [f"r{self._num_played + i}" for i in range(len(prompts))]
         self._num_played += len(prompts)
         self.book += prompts
@@ -189,17 +189,17 @@ class PublishedCluster:
             ended = StepRequest(finished=tuple(running), completed_step=completed)
             completed = self.client.submit(ended)
             self.client.wait_finished(completed)
-            assert time.monotonic() < give_up_s, f"{list(waiting)} are not let in"
+            assert time.monotonic() < give_up_s, f"{list(waiting)} are not admitted"
         self.client.wait_finished(self.client.submit(StepRequest(completed_step=completed)))
 
     def load(self, num_steps: int) -> None:
-        """Play random prompts: old ones, their beginnings continued, and new ones."""
+        """Play random prompts: old ones, extensions of old ones, and new ones."""
         for _ in range(num_steps):
             count = self.choice.choice((1, 1, 2, 3))
             self.play(*(self.random_prompt() for _ in range(count)))
 
     def random_prompt(self) -> Prompt:
-        """Return a prompt that shares something with those before, or nothing."""
+        """Return a prompt that may share a prefix with earlier ones."""
         choice = self.choice
         if self.book and choice.random() < 0.6:
             old = choice.choice(self.book[-20:])
@@ -213,9 +213,9 @@ class PublishedCluster:
         return Prompt(tokens, choice.choice(ADAPTERS), choice.choice(self.salts))
 
     def settle(self) -> None:
-        """Return when nothing is on its way, and our own index is that of the publisher.
+        """Wait until nothing is in transit, and our own index matches the publisher.
 
-        The publisher beats only when it has read what it was told before the beat before.
+        A heartbeat of the publisher shows that it has read everything from before the last one.
         """
         self.wait_until(self._is_idle, "no job is open")
         self.pump()
@@ -226,22 +226,22 @@ class PublishedCluster:
         )
         self.wait_until(self._is_compared, "the publisher tells its checksum")
         found = {medium: len(hashes) for medium, hashes in self.hashes().items() if hashes}
-        assert found == self.num_cached(), "what is published is not what is cached"
+        assert found == self.num_cached(), "published and cached blocks differ"
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Return when `holds`; everybody has turns meanwhile."""
+        """Wait until `holds`; meanwhile all parts take turns."""
         give_up_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < give_up_s, f"not so in time: {what}; {self.statistics()}"
             self.pump()
 
     def pump(self) -> None:
-        """Give everybody a turn."""
+        """Give all parts a turn."""
         self.cluster.pump()
         self.subscriber.poll(0.01)
 
     def expected(self, prompt: Prompt) -> Answer:
-        """Return what our own index says of a prompt."""
+        """Return our own index's answer for a prompt."""
         found = self.index.match(
             prompt.token_ids, lora_name=prompt.lora_name, cache_salt=prompt.cache_salt
         )
@@ -249,11 +249,11 @@ class PublishedCluster:
         return Answer(*(self.block_size * count for count in counts[0]))
 
     def in_order(self, prompt: Prompt) -> Answer:
-        """Return what is found by who looks on the device, then in host memory, then in files.
+        """Return the hit of a search on the device, then in host memory, then in files.
 
-        Never back again: of blocks that lie in host memory behind one that is in files alone,
-        nothing is found. So looks Dynamo; it finds as much as our own index wherever blocks lie
-        in that order, and never more.
+        It never goes back: it finds no blocks in host memory after one that is only in a file.
+        Dynamo searches like this. It finds as much as our own index if blocks are in that order,
+        and never more.
         """
         size, parent = self.block_size, None
         found = [0, 0, 0]
@@ -273,12 +273,12 @@ class PublishedCluster:
         return answer
 
     def questions(self) -> list[Prompt]:
-        """Return prompts to ask for: the last that were played, and what is not to be mixed up."""
+        """Return prompts to query: the last ones played, and those not to be confused with them."""
         asked = [*self.book[-25:], *self.book[:5]]
         return [other for prompt in asked for other in prompt.others()]
 
     def hashes(self) -> dict[str, set[int]]:
-        """Return the hashes of all blocks of each medium that has any, as we know them."""
+        """Return our own hashes of all blocks of each medium that has any."""
         found: dict[str, set[int]] = {}
         for event in self.mirror.state():
             if isinstance(event, StoredEvent):
@@ -286,7 +286,7 @@ class PublishedCluster:
         return found
 
     def num_cached(self) -> dict[str, int]:
-        """Return how many blocks each medium has by the coordinator's own books."""
+        """Return the number of blocks in each medium by the coordinator's own state."""
         manager = self.cluster.coordinator.manager
         assert manager is not None
         counts = {"GPU": manager.statistics().core.num_sealed_blocks}
@@ -311,7 +311,7 @@ class PublishedCluster:
             self._beats_s.append(update.batch.time_s)
 
     def _note(self, event: StoredEvent) -> None:
-        """Remember what blocks are called, for ever: a hash is always that of the same content."""
+        """Remember the contents of hashes permanently: a hash always has the same content."""
         parent, size = event.parent_block_hash, event.block_size
         for i, value in enumerate(event.block_hashes.tolist()):
             tokens = event.token_ids[i * size : (i + 1) * size].tobytes()

@@ -1,7 +1,7 @@
-"""Runs in the routers' environment: parts of Dynamo in this process, asked over a pipe.
+"""Runs in the routers' environment: parts of Dynamo in this process, controlled over a pipe.
 
-A line of JSON in, `[command, {arguments}]`, a line of JSON out. Knows nothing of this project but
-the address of its publisher and the format of its events.
+A line of JSON in, `[command, {arguments}]`, a line of JSON out. Knows only the address of the
+project's publisher and the format of its events.
 
     SelectionService    subscribes by itself, as in Ray Serve's KV-aware router
     RadixTree           is fed from a SUB and a DEALER here, through vLLM's typed decoder
@@ -75,7 +75,7 @@ class TypedFollower:
 
     def _stored(self, event: Any) -> dict[str, Any]:
         salts = [key for key in (event.extra_keys or [None])[0] or () if key != event.lora_name]
-        # The types of vLLM have no salt: only the first block of a prompt says it.
+        # vLLM's types have no salt: only the first block of a prompt has it.
         salt = salts[0] if salts and event.parent_block_hash is None else None
         hashes = compute_block_hash_for_seq(
             event.token_ids, event.block_size, lora_name=event.lora_name, cache_namespace=salt
@@ -99,7 +99,7 @@ class TypedFollower:
 
 
 class Host:
-    """What can be asked."""
+    """The commands."""
 
     def __init__(self) -> None:
         self.service = SelectionService(indexer_threads=2)
@@ -122,11 +122,11 @@ class Host:
         return await self.service.select(request)
 
     async def follow(self, endpoint: str, replay_endpoint: str) -> None:
-        """Begin to feed a tree."""
+        """Start feeding a tree."""
         self.follower = TypedFollower(endpoint, replay_endpoint)
 
     async def leading(self, prompts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Ask the tree for leading blocks of prompts, and how far it has come."""
+        """Ask the tree for leading blocks of prompts, and for its progress."""
         follower = self.follower
         assert follower is not None, "follow first"
         counts = [follower.num_blocks(**prompt) for prompt in prompts]

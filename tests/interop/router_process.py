@@ -1,4 +1,4 @@
-"""Our end of `router_host.py`: a process in the routers' environment, asked line by line."""
+"""Our end of `router_host.py`: a process in the routers' environment, controlled line by line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HOST = Path(__file__).with_name("router_host.py")
 
 
 class RouterProcess:
-    """A running host. Every question is answered before the next one."""
+    """A running host. Each command is answered before the next one."""
 
     def __init__(self, python: Path, log: Path) -> None:
-        """Start it; `log` is a file for what its parts say."""
+        """Start it; `log` is a file for its output."""
         self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -36,7 +36,7 @@ class RouterProcess:
         self._process.communicate()
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        """Return the answer; raises AssertionError where there is none."""
+        """Return the answer; raises AssertionError if there is none."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
         self._process.stdin.flush()

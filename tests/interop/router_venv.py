@@ -1,4 +1,4 @@
-"""Where the routers are that tests subscribe with: an environment of their own, or this one."""
+"""Finds the environment with the routers: one of its own, or this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OWN_VENV = ROOT / ".venv-interop" / "bin" / "python"
 
 
 def find_python() -> Path | None:
-    """Return an interpreter that has the routers, None where there is none."""
+    """Return an interpreter that has the routers, None if there is none."""
     if OWN_VENV.exists():
         return OWN_VENV
     if all(importlib.util.find_spec(name) for name in ("dynamo", "msgspec")):

@@ -1,8 +1,8 @@
 """Cache events as vLLM declares them, for a decoder that checks every type.
 
-Written down from the format: a batch is an array, an event a map with its name under `type`, or an
-array that begins with it. Knows msgspec and nothing of this project, so that it can be loaded where
-the routers are.
+Written from the format: a batch is an array, an event is a map with its name under `type`, or an
+array that begins with it. Imports msgspec and nothing of this project, so that it can be loaded in
+the routers' environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What routers demand of a publisher, checked message by message, and what follows from it.
+"""The demands of routers on a publisher, checked message by message.
 
 Written from the format alone: bytes are read with msgpack and nothing of this project. Each rule
 names the router that would lose something without it:
@@ -37,7 +37,7 @@ NAMES: Final = {
     "BlockRemoved": (("block_hashes", "medium"), ("group_idx", "locality")),
     "AllBlocksCleared": ((), ()),
 }
-"""By tag: names that are always there, and names that may be missing, in order of position."""
+"""By tag: required names, and optional names in order of position."""
 
 
 class BrokenRule(AssertionError):
@@ -51,9 +51,9 @@ def require(holds: object, router: str, text: str) -> None:
 
 @dataclass
 class WireRules:
-    """Follows one stream from a batch that states everything. `media` is what it adds up to.
+    """Follows one stream from a batch with the whole state. `media` is the resulting state.
 
-    `none_hash` is set where hashes must be those of sha256_cbor, as hex of the first parent.
+    `none_hash` is set if hashes must be those of sha256_cbor: the first parent in hex.
     """
 
     block_size: int
@@ -74,10 +74,11 @@ class WireRules:
         self._on_batch(number, payload)
 
     def on_reply(self, frames: Sequence[bytes]) -> bool:
-        """Check a message that answers a request, as a DEALER gets it; say whether it is the last.
+        """Check a message that answers a request, as a DEALER gets it; return whether it is the
+        last.
 
-        An answer is what was published, under the same number; only a batch that states everything
-        may be another one, under the newest.
+        An answer repeats a published batch under its number; only a batch with the whole state may
+        be a different one, under the newest number.
         """
         require(len(frames) == 4, "dynamo", f"an answer of {len(frames)} frames instead of 4")
         empty, topic, number, payload = frames
@@ -130,7 +131,7 @@ class WireRules:
         return [self._named(event) for event in events]
 
     def _named(self, event: Any) -> dict[str, Any]:
-        """Return an event by names, from the encoding that was asked for."""
+        """Return an event by names, from the configured encoding."""
         if self.encoding == "map":
             require(type(event) is dict, "dynamo", f"an event that is no map: {event!r:.80}")
             tag = event.get("type")
@@ -185,7 +186,7 @@ class WireRules:
         require(window is None, "llm-d", f"a window of {window!r}")
 
     def _check_names(self, event: dict[str, Any], num_blocks: int) -> None:
-        """Names are where each router looks for them: beside the event, and in the extra keys."""
+        """Check that names are where each router looks: in the event, and in the extra keys."""
         extra, salt, lora = event.get("extra_keys"), event.get("cache_salt"), event["lora_name"]
         extra = [None] * num_blocks if extra is None else extra
         require(len(extra) == num_blocks, "llm-d", f"extra keys of {len(extra)} blocks")
@@ -197,7 +198,7 @@ class WireRules:
 
     def _put(self, event: dict[str, Any], hashes: list[int], parent: int | None) -> None:
         medium = self.media.setdefault(event["medium"], {})
-        # Lower tiers may hold what stands behind a block of the device.
+        # Lower tiers may have blocks whose parent is on the device.
         above = [medium] if event["medium"] == "GPU" else list(self.media.values())
         if parent is not None:
             is_known = any(parent in there for there in above)
@@ -216,7 +217,7 @@ class WireRules:
             del medium[value]
 
     def _check_removals(self, events: Sequence[dict[str, Any]]) -> None:
-        """What goes together is said together."""
+        """Check that adjacent removals are one event."""
         for one, next_one in pairwise(events):
             is_pair = one["type"] == next_one["type"] == "BlockRemoved"
             together = is_pair and one["medium"] == next_one["medium"]
@@ -240,7 +241,7 @@ class WireRules:
         require(0 < value <= MAX_HASH, "llm-d", f"hash {value} is 0, or beyond 64 bits")
 
     def _check_digests(self, event: dict[str, Any], hashes: list[int], parent: int | None) -> None:
-        """Blocks without names are called what vLLM calls them."""
+        """Check that blocks without names have vLLM's hashes."""
         digest = bytes.fromhex(self.none_hash or "")
         if parent is not None:
             if parent not in self._digests:

@@ -1,4 +1,4 @@
-"""The managers that the tests drive: small plans of every kind of attention and of hybrids."""
+"""The managers of the tests: small plans of every attention kind and of hybrids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short ways to write step requests down."""
+"""Shorthand for step requests."""
 
 from __future__ import annotations
 

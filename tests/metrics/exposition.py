@@ -1,4 +1,4 @@
-"""Prometheus' text format, read by what Prometheus' own client reads it with."""
+"""Reads Prometheus' text format with Prometheus' own client."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Series:
 
 
 def parse_exposition(text: str) -> list[Series]:
-    """Return every line that is a value; raises ValueError for a line that is none."""
+    """Return every line with a value; raises ValueError for an invalid line."""
     return [
         Series(sample.name, sample.labels, sample.value)
         for family in text_string_to_metric_families(text)

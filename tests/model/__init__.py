@@ -1,17 +1,17 @@
 """The protocol as a small explicit-state model, explored exhaustively.
 
     rules.py        every guard of the protocol, one sentence each; any can be switched off
-    state.py        what the parties know, as immutable records
-    network.py      the streams of commands, and what may still be delivered
+    state.py        the state of all parties, as immutable records
+    network.py      the streams of commands
     worker.py       grants, commands, forwards and copies of a rank     disk.py   its files
     book.py         the coordinator's blocks, requests and steps
     coordinator.py  epochs, recovery, clients given up                  jobs.py   copies by job
     client.py       steps, failures, attaching again
-    actions.py      everything that may happen next             faults.py     what befalls them
-    checks.py       what must never be, and when all is at rest
-    explorer.py     breadth first over all of it
-    scenarios.py    sizes, budgets, and which rule each scenario removes
+    actions.py      all possible actions                        faults.py     deaths and losses
+    checks.py       invariants, and states at rest
+    explorer.py     breadth-first search
+    scenarios.py    sizes, budgets, and the rule that each scenario removes
 
-Imports nothing of the package: a model that shared its code would share its errors.
+Imports nothing of the package: a model with shared code would share its errors.
 `python -m tests.model` explores all scenarios.
 """

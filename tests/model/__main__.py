@@ -1,12 +1,12 @@
-"""`python -m tests.model`: explore every scenario, and say what was found.
+"""`python -m tests.model`: explore every scenario and report the results.
 
     python -m tests.model                 all of them
-    python -m tests.model --quick         those that take seconds
-    python -m tests.model RULE --trace    without one rule, and the shortest way into trouble
+    python -m tests.model --quick         those that take only seconds
+    python -m tests.model RULE --trace    without one rule, with the shortest trace to a violation
     python -m tests.model --json          one line of JSON for each scenario
     python -m tests.model --rules         the table of rules
 
-Exit code 1 when a safe scenario is not, or the lack of a rule is not noticed.
+Exit code 1 if a safe scenario has a violation, or the removal of a rule is not noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.model.sizes import Model
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a scenario."""
+    """The result of a scenario."""
 
     scenario: Scenario
     found: Found
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def is_as_expected(self) -> bool:
-        """Whether a safe one is safe, and an unsafe one was found out."""
+        """Whether a safe scenario has no violation, and an unsafe one has one."""
         if self.scenario.removed:
             return bool(self.found.problem)
         return self.found.is_complete and not self.found.problem
@@ -55,7 +55,7 @@ class Outcome:
         )
 
     def as_text(self) -> str:
-        """Return the statistics as people read them."""
+        """Return the statistics as text."""
         found = self.found
         verdict = found.problem or ("safe" if found.is_complete else "stopped, too many states")
         if found.problem:
@@ -84,7 +84,7 @@ def run(scenario: Scenario, model: Model, *, is_showing_progress: bool) -> Outco
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Explore what the arguments name; return the exit code."""
+    """Explore the scenarios that the arguments name; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("names", nargs="*", metavar="RULE", help="rules to remove, or safe names")

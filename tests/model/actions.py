@@ -1,8 +1,8 @@
-"""Everything that may happen next in a state: what the parties do, and what befalls them.
+"""All actions that are possible in a state: of the parties, and faults.
 
-An action is what happened, whether it is a fault (what nobody can count on to happen), and the
-state it leads to. Messages need no actions of their own: one that is late is one that the receiver
-has not taken yet. Old messages come again only where the rule that refuses them is off.
+An action is a description, whether it is a fault (which progress must not depend on), and the next
+state. Messages need no actions of their own: a late message is one that the receiver has not taken
+yet. Old messages are repeated only if the rule that refuses them is off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.model.state import (
 
 
 class Action(NamedTuple):
-    """One thing that may happen."""
+    """One possible action."""
 
     words: Words
     is_fault: bool
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 
 def successors(model: Model, state: State) -> Iterator[Action]:
-    """Yield every action that is possible, and the settled state after it."""
+    """Yield every possible action, and the settled state after it."""
     for words, is_fault, after in _all(model, state):
         yield Action(words, is_fault, settle(model, after))
 
@@ -52,7 +52,7 @@ def successors(model: Model, state: State) -> Iterator[Action]:
 def begun(model: Model) -> State:
     """Return the first state: one coordinator rules, every rank obeys, every client is attached.
 
-    How they get there is explored after every death; it need not be at the beginning, too.
+    The way there is explored after every death, and not at the beginning, too.
     """
     state = ruler.begin(model, model.initial())
     c = state.coordinators[0]
@@ -64,7 +64,7 @@ def begun(model: Model) -> State:
 
 
 def settle(model: Model, state: State) -> State:
-    """Return the state after what follows by itself, in its canonical form."""
+    """Return the state after all automatic actions, in its canonical form."""
     state = forget(model, engine.notice(model, state))
     ranks = state.ranks
     if not model.is_sorting or ranks[0] <= ranks[-1]:
@@ -96,7 +96,8 @@ def _client_actions(model: Model, state: State, k: int, client: Client) -> Raw:
     who = f"client {client.name}"
     c = present_coordinator(state, client)
     for other in state.coordinators:
-        # One that finds a newer coordinator leaves the older, which may not know that it is one.
+        # One that finds a newer coordinator leaves the older, which may not know that it was
+        # replaced.
         if other.phase == RULING and (c is None or other.epoch > c.epoch):
             where = f"coordinator {other.nonce} epoch {other.epoch}"
             yield (who, "attaches to", where), False, engine.attach(model, state, k, other)
@@ -139,7 +140,7 @@ def _steps(model: Model, state: State, k: int, c: Coordinator, request: StepRequ
 
 
 def _asked(model: Model, state: State, k: int, c: Coordinator, client: Client) -> Raw:
-    """Requests and answers on their way."""
+    """Requests and answers in transit."""
     who = f"coordinator {c.nonce}"
     ledger = ruler.ledger_of(c, client.name)
     if ledger is None:
@@ -205,7 +206,7 @@ def _take_in(model: Model, state: State, c: Coordinator) -> State:
 
 
 def _refusals(model: Model, state: State, c: Coordinator) -> Raw:
-    """A rank that obeys somebody else refuses."""
+    """A rank that obeys another coordinator refuses."""
     who = f"coordinator {c.nonce}"
     for r, rank in enumerate(state.ranks):
         mine = (c.nonce, c.epoch)

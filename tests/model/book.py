@@ -1,8 +1,7 @@
-"""The coordinator's book: blocks, requests and steps, and how a step is executed.
+"""The coordinator's table of blocks, requests and steps, and the execution of a step.
 
-Stands between `coordinator`, which decides when, and the ranks, which get the commands. A choice
-that the real manager makes by its policy is made here in every possible way. Refuses nothing by
-sender or number.
+`coordinator` decides when, the ranks get the commands. A choice that the real manager makes by its
+policy is made here in every possible way.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tests.model.state import (
 
 
 class Executed(NamedTuple):
-    """A step, executed: the new book, the commands, and what its forward does."""
+    """An executed step: the new table, the commands, and its forward."""
 
     coordinator: Coordinator
     commands: tuple[Command, ...]
@@ -58,12 +57,12 @@ def find(model: Model, c: Coordinator, key: int, client: int) -> int | None:
 
 
 def is_coming(c: Coordinator, key: int) -> bool:
-    """Say whether a copy of `key` to a block is under way: who wants it waits."""
+    """Return whether a copy of `key` to a block is in progress: requests for it wait."""
     return any(block.kind == FILLING and block.key == key for block in c.blocks)
 
 
 def has_child(model: Model, c: Coordinator, key: int, without_block: int) -> bool:
-    """Say whether a cached block continues `key`, and only this block holds `key`."""
+    """Return whether a cached block continues `key`, and only this block holds `key`."""
     content, epoch = key % WEIGHTS, key - key % WEIGHTS
     children = [child + epoch for child in model.children.get(content, ())]
     if not any(b.key in children and b.kind in (HITTABLE, SEALED, FILLING) for b in c.blocks):
@@ -74,7 +73,7 @@ def has_child(model: Model, c: Coordinator, key: int, without_block: int) -> boo
 
 
 def is_read_by_job(model: Model, c: Coordinator, block: int) -> bool:
-    """Say whether a copy may still read `block`, as far as the book knows."""
+    """Return whether a copy may still read `block`, as far as the table knows."""
     return any(
         job.kind == STORE and job.block == block and (not job.is_late or model.rules.source_hold)
         for job in c.jobs
@@ -82,7 +81,7 @@ def is_read_by_job(model: Model, c: Coordinator, block: int) -> bool:
 
 
 def is_reusable(model: Model, c: Coordinator, b: int, *, for_copy: bool) -> bool:
-    """Say whether block `b` may get another content: by a forward, or by a copy."""
+    """Return whether block `b` may get another content: by a forward, or by a copy."""
     block = c.blocks[b]
     if block.kind in (FILLING, QUARANTINED):
         return False
@@ -97,7 +96,7 @@ def is_reusable(model: Model, c: Coordinator, b: int, *, for_copy: bool) -> bool
 
 
 def victims(model: Model, state: State, c: Coordinator, *, for_copy: bool) -> list[int]:
-    """Return the blocks that may be taken; of those that nothing tells apart, only one."""
+    """Return the blocks that may be taken; only one of several indistinguishable ones."""
     mentioned = {op.block for step in state.steps for op in step.ops}
     mentioned |= {job.block for rank in state.ranks for job in rank.jobs}
     mentioned |= {b for entry in c.scheduled for b in entry.blocks}
@@ -117,7 +116,7 @@ def victims(model: Model, state: State, c: Coordinator, *, for_copy: bool) -> li
 
 
 def take(model: Model, c: Coordinator, b: int, block: Block) -> tuple[Coordinator, list[Command]]:
-    """Give block `b` another content; return the withdrawal of its label, if it has one."""
+    """Give block `b` another content; return the command that drops its label, if it has one."""
     commands: list[Command] = []
     if c.blocks[b].kind == SEALED and model.rules.unlabel_first:
         commands.append(Command(UNLABEL, b))
@@ -130,7 +129,7 @@ def take(model: Model, c: Coordinator, b: int, block: Block) -> tuple[Coordinato
 def settle_steps(
     model: Model, c: Coordinator, client: int, completed: int, failed: int
 ) -> tuple[Coordinator, list[Command]]:
-    """Seal what completed steps computed; withdraw what failed ones did."""
+    """Seal the blocks of completed steps; withdraw those of failed ones."""
     blocks, commands = list(c.blocks), []
     for b, block in enumerate(c.blocks):
         if block.kind not in (HITTABLE, OWNED) or block.client != client:
@@ -153,7 +152,7 @@ def settle_steps(
 
 
 def free_private(c: Coordinator) -> Coordinator:
-    """Free the private copies that no request has any more."""
+    """Free private copies without requests."""
     held = {b for request in c.requests for b in request.table}
     blocks = [
         FREE_BLOCK if block.kind == OWNED and b not in held else block
@@ -163,7 +162,7 @@ def free_private(c: Coordinator) -> Coordinator:
 
 
 def execute(model: Model, state: State, c: Coordinator, request: StepRequest) -> Iterator[Executed]:
-    """Execute a step in every possible way; nothing when it finds no room."""
+    """Execute a step in every possible way; none if there is no room."""
     client = request.client
     c, commands = settle_steps(model, c, client, request.completed, request.failed)
     if request.finished is not None:
@@ -198,7 +197,7 @@ def execute(model: Model, state: State, c: Coordinator, request: StepRequest) ->
 
 
 class _Placed(NamedTuple):
-    """Where the contents of a request are: hits first, then blocks that it will write."""
+    """The contents of a request: hits first, then blocks to write."""
 
     coordinator: Coordinator
     table: tuple[int, ...]
@@ -207,7 +206,7 @@ class _Placed(NamedTuple):
 
 
 def _place(model: Model, state: State, c: Coordinator, request: StepRequest) -> Iterator[_Placed]:
-    """Yield every way to place the contents that the request wants."""
+    """Yield every way to place the request's contents."""
     path, table = model.paths[request.content], []
     for content in path:
         hit = find(model, c, content + WEIGHTS * c.model_epoch, request.client)
@@ -217,7 +216,7 @@ def _place(model: Model, state: State, c: Coordinator, request: StepRequest) -> 
     missing = path[len(table) :]
     if missing and is_coming(c, missing[0] + WEIGHTS * c.model_epoch):
         return
-    # Hits are held while the rest is placed.
+    # Hits are referenced while the rest is placed.
     held = c._replace(requests=(*c.requests, Request(request.client, 0, tuple(table))))
     pending = [_Placed(held, tuple(table), len(table))]
     for content in missing:
@@ -249,7 +248,7 @@ def _take_any(
 def _fork(
     model: Model, state: State, c: Coordinator, request: StepRequest, commands: list[Command]
 ) -> Iterator[Executed]:
-    """Let a request leave its last block, which others share, for a copy of its own."""
+    """Let a request replace its last block, which others share, by a copy."""
     forked = request.forked
     if forked is None:
         return
@@ -286,7 +285,7 @@ def _schedule(
 
 
 def is_room_for_load(model: Model, c: Coordinator, key: int) -> bool:
-    """Say whether `key` is wanted on the device: not there, and what it continues is."""
+    """Return whether `key` is needed on the device: missing, while its parent is there."""
     content, epoch = key % WEIGHTS, key - key % WEIGHTS
     if epoch != WEIGHTS * c.model_epoch:
         return False

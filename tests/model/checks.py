@@ -1,7 +1,6 @@
-"""What must never be, and when everything is at rest.
+"""Invariants of a state, and whether it is at rest.
 
-Judges a state by itself; a wrong byte that an accepted step read is noted where it happens. Changes
-nothing.
+Checks a state by itself; a wrong byte that an accepted step has read is recorded where it happens.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.model.state import (
 
 
 def violation(model: Model, state: State) -> str:
-    """Say what must not be in `state`; empty when nothing is wrong."""
+    """Return the violation in `state`; empty if there is none."""
     if state.broken:
         return state.broken
     for rank in state.ranks:
@@ -68,7 +67,7 @@ def _two_writers(state: State, rank: Rank) -> str:
 
 
 def _wrong_book(model: Model, state: State, c: Coordinator) -> str:
-    """Compare what the book offers with the bytes of every rank that obeys it."""
+    """Compare the coordinator's cached blocks with the bytes of every rank that obeys it."""
     if num_unacknowledged(model, state, c) > model.sizes.window + model.sizes.slots:
         return "the window of messages overflows"
     for b, block in enumerate(c.blocks):
@@ -90,7 +89,7 @@ def _wrong_book(model: Model, state: State, c: Coordinator) -> str:
 
 
 def _is_content(found: int, key: int) -> bool:
-    """Under which weights it was computed is judged where it is read."""
+    """The weights of a content are checked where it is read."""
     return found > 0 and found % WEIGHTS == key % WEIGHTS
 
 
@@ -113,7 +112,7 @@ def _lost_request(c: Coordinator, client: Client) -> str:
 
 
 def is_quiet(model: Model, state: State) -> bool:
-    """Say whether nothing is under way and nothing is kept for nobody."""
+    """Return whether nothing is in progress and nothing is leaked."""
     if len(state.coordinators) != 1 or state.steps:
         return False
     c = state.coordinators[0]

@@ -1,7 +1,7 @@
 """An engine: it schedules steps, notices how they end, and attaches again when it must.
 
 Reports a step complete when every rank has ended it, and failed when none can run it any more; a
-failed step fails all that it scheduled later. Its name is never used again once it was given up.
+failed step fails all later ones. Its name is never used again after it was given up.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ OVER = (ENDED, FAILED, WRONG)
 
 
 def own_steps(state: State, client: Client) -> list[Step]:
-    """Return the client's steps whose forward is not over."""
+    """Return the client's steps whose forward has not ended."""
     return [step for step in state.steps if step.client == client.name]
 
 
 def is_ready(model: Model, state: State, client: Client) -> bool:
-    """Say whether the client may schedule a step now."""
+    """Return whether the client may schedule a step now."""
     if client.asked is not None:
         return False
     own = own_steps(state, client)
@@ -50,7 +50,7 @@ def is_ready(model: Model, state: State, client: Client) -> bool:
 
 
 def requests_to_send(model: Model, state: State, client: Client) -> Iterator[StepRequest]:
-    """Yield every step the client may schedule; those that say nothing are left out."""
+    """Yield every step that the client may schedule, without empty ones."""
     base = StepRequest(client.name, client.next_number, client.completed, client.failed)
     if (
         (client.completed or client.failed)
@@ -80,7 +80,7 @@ def requests_to_send(model: Model, state: State, client: Client) -> Iterator[Ste
 
 
 def spend(model: Model, state: State, request: StepRequest) -> State:
-    """Return the state with the actions that `request` is made of taken from the budget."""
+    """Return the state after the budget of the actions in `request` was used."""
     if request.is_empty:
         return state
     state = model.spend(state, "step")
@@ -97,7 +97,7 @@ def ask(state: State, index: int, request: StepRequest) -> State:
 
 
 def take_answer(model: Model, state: State, index: int, c: Coordinator, answer: Answer) -> State:
-    """Take the answer to what was asked; the step's forward may begin on the ranks."""
+    """Take the answer; the step's forward may begin on the ranks."""
     client = state.clients[index]
     if answer.ops:
         step = Step(client.name, c.nonce, c.epoch, answer.number, answer.seq, answer.ops, False)
@@ -113,7 +113,7 @@ def take_answer(model: Model, state: State, index: int, c: Coordinator, answer: 
 
 
 def attach(model: Model, state: State, index: int, c: Coordinator) -> State:
-    """Attach to a coordinator's epoch. What was scheduled before is void."""
+    """Attach to a coordinator's epoch. Earlier steps are void."""
     client = state.clients[index]
     if not model.rules.steps_go_on:
         client = client._replace(next_number=1)
@@ -138,7 +138,7 @@ def attach(model: Model, state: State, index: int, c: Coordinator) -> State:
 
 
 def start_over(model: Model, state: State, index: int, *, forgets: bool) -> State:
-    """Take another name, with nothing scheduled; a client that died has forgotten all."""
+    """Take another name, without steps; a client that died has forgotten all."""
     client = state.clients[index]
     model_epoch = -1 if forgets else client.model_epoch
     name = client.name + 1 if model.rules.leaving or forgets else client.name
@@ -149,7 +149,7 @@ def start_over(model: Model, state: State, index: int, *, forgets: bool) -> Stat
 
 
 def notice(model: Model, state: State) -> State:
-    """Clients notice, in order, which of their steps are over on every rank."""
+    """Let clients notice, in order, which of their steps have ended on every rank."""
     if not state.steps:
         return state
     state = _refuse_for_ever(model, state)
@@ -175,7 +175,7 @@ def notice(model: Model, state: State) -> State:
 
 
 def _refuse_for_ever(model: Model, state: State) -> State:
-    """What a rank will never begin any more counts as failed there."""
+    """A forward that a rank will never begin counts as failed there."""
     ranks = []
     for rank in state.ranks:
         forwards = rank.forwards
@@ -242,8 +242,8 @@ def _doom_later(model: Model, state: State, failed: Step) -> State:
 
 
 def can_abandon(model: Model, state: State, i: int) -> bool:
-    """Say whether the engine gives up to begin `steps[i]` where it has not: it failed elsewhere,
-    or the engine is gone."""
+    """Return whether the engine will never begin `steps[i]` where it has not: the step failed
+    elsewhere, or the engine is gone."""
     step = state.steps[i]
     if FAILED in [rank.forwards[i] for rank in state.ranks]:
         return True
@@ -251,7 +251,7 @@ def can_abandon(model: Model, state: State, i: int) -> bool:
 
 
 def is_under_way(state: State, i: int) -> bool:
-    """Say whether a forward of `steps[i]` is open on a rank."""
+    """Return whether a forward of `steps[i]` is open on a rank."""
     return any(rank.forwards[i] in (RUNNING, RUNNING_WRONG) for rank in state.ranks)
 
 

@@ -1,8 +1,8 @@
 """A coordinator: its epochs, its recovery, and the clients it serves or gives up.
 
-Takes an epoch above every known one, waits until all ranks have granted it, rebuilds its book from
-their labels, and rules. Whatever ends the epoch leads there again. Executes steps by `book`, copies
-by `jobs`.
+Takes an epoch above every known one, waits until all ranks have granted it, rebuilds its table from
+their labels, and rules. Every end of the epoch leads there again. `book` executes steps, `jobs`
+copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.model.state import (
 
 
 def begin(model: Model, state: State) -> State:
-    """A coordinator begins: it reads what is saved and takes an epoch."""
+    """Start a coordinator: it reads the saved state and takes an epoch."""
     nonce = state.last_nonce + 1
     is_unsure = not state.saved_epoch
     c = Coordinator(nonce, 0, FENCING, state.saved_model_epoch, is_unsure=is_unsure)
@@ -48,7 +48,7 @@ def begin(model: Model, state: State) -> State:
 
 
 def take_epoch(model: Model, state: State, c: Coordinator, epoch: int) -> State:
-    """Save an epoch, then ask every rank to grant it. Everything of the old one is dropped."""
+    """Save an epoch, then ask every rank to grant it. Drops the old one's state."""
     if is_outdated(model, state, c):
         return resign(state, c)
     rank = state.ranks[0]
@@ -66,12 +66,12 @@ def take_epoch(model: Model, state: State, c: Coordinator, epoch: int) -> State:
 
 
 def is_outdated(model: Model, state: State, c: Coordinator) -> bool:
-    """Say whether another coordinator has saved a higher epoch than this one ever took."""
+    """Return whether another coordinator has saved a higher epoch than this one ever took."""
     return model.rules.saved_forward and 0 < c.epoch < state.saved_epoch
 
 
 def resign(state: State, c: Coordinator) -> State:
-    """A coordinator is no more."""
+    """Remove a coordinator."""
     return state._replace(coordinators=tuple([x for x in state.coordinators if x != c]))
 
 
@@ -79,14 +79,14 @@ def resign(state: State, c: Coordinator) -> State:
 
 
 def can_rebuild(state: State, c: Coordinator) -> bool:
-    """Say whether every rank has granted the epoch that the coordinator is fencing."""
+    """Return whether every rank has granted the epoch that the coordinator is fencing."""
     return c.phase == FENCING and all(
         rank.nonce == c.nonce and rank.epoch == c.epoch for rank in state.ranks
     )
 
 
 def rebuild(model: Model, state: State, c: Coordinator) -> State:
-    """Keep what the labels of all ranks agree on, withdraw the others, and rule."""
+    """Keep the labels on which all ranks agree, drop the others, and rule."""
     keys = [_agreed(model, [r.labels[b] for r in state.ranks]) for b in range(len(c.blocks))]
     if model.rules.one_of_equals:
         keys = _unique(keys)
@@ -118,7 +118,7 @@ def rebuild(model: Model, state: State, c: Coordinator) -> State:
 
 
 def _unheard_of(state: State) -> int:
-    """Return a model epoch above all that labels and files speak of."""
+    """Return a model epoch above those of all labels and files."""
     keys = [name for rank in state.ranks for name, _ in rank.files]
     keys += [key for rank in state.ranks for key in (*rank.labels, *rank.host_labels) if key]
     return 1 + max([key // WEIGHTS for key in keys], default=-1)
@@ -145,7 +145,7 @@ def _has_ancestors(model: Model, keys: list[int], key: int) -> bool:
 
 
 def ledger_of(c: Coordinator, client: int) -> Ledger | None:
-    """Return what the coordinator knows of a client."""
+    """Return the coordinator's ledger of a client."""
     for ledger in c.ledgers:
         if ledger.client == client:
             return ledger
@@ -161,11 +161,11 @@ def with_ledger(c: Coordinator, ledger: Ledger) -> Coordinator:
 def attach(
     model: Model, state: State, c: Coordinator, client: Client
 ) -> tuple[State, tuple[Request, ...] | None]:
-    """Attach a client; return what is left of its running requests, None when another epoch had
-    to begin first."""
+    """Attach a client; return the cached prefixes of its running requests, None if another epoch
+    had to begin first."""
     knows = client.model_epoch >= 0
     if model.rules.model_epoch_stated and knows and client.model_epoch > c.model_epoch:
-        # What is cached is of another model epoch. Steps of others may run: fence them all.
+        # The cache is of another model epoch. Steps of others may run: fence them all.
         c = c._replace(model_epoch=client.model_epoch)
         return take_epoch(model, with_coordinator(state, c), c, c.epoch + 1), None
     kept: list[Request] = []
@@ -182,7 +182,7 @@ def attach(
 
 
 def _verified(model: Model, c: Coordinator, request: Request) -> Request | None:
-    """Return the request with the leading blocks that hold what it needs, None if none does."""
+    """Return the request with its cached leading blocks, None if there are none."""
     if not model.rules.attach_verify:
         return request
     path, length = model.paths[request.content], 0
@@ -207,7 +207,7 @@ def _believed(model: Model, c: Coordinator, kept: list[Request]) -> tuple[Block,
 
 
 def reset(model: Model, state: State, c: Coordinator) -> State:
-    """The weights change: what is cached is of an older model epoch from now on."""
+    """Change the weights: cached blocks are of an older model epoch from now on."""
     if is_outdated(model, state, c):
         return resign(state, c)
     model_epoch = c.model_epoch + 1
@@ -243,7 +243,7 @@ def serve(
 
 
 def let_go(model: Model, state: State, c: Coordinator, client: int) -> State:
-    """Serve a client no more."""
+    """Stop serving a client."""
     ledger = ledger_of(c, client)
     if ledger is None:
         return state
@@ -253,7 +253,7 @@ def let_go(model: Model, state: State, c: Coordinator, client: int) -> State:
 
 
 def send_fence(model: Model, state: State, c: Coordinator, client: int) -> State:
-    """Tell every rank to run no forward of the client any more."""
+    """Tell every rank to refuse the client's forwards."""
     ledger = ledger_of(c, client)
     if ledger is None:
         return state
@@ -262,14 +262,14 @@ def send_fence(model: Model, state: State, c: Coordinator, client: int) -> State
 
 
 def is_fenced(state: State, c: Coordinator, ledger: Ledger) -> bool:
-    """Say whether every rank has applied the client's fence."""
+    """Return whether every rank has applied the client's fence."""
     if ledger.fence_seq < 0:
         return True
     return 0 < ledger.fence_seq <= applied_by_all(state, c)
 
 
 def release(model: Model, state: State, c: Coordinator, client: int) -> State:
-    """Free everything the client had and forget it."""
+    """Free all blocks of the client and forget it."""
     blocks = [FREE_BLOCK if b.client == client and b.kind == HITTABLE else b for b in c.blocks]
     c = c._replace(
         blocks=tuple(blocks),

@@ -1,7 +1,7 @@
 """The files of a rank: one for each key, under the name of the key.
 
-A file that is being written has no name yet; it gets it when it is complete. It says what it is, so
-that a foreign or damaged one is a miss. Files outlive every process.
+A file that is being written gets its name when it is complete. It describes itself, so that a
+foreign or damaged one is a miss. Files outlive every process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tests.model.state import DAMAGED, FOREIGN, TORN, Job, Rank, State, put
 
 
 def file_of(rank: Rank, key: int) -> int | None:
-    """Return what the file named `key` holds, None if there is none."""
+    """Return the content of the file named `key`, None if there is none."""
     return dict(rank.files).get(key)
 
 
@@ -27,7 +27,7 @@ def names_on_any(state: State) -> tuple[int, ...]:
 
 
 def start_save(model: Model, rank: Rank, job: Job) -> Rank:
-    """Begin to write a file, beside the one that may have its name."""
+    """Begin to write a file, in addition to the one that may have its name."""
     return rank if model.rules.rename else with_file(rank, job.key, TORN)
 
 
@@ -37,7 +37,7 @@ def end_save(model: Model, rank: Rank, job: Job) -> Rank:
 
 
 def end_fetch(model: Model, rank: Rank, job: Job) -> tuple[Rank, bool]:
-    """Copy a file to its host slot; False when there is none or it is not what its name says."""
+    """Copy a file to its host slot; False if it is missing or not what its name says."""
     found = file_of(rank, job.key)
     is_verifying = model.sizes.is_verifying and model.rules.file_verified
     if found is None or (is_verifying and found in (DAMAGED, FOREIGN, TORN)):

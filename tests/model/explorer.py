@@ -1,8 +1,8 @@
-"""Breadth first over every state: the first violation found is one of the shortest.
+"""Breadth-first search over all states: the first violation found has a shortest trace.
 
-Then backwards from the states at rest: a state from which none can be reached without a further
-fault would never end. Traces are made afterwards, by walking the path again. Bounded by a number of
-states, beyond which it says that it stopped.
+Then a backward search from the states at rest: a state that cannot reach one without another fault
+would never end. Traces are made afterwards, by repeating the path. Stops, and says so, at a maximum
+number of states.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.model.state import State
 STUCK = "from here nothing leads to rest"
 
 PROGRESS_EVERY = 5000
-"""States between two signs of life."""
+"""States between two calls of `progress`."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What an exploration found. `problem` is empty when nothing is wrong; `is_complete` says
-    whether every state was looked at. `path` leads to the problem."""
+    """The result of an exploration. `problem` is empty if nothing is wrong; `is_complete` says
+    whether every state was visited. `path` leads to the problem."""
 
     problem: str
     num_states: int
@@ -42,7 +42,7 @@ def explore(
     max_states: int = 2_000_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """Look at every state; stop at the first one that must not be. `progress(states, left)`."""
+    """Visit every state; stop at the first violation. `progress(states, left)`."""
     start = begun(model)
     index: dict[State, int] = {start: 0}
     states, parents = [start], array("i", [-1])
@@ -81,7 +81,7 @@ def explore(
 
 
 def trace(model: Model, path: tuple[State, ...]) -> list[str]:
-    """Return what happened along a path, line by line."""
+    """Return the actions along a path, line by line."""
     lines = []
     for state, following in pairwise(path):
         words = next(
@@ -101,7 +101,7 @@ def _text(word: object) -> str:
 
 
 def _unspent(states: list[State]) -> tuple[str, ...]:
-    """Return the kinds of actions that no state has used up."""
+    """Return the kinds of actions whose budget no state has used up."""
     left = [min(column) for column in zip(*(state.left for state in states), strict=True)]
     return tuple(kind for kind, number in zip(KINDS, left, strict=True) if number)
 
@@ -117,7 +117,7 @@ def _path(states: list[State], parents: array[int], last: int) -> tuple[State, .
 def _first_stuck(
     num_states: int, before: array[int], after: array[int], quiet: list[int]
 ) -> int | None:
-    """Return the first state that no action but a fault leads from to one of `quiet`."""
+    """Return the first state that cannot reach one of `quiet` without a fault."""
     sources: list[list[int]] = [[] for _ in range(num_states)]
     for source, target in zip(before, after, strict=True):
         sources[target].append(source)

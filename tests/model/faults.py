@@ -1,8 +1,8 @@
-"""What befalls the parties: deaths, losses, damage, and old messages.
+"""Faults: deaths, losses, damage, and old messages.
 
-Each takes from its own budget. Messages are lost or late without being named here: their receiver
-has not taken them yet. They come again only where the rule that refuses them is off, because where
-it holds nothing follows; grants of coordinators that died may come late anyway.
+Each uses its own budget. Lost and late messages are no faults here: their receiver has not taken
+them yet. They are repeated only if the rule that refuses them is off, because with it nothing
+follows; grants of dead coordinators may arrive late anyway.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tests.model.sizes import Model
 from tests.model.state import DAMAGED, FENCING, FOREIGN, Rank, State, with_rank
 
 Words = tuple[object, ...]
-"""What happened; put together when somebody wants to read it."""
+"""The description, composed on demand."""
 
 Raw = Iterator[tuple[Words, bool, State]]
-"""Words, whether it is a fault, and the state it leads to before anything is settled."""
+"""Description, whether it is a fault, and the next state before it is settled."""
 
 
 def coordinator_faults(model: Model, state: State) -> Raw:
-    """Yield what befalls coordinators; one begins again by itself where none lives."""
+    """Yield faults of coordinators; if none lives, one starts by itself."""
     if not state.coordinators:
         yield ("a coordinator begins",), False, ruler.begin(model, state)
     elif model.has(state, "second") and len(state.coordinators) == 1:
@@ -45,7 +45,7 @@ def coordinator_faults(model: Model, state: State) -> Raw:
 
 
 def rank_faults(model: Model, state: State, r: int, rank: Rank) -> Raw:
-    """Yield what befalls a rank."""
+    """Yield faults of a rank."""
     if model.has(state, "worker") and rank.nonce:
         spent = model.spend(state, "worker")
         yield (
@@ -68,7 +68,7 @@ def rank_faults(model: Model, state: State, r: int, rank: Rank) -> Raw:
 
 
 def old_messages(model: Model, state: State) -> Raw:
-    """Yield late grants of coordinators that died, and what a rule refuses, where it is off."""
+    """Yield late grants of dead coordinators, and messages that a removed rule would refuse."""
     rules = model.rules
     if not model.has(state, "stale"):
         return
@@ -100,7 +100,7 @@ def old_messages(model: Model, state: State) -> Raw:
 
 
 def disk_faults(model: Model, state: State) -> Raw:
-    """Yield what befalls files."""
+    """Yield faults of files."""
     for kind, value in (("damage", DAMAGED), ("foreign", FOREIGN)):
         if not model.has(state, kind):
             continue

@@ -1,7 +1,7 @@
 """Copies as the coordinator sees them: begun, late, reported by every rank, visible.
 
-A job has a deadline. When it passes, its destination is good for nothing until every rank has said
-that it writes no more. Refuses reports of other epochs.
+A job has a deadline. After it, its destination is unusable until every rank has reported that it
+writes no more. Refuses reports of other epochs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.model.state import (
 
 
 def next_number(model: Model, state: State, c: Coordinator) -> int:
-    """Return the number of the coordinator's next job: in use nowhere in this epoch."""
+    """Return the number of the coordinator's next job: unused in this epoch."""
     used = {job.number for job in c.jobs}
     for rank in state.ranks:
         for job in rank.jobs:
@@ -52,13 +52,13 @@ def next_number(model: Model, state: State, c: Coordinator) -> int:
 
 
 def begin(model: Model, state: State, c: Coordinator, job: Job, commands: list[Command]) -> State:
-    """Open a job and send it to every rank; the book of its destination is changed already."""
+    """Open a job and send it to every rank; its destination in the table is changed already."""
     state = with_coordinator(state, c._replace(jobs=(*c.jobs, job)))
     return send(state, c, *commands, Command(JOB, job=job))[0]
 
 
 def stores(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, State]]:
-    """Yield every store that may begin, and what it leads to."""
+    """Yield every possible store, and the next state."""
     for b, block in enumerate(c.blocks):
         if block.kind != SEALED or any(slot.key == block.key for slot in c.slots):
             continue
@@ -67,7 +67,7 @@ def stores(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, St
 
 
 def fetches(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, State]]:
-    """Yield every file that may be fetched, and what it leads to."""
+    """Yield every possible fetch, and the next state."""
     for key in c.files:
         if any(slot.key == key for slot in c.slots):
             continue
@@ -76,7 +76,7 @@ def fetches(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, S
 
 
 def loads(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, State]]:
-    """Yield every load that may begin, and what it leads to."""
+    """Yield every possible load, and the next state."""
     for h, slot in enumerate(c.slots):
         if slot.kind != SEALED or not is_room_for_load(model, c, slot.key):
             continue
@@ -89,7 +89,7 @@ def loads(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, Sta
 
 
 def saves(model: Model, state: State, c: Coordinator) -> Iterator[tuple[Job, State]]:
-    """Yield every host slot that may be saved to a file, and what it leads to."""
+    """Yield every possible spill, and the next state."""
     for h, slot in enumerate(c.slots):
         is_saving = any(job.kind == SAVE and job.key == slot.key for job in c.jobs)
         if slot.kind != SEALED or slot.key in c.files or is_saving:
@@ -146,7 +146,7 @@ def hear(model: Model, state: State, c: Coordinator, r: int, report: Report) -> 
 
 
 def _finish(model: Model, state: State, c: Coordinator, job: Job, is_bad: bool) -> State:
-    """End a job: what it wrote is visible from now on, unless it failed or was late."""
+    """End a job: its destination becomes visible, unless it failed or was late."""
     ranks = [
         rank._replace(reported=tuple([x for x in rank.reported if x != (c.nonce, job.number)]))
         for rank in state.ranks

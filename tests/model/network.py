@@ -1,8 +1,8 @@
-"""The streams of commands: numbered by their place, kept until every rank has applied them.
+"""The streams of commands, numbered by position, kept until every rank has applied them.
 
-A message is lost, late or reordered simply by when a rank takes it: ranks take messages in the
-order of their numbers. Numbers are counted from the first message that is still kept, so that
-states with the same future are equal; where old messages can do harm, none is forgotten.
+Ranks take messages in the order of their numbers, so a message is lost, late or reordered only by
+the time at which a rank takes it. Numbers count from the first kept message, so that states with
+the same future are equal; if old messages can do harm, none is dropped.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def num_unacknowledged(model: Model, state: State, coordinator: Coordinator) -> 
 
 
 def applied_by_all(state: State, coordinator: Coordinator) -> int:
-    """Return up to which number every rank has applied; those that left have applied nothing."""
+    """Return the number that every rank has applied; ranks that left have applied nothing."""
     nonce, epoch = coordinator.nonce, coordinator.epoch
     ranks = state.ranks
     return min([r.applied if r.nonce == nonce and r.epoch == epoch else 0 for r in ranks])
 
 
 def is_full(model: Model, state: State, coordinator: Coordinator) -> bool:
-    """Say whether the window has no room for a message."""
+    """Return whether the window has no room for a message."""
     if not model.rules.window:
         return False
     return num_unacknowledged(model, state, coordinator) >= model.sizes.window
 
 
 def forget(model: Model, state: State) -> State:
-    """Return the state without messages that every rank has applied or will refuse for ever."""
+    """Return the state without messages that every rank has applied or will always refuse."""
     if model.keeps_history:
         return state
     for stream in state.streams:
@@ -101,7 +101,7 @@ def _forget_in(model: Model, state: State, stream: Stream) -> State:
 
 
 def _past(state: State, stream: Stream, by: int) -> dict[int, int]:
-    """Return new numbers, in the same order, for steps whose messages are forgotten."""
+    """Return new numbers, in the same order, for steps whose messages were dropped."""
     nonce, epoch, _ = stream
     ranks = [r for r in state.ranks if r.nonce == nonce and r.epoch == epoch]
     numbers = {s.seq for s in state.steps if s.nonce == nonce and s.epoch == epoch and s.seq <= by}

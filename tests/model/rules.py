@@ -1,7 +1,7 @@
-"""Every guard of the protocol, each a sentence, each removable.
+"""Every guard of the protocol, in a sentence each; each can be removed.
 
-`Rules()` holds them all; `Rules(exact=False)` removes one. The model asks a rule where the
-protocol's code has the guard. Decides nothing itself.
+`Rules()` has them all; `Rules(exact=False)` removes one. The model checks a rule where the
+protocol's code has the guard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _rule(sentence: str) -> bool:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which guards hold."""
+    """The active guards."""
 
     # Delivery and identity.
     exact: bool = _rule("A worker applies each number of its epoch once and in order.")
@@ -63,7 +63,9 @@ class Rules:
     fail_late: bool = _rule("A step is reported failed when no rank can begin or run it.")
     fence: bool = _rule("A client that is given up is fenced before its blocks are freed.")
     fence_waits: bool = _rule("A fence is applied when no forward of its client runs.")
-    leaving: bool = _rule("A client that leaves is served no more, under its name never again.")
+    leaving: bool = _rule(
+        "A client that leaves is no longer served, and its name is never used again."
+    )
     wait_copies: bool = _rule("A grant waits until copies of the old epoch have ended.")
     wait_forwards: bool = _rule("A grant waits until forwards of the old epoch have ended.")
     loss_is_epoch: bool = _rule("The loss of a worker process begins another epoch.")

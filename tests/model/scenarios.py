@@ -1,8 +1,7 @@
-"""What is explored: sizes and budgets with all rules, and for each rule the smallest that needs it.
+"""The scenarios: sizes and budgets with all rules, and for each rule the smallest that needs it.
 
-`SAFE` must hold. `UNSAFE` removes rules, and must be found out; where one rule is no guard by
-itself because another stands behind it, `BACKED` says which, and both are removed. Long ones are
-those that take more than a few seconds.
+`SAFE` must have no violation. `UNSAFE` removes rules, and must have one. If another rule covers for
+a removed one, `BACKED` names it, and both are removed. Long scenarios take more than a few seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Scenario:
     is_long: bool = False
 
     def model(self, *, is_sorting: bool = True) -> Model:
-        """Return the model; in one that does not sort, a rank keeps its name along a trace."""
+        """Return the model; without sorting, a rank keeps its name along a trace."""
         rules = Rules(**dict.fromkeys(self.removed, False))
         return Model(rules, self.sizes, is_sorting=is_sorting)
 
@@ -362,7 +361,7 @@ BACKED: dict[str, str] = {
         "name two blocks; the real index has one place for each content."
     ),
 }
-"""Rules that are no guard by themselves, and why."""
+"""Rules that are no guard by themselves, with the reason."""
 
 
 def scenario_named(name: str) -> Scenario:

@@ -1,7 +1,7 @@
-"""How large a model is, and how often each kind of thing may happen in it.
+"""The size of a model, and how often each kind of action may happen in it.
 
-A `Model` is rules and sizes: what every other part asks before it does something. The budget bounds
-the state space; an action that has none left is not offered. Refuses unknown kinds.
+A `Model` is rules and sizes. The budget bounds the state space; an action without budget is not
+offered. Refuses unknown kinds.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _PLACE = {kind: i for i, kind in enumerate(KINDS)}
 class Sizes:
     """Numbers of things. `parents[x]` is the content that `x` continues, 0 for a first block.
 
-    `window`: messages that some rank has not applied. `pipeline`: forwards a client schedules
-    ahead. Contents that are there at first: `cached` in blocks, `warm` in host slots, `filed` in
-    files; `labels` are those of each rank, where not all of `cached`. `is_asking`: a client's
-    request and its answer are messages of their own, not one action. `is_verifying`: files are
+    `window`: messages that some rank has not applied. `pipeline`: forwards that a client schedules
+    ahead. Contents at the start: `cached` in blocks, `warm` in host slots, `filed` in files;
+    `labels` are those of each rank, if they are not all of `cached`. `is_asking`: a client's
+    request and its answer are separate messages, not one action. `is_verifying`: files are
     verified.
     """
 
@@ -85,11 +85,11 @@ class Sizes:
 
 
 class Model:
-    """Rules and sizes. `keeps_history`: old messages may still do harm, because a rule that
-    refuses them is off; else they are forgotten once every rank would refuse them."""
+    """Rules and sizes. `keeps_history`: old messages may still do harm, because the rule that
+    refuses them is off; otherwise they are dropped once every rank would refuse them."""
 
     def __init__(self, rules: Rules, sizes: Sizes, *, is_sorting: bool = True) -> None:
-        """Hold both. `is_sorting`: ranks that are alike are not told apart."""
+        """Combine both. `is_sorting`: ranks with equal states are not distinguished."""
         self.is_sorting = is_sorting
         self.rules = rules
         self.sizes = sizes
@@ -102,7 +102,8 @@ class Model:
         }
 
     def initial(self) -> State:
-        """Return the state in which nothing has begun, and a former life has saved its epoch."""
+        """Return the state in which nothing has begun, after an earlier coordinator saved its
+        epoch."""
         sizes = self.sizes
         cached = _padded(sizes.cached, sizes.blocks)
         warm, files = _padded(sizes.warm, sizes.slots), tuple((x, x) for x in sizes.filed)
@@ -122,7 +123,7 @@ class Model:
         )
 
     def has(self, state: State, kind: str) -> bool:
-        """Say whether an action of `kind` may happen once more."""
+        """Return whether an action of `kind` may happen once more."""
         return state.left[_PLACE[kind]] > 0
 
     def spend(self, state: State, kind: str) -> State:

@@ -1,9 +1,9 @@
-"""What every party knows at one moment: immutable records, made for hashing and sharing.
+"""The state of every party: immutable records, for hashing and sharing.
 
 A content's right bytes are its number, plus ten for every change of the weights; a *key* is the
-content's number plus ten for every model epoch, as the coordinator counts them. What is kept for
-each rank, by whomever, is in `Rank`: ranks are alike, so that their order says nothing. Decides
-nothing.
+content's number plus ten for every model epoch, as the coordinator counts them. All state of a
+rank, also that of other parties about it, is in `Rank`: ranks are alike, so that their order does
+not matter.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 TORN = -1
-"""Bytes half written."""
+"""Half-written bytes."""
 DEAD = -2
-"""Bytes of a process that is gone."""
+"""Bytes of a process that has died."""
 DAMAGED = -3
 """A file whose bytes changed on the disk."""
 FOREIGN = -4
-"""A file that somebody else wrote under our name."""
+"""A file that another program wrote under our name."""
 
 WEIGHTS = 10
 """Distance between the bytes of one content under successive weights."""
 
-# Blocks and host slots in the coordinator's book.
+# Blocks and host slots in the coordinator's table.
 FREE, HITTABLE, SEALED, FILLING, QUARANTINED, OWNED = range(6)
 
 # Operations of a forward.
 READ, WRITE, COPY = range(3)
 
-# How far a forward is on a rank. WRONG: it read what it should not have.
+# The progress of a forward on a rank. WRONG: it has read wrong bytes.
 WAITING, RUNNING, ENDED, FAILED, RUNNING_WRONG, WRONG = range(6)
 
-# Jobs, by where bytes come from and go to.
+# Jobs, by source and destination.
 STORE, LOAD, SAVE, FETCH = "store", "load", "save", "fetch"
 
-# Phases of a coordinator that lives.
+# Phases of a living coordinator.
 FENCING, RULING = range(2)
 
 # Commands.
@@ -53,7 +53,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Op(NamedTuple):
-    """One block of a forward: `value` is what must be there before (READ) or after it."""
+    """One block of a forward: `value` must be there before (READ) or after it."""
 
     kind: int
     value: int
@@ -62,7 +62,7 @@ class Op(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step whose forward is under way; how far it is on a rank is in `Rank.forwards`."""
+    """A step whose forward has not ended; `Rank.forwards` has its progress on each rank."""
 
     client: int
     nonce: int
@@ -74,7 +74,7 @@ class Step(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A copy on every rank. `is_late`: its deadline has passed; `is_bad`: a rank said it failed."""
+    """A copy on every rank. `is_late`: its deadline has passed; `is_bad`: it failed on a rank."""
 
     nonce: int
     epoch: int
@@ -89,7 +89,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says of a job that ended there."""
+    """A rank's report of a job that ended there."""
 
     nonce: int
     epoch: int
@@ -110,8 +110,8 @@ Message = tuple[Command, ...]
 
 
 class Rank(NamedTuple):
-    """One rank: its worker process, its memory and files, and what others know of it. `grants` to
-    this very process are under way from coordinators that died."""
+    """One rank: its worker process, its memory and files, and what others know of it. `grants`:
+    late grants to this very process from dead coordinators."""
 
     nonce: int
     epoch: int
@@ -133,7 +133,7 @@ class Rank(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A device block or host slot in the book: state, key, and whose step computed it."""
+    """A device block or host slot in the table: state, key, and the client and step it is of."""
 
     kind: int
     key: int = 0
@@ -145,7 +145,7 @@ FREE_BLOCK = Block(FREE)
 
 
 class Request(NamedTuple):
-    """A running request: its last content and the blocks of it and of all it continues."""
+    """A running request: its last content, and the blocks of it and of all it continues."""
 
     client: int
     content: int
@@ -153,7 +153,7 @@ class Request(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """What a client asks: which steps are over, which request ends, what content it wants."""
+    """A client's request: which steps have ended, which request ends, which content is next."""
 
     client: int
     number: int
@@ -166,7 +166,7 @@ class StepRequest(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to step `number`: what its forward does after which command message."""
+    """The answer to step `number`: its forward, and after which command message it may begin."""
 
     number: int
     seq: int
@@ -175,7 +175,7 @@ class Answer(NamedTuple):
 
 
 class Ledger(NamedTuple):
-    """What a coordinator knows of one client. `fence_seq`: 0, or the message that fences it."""
+    """A coordinator's state of one client. `fence_seq`: 0, or the message that fences it."""
 
     client: int
     next_number: int
@@ -185,7 +185,7 @@ class Ledger(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A step that is not over, as far as the coordinator was told, and the blocks of its tables."""
+    """An unfinished step, as far as the coordinator knows, and the blocks of its tables."""
 
     client: int
     number: int
@@ -193,8 +193,8 @@ class Scheduled(NamedTuple):
 
 
 class Coordinator(NamedTuple):
-    """A coordinator that lives. Books are of the present epoch. `is_unsure`: it found nothing
-    saved, and has not ruled yet."""
+    """A living coordinator. Its tables are of the present epoch. `is_unsure`: it found no saved
+    state, and has not ruled yet."""
 
     nonce: int
     epoch: int
@@ -211,9 +211,9 @@ class Coordinator(NamedTuple):
 
 
 class Client(NamedTuple):
-    """An engine. `model_epoch` is -1 while it does not know; `asked` is what has no answer yet.
-    `repeated` and `unseen` come late where no rule refuses them: what was asked before, and a step
-    of an older epoch."""
+    """An engine. `model_epoch` is -1 while it is unknown; `asked` has no answer yet. `repeated` and
+    `unseen` arrive late if no rule refuses them: an earlier request, and a step of an older
+    epoch."""
 
     name: int
     nonce: int
@@ -237,10 +237,10 @@ class Stream(NamedTuple):
 
 
 class State(NamedTuple):
-    """All of it.
+    """The whole state.
 
-    `saved_*` is what outlives a coordinator, `left` the budget of actions by kind. `broken` says
-    what went wrong, empty while nothing did.
+    `saved_*` outlives a coordinator, `left` is the budget of actions by kind. `broken` describes a
+    violation, empty if there was none.
     """
 
     ranks: tuple[Rank, ...]

@@ -1,7 +1,7 @@
 """A worker: grants, commands in order, forwards, and copies that end later.
 
-Every function takes what one rank is and returns what it becomes. Which messages arrive when is
-decided in `actions`; what is refused here stays refused.
+Every function takes the state of one rank and returns the next one. `actions` decides when messages
+arrive; a refusal here is final.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from tests.model.state import (
 
 
 def is_running(rank: Rank) -> bool:
-    """Say whether a forward is open."""
+    """Return whether a forward is open."""
     return RUNNING in rank.forwards or RUNNING_WRONG in rank.forwards
 
 
 def is_busy(model: Model, rank: Rank) -> bool:
-    """Say whether something runs that a grant waits for."""
+    """Return whether anything runs for which a grant waits."""
     has_copies = model.rules.wait_copies and bool(rank.jobs)
     return has_copies or (model.rules.wait_forwards and is_running(rank))
 
 
 def highest_epoch(rank: Rank) -> int:
-    """Return the highest epoch granted or put off."""
+    """Return the highest epoch granted or deferred."""
     return max(rank.epoch, rank.pending_epoch)
 
 
 def would_take(model: Model, rank: Rank, nonce: int, epoch: int) -> bool:
-    """Say whether the rank would take a grant of a coordinator's epoch, now or when idle."""
+    """Return whether the rank would take a grant of a coordinator's epoch, now or when idle."""
     if (nonce, epoch) in ((rank.nonce, rank.epoch), (rank.pending_nonce, rank.pending_epoch)):
         return False
     return epoch > highest_epoch(rank) or not model.rules.grant_above
 
 
 def take_grant(model: Model, rank: Rank, nonce: int, epoch: int) -> Rank:
-    """Obey another epoch, or put the grant off while something of the old one runs."""
+    """Obey another epoch, or defer the grant while a forward of the old one runs."""
     if is_busy(model, rank):
         return rank._replace(pending_nonce=nonce, pending_epoch=epoch)
     return rank._replace(
@@ -81,8 +81,7 @@ def take_grant(model: Model, rank: Rank, nonce: int, epoch: int) -> Rank:
 
 
 def die(model: Model, rank: Rank, *, loses_host: bool = False) -> Rank:
-    """The process dies and a fresh one starts; host memory, if its node does not die with it, and
-    files outlive it."""
+    """Replace the process by a fresh one; files survive, and host memory if its node does."""
     num_slots = len(rank.host)
     return Rank(
         nonce=0,
@@ -104,7 +103,7 @@ def die(model: Model, rank: Rank, *, loses_host: bool = False) -> Rank:
 
 
 def must_wait(model: Model, rank: Rank, steps: tuple[Step, ...], message: Message) -> bool:
-    """Say whether `message` fences a client whose forward runs."""
+    """Return whether `message` fences a client whose forward runs."""
     if not model.rules.fence_waits:
         return False
     fenced = [command.target for command in message if command.kind == FENCE]
@@ -149,7 +148,7 @@ def _apply(model: Model, rank: Rank, command: Command, seq: int) -> Rank:
 
 
 def start_job(model: Model, rank: Rank, job: Job) -> Rank:
-    """Start a copy: its destination is half written from now on."""
+    """Start a copy: its destination is half-written from now on."""
     if job.kind in (STORE, LOAD) and model.rules.settle:
         rank = _settle(rank, job.block)
     if job.kind == LOAD:
@@ -162,7 +161,7 @@ def start_job(model: Model, rank: Rank, job: Job) -> Rank:
 
 
 def end_job(model: Model, rank: Rank, job: Job) -> Rank:
-    """A copy moves its bytes, is over, and will be reported."""
+    """Finish a copy: its bytes are there, and it will be reported."""
     jobs = list(rank.jobs)
     jobs.remove(job)
     rank, is_ok = rank._replace(jobs=tuple(jobs)), True
@@ -184,7 +183,7 @@ def end_job(model: Model, rank: Rank, job: Job) -> Rank:
 
 
 def _settle(rank: Rank, block: int) -> Rank:
-    """Execute now, in order, the put-off copies that touch `block`."""
+    """Execute the deferred copies that touch `block` now, in order."""
     data, rest = rank.data, []
     for entry in rank.deferred:
         _, source, target = entry
@@ -199,7 +198,7 @@ def _settle(rank: Rank, block: int) -> Rank:
 
 
 def can_begin(model: Model, rank: Rank, steps: tuple[Step, ...], index: int) -> bool:
-    """Say whether the forward of `steps[index]` may begin on the rank now."""
+    """Return whether the forward of `steps[index]` may begin on the rank now."""
     step = steps[index]
     if rank.forwards[index] != WAITING or not rank.nonce:
         return False
@@ -220,7 +219,7 @@ def can_begin(model: Model, rank: Rank, steps: tuple[Step, ...], index: int) -> 
 
 
 def begin(model: Model, rank: Rank, steps: tuple[Step, ...], index: int) -> Rank:
-    """Begin a forward: put-off copies run, what it writes is half written."""
+    """Begin a forward: deferred copies run, and its destinations are half-written."""
     step, data, rest = steps[index], rank.data, []
     for entry in rank.deferred:
         seq, source, target = entry
@@ -234,7 +233,7 @@ def begin(model: Model, rank: Rank, steps: tuple[Step, ...], index: int) -> Rank
             data = put(data, op.block, TORN)
     forwards = list(rank.forwards)
     if model.rules.forward_order:
-        # What has a lower number is refused from now on.
+        # Lower numbers are refused from now on.
         for i, other in enumerate(steps):
             is_same = (other.nonce, other.epoch) == (step.nonce, step.epoch)
             if is_same and other.seq < step.seq and forwards[i] == WAITING:
@@ -244,7 +243,7 @@ def begin(model: Model, rank: Rank, steps: tuple[Step, ...], index: int) -> Rank
 
 
 def end(rank: Rank, step: Step, index: int) -> Rank:
-    """End a forward: what it wrote is right if everything it read was."""
+    """End a forward: its outputs are right if all its inputs were."""
     data = rank.data
     is_wrong = rank.forwards[index] == RUNNING_WRONG or _reads_wrong(data, step)
     for op in step.ops:
@@ -255,7 +254,7 @@ def end(rank: Rank, step: Step, index: int) -> Rank:
 
 
 def fail(rank: Rank, index: int) -> Rank:
-    """A forward ends badly, or will never begin here."""
+    """Fail a forward, also one that will never begin here."""
     return rank._replace(forwards=put(rank.forwards, index, FAILED))
 
 

@@ -66,7 +66,7 @@ def main(scratch: str) -> None:
 
 
 def end_one_that_hangs(cluster: KVCacheCluster, client: Any) -> None:
-    """Stop the worker that is not on the coordinator's node: it is ended from afar."""
+    """Stop the worker that is not on the coordinator's node: it is ended remotely."""
     status = cluster.status()
     far = next(r for r in status.ranks if r.node_id != status.coordinator_node.node_id)
     os.kill(far.process_id, signal.SIGSTOP)
@@ -80,7 +80,7 @@ def end_one_that_hangs(cluster: KVCacheCluster, client: Any) -> None:
 
 
 def is_waiting_for_room(cluster: KVCacheCluster, rank: int) -> bool:
-    """Whether the coordinator, which may be moving itself, says that there is no room."""
+    """Return whether the coordinator, which may be moving itself, reports that there is no room."""
     try:
         return cluster.status().ranks[rank].replacement == "waiting for room"
     except (DeadlineError, IndexError):
@@ -88,7 +88,7 @@ def is_waiting_for_room(cluster: KVCacheCluster, rank: int) -> bool:
 
 
 def wait_for_the_end(client: Any) -> None:
-    """Step until the epoch is known to be over; who hears nothing at all goes on asking."""
+    """Step until the epoch's end is known; a client without any answer keeps trying."""
     while True:
         try:
             client.wait_finished(client.step(StepRequest("", 0, 0)).step)

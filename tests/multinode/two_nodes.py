@@ -15,7 +15,7 @@ from kvcache.protocol.step import NewRequest, StepRequest
 
 
 def main(scratch: str) -> None:
-    """Start two nodes with room for one stage each; use them without keys and with keys."""
+    """Start two nodes with room for one stage each; use them with and without keys."""
     nodes = Cluster(
         initialize_head=True,
         head_node_args={
@@ -35,7 +35,7 @@ def main(scratch: str) -> None:
 
 
 def play(curve: str) -> None:
-    """Launch a cluster over both nodes and have a request hit what another one left."""
+    """Launch a cluster over both nodes; a request hits the blocks of an earlier one."""
     config = parse_config(
         {
             "name": f"two-nodes-{curve}",

@@ -1,8 +1,8 @@
-"""What workers would do with a hierarchy's jobs: bytes in host slots and files, by their keys.
+"""Simulates the workers of a hierarchy: bytes in host slots and files, by their keys.
 
-A job writes nothing at first, garbage while it runs, and its content when it ends well; it reads
-its sources at a random moment before its end. So whatever the hierarchy allows too early shows up
-as the wrong content.
+A job writes nothing at first, garbage while it runs, and its content when it succeeds; it reads its
+sources at a random moment before its end. So an operation that the hierarchy allows too early shows
+up as wrong content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GARBAGE = OffloadKey(b"garbage")
 
 @dataclass(eq=False)
 class RunningJob:
-    """A job, what it has read so far, and the addresses that it writes."""
+    """A job, its inputs so far, and the addresses that it writes."""
 
     job: Job
     has_begun: bool = False
@@ -28,7 +28,7 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: addresses that failed, none of them if it was good."""
+    """How a job ended: addresses that failed, none if it succeeded."""
 
     job: Job
     ok: bool
@@ -46,8 +46,7 @@ class ByteWorld:
         self.running: dict[int, RunningJob] = {}
 
     def start(self, job: Job) -> None:
-        """Take a job: what it writes must not be touched by any other, what it reads not
-        written."""
+        """Take a job: no other job may touch its destinations, or write its sources."""
         for other in self.running.values():
             assert not _written(other.job) & (_written(job) | _read(job))
             assert not _read(other.job) & _written(job)
@@ -60,7 +59,7 @@ class ByteWorld:
         self.running[job.job_id] = RunningJob(job)
 
     def proceed(self) -> None:
-        """Let some job begin: it writes garbage, and reads what it reads."""
+        """Let some job begin: it writes garbage, and reads its sources."""
         if not self.running:
             return
         running = self.rng.choice(list(self.running.values()))
@@ -76,7 +75,7 @@ class ByteWorld:
                 running.has_read[address] = self.host[address]
 
     def end(self, job_id: int) -> Outcome:
-        """End a job, well or not; what was read must be what it should be."""
+        """End a job, successfully or not; check its inputs."""
         running = self.running.pop(job_id)
         job = running.job
         ok = self.rng.random() < 0.8

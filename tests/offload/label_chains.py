@@ -1,4 +1,4 @@
-"""Chains of sealed blocks, as labels say them."""
+"""Chains of sealed blocks, as labels."""
 
 from __future__ import annotations
 

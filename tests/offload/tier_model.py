@@ -1,4 +1,4 @@
-"""A tier, slowly: slots are objects, everything is searched for."""
+"""A slow model of a tier: slots are objects, everything is searched for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelTier:
         return [found[0] for key in keys if (found := self.find(key)) is not None]
 
     def settle(self, slots: Sequence[ModelSlot]) -> None:
-        """Bring `idle` in line with what has become of these slots."""
+        """Update `idle` for the present state of these slots."""
         entering = []
         for slot in dict.fromkeys(slots):
             for place, each in list(slot.places.items()):
@@ -93,7 +93,7 @@ class ModelTier:
         drops_dirty: bool,
         needs_all: bool,
     ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Return the positions that are stored and the keys that went; None if not all fit."""
+        """Return the stored positions and the evicted keys; None if not all fit."""
         wanted = [i for i, key in enumerate(keys) if self.find(key) is None and key not in keys[:i]]
         targets = self._targets(keys, wanted, behind)
         here = self.slots_of(keys) + [slot for slot, _ in targets if slot in self.slots]

@@ -3,9 +3,10 @@
     python -m tests.oracle --peer DIR [--kind KIND ...] [--seeds N] [--first SEED]
                            [--operations N] [--json FILE] [--write FILE]
 
-Same random look-ups, admissions, chunks, decodes, frees, preemptions and resets on both; compared
-are hit lengths, admissions and free blocks after every operation. `--peer` is the environment that
-`make bench-peer` builds. Ends with status 1 where a difference is left that no rule explains.
+The same random look-ups, admissions, chunks, decodes, frees, preemptions and resets run on both.
+Hit lengths, admissions and free blocks are compared after every operation. `--peer` is the
+environment that `make bench-peer` builds. Exits with status 1 if a difference remains that no rule
+explains.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write what was found as JSON")
     parser.add_argument("--write", type=Path, help="write the table as Markdown")
     options = parser.parse_args()
-    # A refused reset is logged as a warning, and here it is part of every walk.
+    # A refused reset is logged as a warning, and belongs to every walk here.
     logging.getLogger("kvcache").setLevel(logging.ERROR)
     seeds = range(options.first, options.first + options.seeds)
     peer = Peer(options.peer)
@@ -151,7 +152,7 @@ def markdown(comparisons: list[Comparison], peer: Path) -> str:
 
 
 def words_without_paths() -> list[str]:
-    """Return the command line's words, paths of this machine replaced."""
+    """Return the command line with paths of this machine replaced."""
     return ["DIR" if word.startswith("/") else word for word in sys.argv[1:]]
 
 

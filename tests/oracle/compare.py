@@ -1,4 +1,4 @@
-"""Walks on our manager, replayed on the peer's; differences traced to the rule that makes them."""
+"""Walks on our manager, repeated on the peer's; each difference is attributed to a rule."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ KINDS = {
 
 
 class Peer:
-    """The peer's process, and what it says of walks."""
+    """The peer's process, and its answers to walks."""
 
     def __init__(self, environment: Path) -> None:
-        """Start it; raises FileNotFoundError where the environment has no Python."""
+        """Start it; raises FileNotFoundError if the environment has no Python."""
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 - closed by `close`
         self._process = subprocess.Popen(
             [str(environment / "bin" / "python"), str(HERE / "peer_side.py")],
@@ -80,7 +80,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first operation of a walk that the two sides answer differently."""
+    """The first operation of a walk with different answers."""
 
     seed: int
     index: int
@@ -88,7 +88,7 @@ class Difference:
     ours: Answer
     theirs: Answer
     rules: tuple[str, ...] = ()
-    """Rules whose removal makes the sides agree in the whole walk; empty: nothing explains it."""
+    """Rules whose removal makes the sides agree in the whole walk; empty if there are none."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ def compare_kind(
 def walk(
     peer: Peer, scenario: Scenario, slow: type[SlowCore] | None = None
 ) -> tuple[list[Operation], list[Answer], Difference | None]:
-    """Walk on our manager with the flat core, or with a slow one; replay on the peer."""
+    """Walk on our manager with the flat core, or with a slow one; repeat on the peer."""
     side = OurSide(scenario, slow)
     operations, answers = Walk(scenario, Replay(side)).run()
     side.manager.check()
@@ -157,8 +157,8 @@ def walk(
 
 
 def explain(peer: Peer, scenario: Scenario, difference: Difference) -> Difference:
-    """Name the fewest rules without which both sides agree in the whole walk. Without any taken
-    out the slow core differs from the peer exactly as the flat one does."""
+    """Name the fewest rules without which both sides agree in the whole walk. With all rules, the
+    slow core differs from the peer exactly as the flat one does."""
     if walk(peer, scenario, SlowCore)[2] != difference:
         return difference
     for count in range(1, len(RULES) + 1):

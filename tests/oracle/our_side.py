@@ -38,7 +38,7 @@ def make_spec(kind: str) -> KVCacheSpec:
 
 
 class OurSide:
-    """Drives the per-request calls; checks the manager's own books now and then."""
+    """Drives the per-request calls; sometimes checks the manager's own state."""
 
     def __init__(self, scenario: Scenario, slow: type[SlowCore] | None = None) -> None:
         """Use the flat core, or a slow one."""

@@ -3,7 +3,7 @@
     python peer_side.py
 
 Reads one walk per line, `[scenario, operations, answers of the other side]`; writes its own
-answers, up to the first one that differs.
+answers, up to the first different one.
 """
 
 from __future__ import annotations

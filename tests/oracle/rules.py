@@ -1,9 +1,10 @@
-"""Where this package chooses otherwise than the peer, by a rule of its contract.
+"""The deliberate differences between this package and the peer, each a rule of its contract.
 
-Each difference can be taken out: the slow core, which does what the flat one does in everything
-(`tests/agreement`), then does what the peer does, and must agree with it in every answer of a whole
-walk. So a rule excuses exactly what follows from it; a difference that remains is a mistake of one
-side. That the slow core without any rule answers as the flat one does is compared here as well.
+Each rule can be removed: the slow core, which behaves like the flat one (`tests/agreement`), then
+behaves like the peer, and must agree with it in every answer of a whole walk. So a rule excuses
+exactly its own consequences, and a remaining difference is a mistake of one side. That the slow
+core with all rules answers like the flat one is checked here as well. side. That the slow core
+without any rule answers as the flat one does is compared here as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.core.slow_core import Block, Column, Row, SlowCore
 
 @dataclass(frozen=True)
 class Rule:
-    """One choice: its name, what each side does, and a core that does what the peer does."""
+    """One rule: its name, what each side does, and a core that behaves like the peer."""
 
     name: str
     ours: str
@@ -27,7 +28,7 @@ class Rule:
 
 
 class KeepsCopies(SlowCore):
-    """Cache every block, whether or not another has its content, and evict in order alone."""
+    """Cache every block, even if another has its content, and evict in order alone."""
 
     keeps_copies = True
 
@@ -48,7 +49,7 @@ class FreesGroupByGroup(SlowCore):
 
 
 class MatchesBehindTheLimit(SlowCore):
-    """Let EAGLE in a hybrid match one block behind the limit of a look-up, and drop that one."""
+    """Let EAGLE in a hybrid match one block beyond the limit of a look-up, and drop that one."""
 
     def longest(self, request: Request) -> int:
         limit = super().longest(request)
@@ -66,7 +67,7 @@ class CachesWholeSteps(SlowCore):
 
 
 def core_of(rules: Sequence[Rule]) -> type[SlowCore]:
-    """Return a slow core that does what the peer does instead of these rules."""
+    """Return a slow core that behaves like the peer in place of these rules."""
     return type("PeerLike", (*[rule.core for rule in rules], SlowCore), {})
 
 

@@ -1,8 +1,8 @@
-"""Random operations on a manager and what it answers, the same for both sides.
+"""Random operations on a manager and its answers, the same for both sides.
 
-Runs in either environment: imports neither side. One side walks, choosing each operation by what
-came before; the other one replays the operations. Every answer is `[tokens hit or -1, admitted,
-free blocks]`, so that the first difference shows at the operation that made it.
+Runs in both environments: imports neither side. One side walks and chooses each operation from the
+earlier answers; the other one repeats the operations. Every answer is `[tokens hit or -1, admitted,
+free blocks]`, so that a difference shows at the operation that caused it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_LOOKED_UP = -1
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a walk is of. The kind names the groups: `full`, `window`, `full+window`, ..."""
+    """The parameters of a walk. The kind names the groups: `full`, `window`, `full+window`, ..."""
 
     kind: str
     seed: int
@@ -73,7 +73,7 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Counts:
-    """What one allocation asks for, in tokens."""
+    """One allocation, in tokens."""
 
     new: int
     hit: int = 0
@@ -84,7 +84,7 @@ class Counts:
 
 
 class Replay:
-    """Carries out operations on one side, in order, and answers each."""
+    """Applies operations to one side, in order, and answers each."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -133,7 +133,7 @@ class Replay:
     def _decode(
         self, name: str, token: int, drafts: int, accepted: list[int], lookahead: int
     ) -> tuple[int, bool]:
-        """One token sampled before and `drafts` behind it, of which `accepted` turn out right."""
+        """One sampled token and `drafts` after it, `accepted` of which turn out right."""
         request = self.requests[name]
         if self.num_tokens[name] == self.num_computed[name]:
             self.side.append(request, [token])
@@ -184,7 +184,7 @@ class Walk:
         self._count = 0
 
     def run(self) -> tuple[list[Operation], list[Answer]]:
-        """Return all operations of the walk, and the answers of the side that walked."""
+        """Return all operations of the walk, and the answers of this side."""
         operations: list[Operation] = []
         answers: list[Answer] = []
         while len(operations) < self._scenario.num_operations:
@@ -229,7 +229,7 @@ class Walk:
         return ["decode", name, self._token(), drafts, accepted, self._lookahead()]
 
     def _follow(self, operation: Operation, *, admitted: bool) -> None:
-        """Keep the walk's own books of which request has which tokens."""
+        """Keep the walk's own table of the requests' tokens."""
         kind = operation[0]
         name = operation[1] if len(operation) > 1 else ""
         if kind == "new":
@@ -263,7 +263,7 @@ class Walk:
         return self._random.choice((0, 1, 3)) if self._scenario.use_eagle else 0
 
     def _prompt(self) -> list[int]:
-        """A fresh prompt, or one that continues what another request had."""
+        """A new prompt, or one that continues another request's."""
         known = [*self._past, *self._tokens.values()]
         base: list[int] = []
         if known and self._random.random() < 0.75:

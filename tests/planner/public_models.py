@@ -1,4 +1,4 @@
-"""The fields of published `config.json` files that say what a model keeps."""
+"""The relevant fields of published `config.json` files."""
 
 from __future__ import annotations
 

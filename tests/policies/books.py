@@ -1,4 +1,4 @@
-"""A book that says of each entry what a test has written into it."""
+"""An `EntryBook` whose entries a test sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvcache.policies import EntryInfo, EvictionPolicy, make_eviction_policy
 
 
 class WrittenBook:
-    """Entries without a line in `infos` have a name of their own."""
+    """Entries that are not in `infos` have a name of their own."""
 
     def __init__(self) -> None:
         self.infos: dict[int, EntryInfo] = {}
@@ -15,7 +15,7 @@ class WrittenBook:
         return self.infos.get(entry) or EntryInfo(content=name_of(entry))
 
     def hold(self, entry: int, content: int) -> None:
-        """Let an entry hold a content."""
+        """Set the content of an entry."""
         self.infos[entry] = EntryInfo(content=name_of(content))
 
 
@@ -29,7 +29,7 @@ def make_policy(name: str, capacity: int = 100) -> tuple[EvictionPolicy, Written
 
 
 def use(policy: EvictionPolicy, *entries: int) -> None:
-    """Use entries, and let them come out of use again."""
+    """Use entries and release them again."""
     for entry in entries:
         policy.remove([entry])
         policy.insert([entry])

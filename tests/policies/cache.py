@@ -1,8 +1,7 @@
 """A small cache that owns entries as a pool does, and answers its policy's questions.
 
-Requests use contents along a tree: those that are cached are taken out of the policy, the others
-get entries, for which room is made if need be. Leaf first: the cache forgets no content that
-another continues.
+Requests use contents along a tree: cached ones are removed from the policy, the others get entries,
+for which room is made if needed. Leaf first: the cache drops no content that another continues.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NAME_BYTES = 4
 
 @dataclass
 class Content:
-    """A content, what it continues, and where it is."""
+    """A content, its parent, and its place."""
 
     number: int
     parent: Content | None
@@ -72,14 +71,14 @@ class Cache:
     # --- operations ---
 
     def operate(self) -> None:
-        """Do something, then see whether both policies say the same."""
+        """Apply an operation, then compare both policies."""
         acts = [self.use, self.release, self.forget, self.forget_in_use, self.try_evicting]
         chances = [8, 8, 1, 0.5, 2]
         self.rng.choices(acts, chances)[0]()
         self.compare()
 
     def use(self) -> None:
-        """A request uses a content and all it continues."""
+        """Let a request use a content and all that it continues."""
         path = self.rng.choice(self.contents).path()
         found = [content for content in path if content.entry is not None]
         self.hold(found)
@@ -95,7 +94,7 @@ class Cache:
         self.users.append(found)
 
     def release(self) -> None:
-        """A request ends: what nobody uses any more comes out of use, the tail first."""
+        """End a request: unused contents come out of use, the tail first."""
         if not self.users:
             return
         path = self.users.pop(self.rng.randrange(len(self.users)))
@@ -107,7 +106,7 @@ class Cache:
         self.tell("insert", unused)
 
     def forget(self) -> None:
-        """A content that nobody uses is void, and what continues it."""
+        """Drop an unused content, and all that continue it."""
         unused = [c for c in self.contents if c.entry is not None and not c.num_users]
         if not unused:
             return
@@ -118,7 +117,7 @@ class Cache:
         self.tell("discard", entries)
 
     def forget_in_use(self) -> None:
-        """A content is void although somebody uses it: the policy is not told."""
+        """Drop a content in use: the policy is not told."""
         leaves = [c for c in self.contents if c.num_users and not c.num_cached_children]
         if leaves:
             content = self.rng.choice(leaves)
@@ -129,7 +128,7 @@ class Cache:
             self.drop(content)
 
     def try_evicting(self) -> None:
-        """Choose victims, of which some stay."""
+        """Choose victims, some of which stay."""
         self.evict(self.rng.randrange(1, 9), num_kept=self.rng.randrange(4))
 
     def evict(self, num_entries: int, num_kept: int = 0) -> None:
@@ -141,7 +140,7 @@ class Cache:
             if not content.num_cached_children:
                 self.drop(content)
                 continue
-            # Only where nothing else is left may a victim have children, and those are in use.
+            # A victim may have children only if no other is left, and those are in use.
             assert not len(self.policy)
             kept = [*kept, entry]
         self.tell("put_back", kept)
@@ -154,14 +153,14 @@ class Cache:
         getattr(self.slow, name)(entries)
 
     def hold(self, found: list[Content]) -> None:
-        """One user more of each of these, which are cached."""
+        """Add a user to each of these cached contents."""
         unused = [content for content in found if not content.num_users]
         self.tell("remove", [content.entry for content in unused if content.entry is not None])
         for content in found:
             content.num_users += 1
 
     def place(self, content: Content) -> None:
-        """Give a content an entry, any that is free."""
+        """Give a content any free entry."""
         free = [entry for entry in range(self.capacity) if entry not in self.held_by]
         content.entry = self.rng.choice(free)
         self.held_by[content.entry] = content

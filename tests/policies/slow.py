@@ -1,7 +1,7 @@
-"""Every policy once more, slow and obvious: plain lists, looked through from end to end.
+"""Slow and obvious versions of every policy: plain lists, searched from end to end.
 
-A slow policy says of each entry in which line it stands and since when, and of all that stand
-somewhere which one is the next victim. What the protocol asks for beyond that is in `SlowPolicy`.
+A slow policy gives each entry a line and a time, and picks the next victim of all. `SlowPolicy` has
+the rest of the protocol.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcache.policies import EntryBook, EntryInfo
 
 @dataclass
 class Seat:
-    """An entry that is inserted, or that was when it came into use."""
+    """An entry that is inserted, or was when it came into use."""
 
     entry: int
     name: object
@@ -31,7 +31,7 @@ class Seat:
 
 @dataclass
 class Memory:
-    """Names of evicted contents, the oldest first, each with what was known of it."""
+    """Names of evicted contents, the oldest first, each with its data."""
 
     names: list[tuple[bytes, int]] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ def names_of(info: EntryInfo) -> list[bytes]:
 
 
 class SlowPolicy:
-    """What all slow policies do alike. Subclasses say `seat_new`, `seat_used` and `pick`."""
+    """The common part of all slow policies. Subclasses have `seat_new`, `seat_used` and `pick`."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         self.capacity = capacity
@@ -76,7 +76,7 @@ class SlowPolicy:
         return twin
 
     def start(self) -> None:
-        """Make what the policy remembers."""
+        """Make the policy's memory."""
 
     def seat_new(self, seat: Seat, names: list[bytes]) -> None:
         seat.since = self.now()
@@ -88,13 +88,13 @@ class SlowPolicy:
         return min(standing, key=lambda seat: seat.since)
 
     def chosen(self, names: list[bytes]) -> None:
-        """Take note of contents that will go unless they are put back."""
+        """Record contents that will be evicted unless they are put back."""
 
     def evicted(self, seat: Seat, names: list[bytes]) -> None:
-        """Remember contents that are gone for good."""
+        """Record contents that were evicted."""
 
     def after_insert(self) -> None:
-        """Restore what holds of the lines."""
+        """Restore the invariants of the lines."""
 
     def now(self) -> int:
         self.clock += 1
@@ -193,7 +193,7 @@ class SlowPolicy:
             self.due.insert(0, parent)
 
     def sit_down(self, seat: Seat) -> None:
-        """Of seats that are worth the same, by number."""
+        """Of seats with equal values, by number."""
         self.seats.append(seat)
         self.seats.sort(key=lambda seat: seat.entry)
 

@@ -1,4 +1,4 @@
-"""The hazard policy once more, slow: every name is looked at for every question."""
+"""A slow version of the hazard policy: every question visits every name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Standing:
 
 @dataclass
 class Known:
-    """A name that was used; `num_passed` counts the ages it has reached since."""
+    """A used name; `num_passed` counts the ages it has reached since."""
 
     name: bytes
     line: int
@@ -55,7 +55,7 @@ class SlowGuard:
         return bool(names) and (not num_had or len(self.missing) + num_had <= self.limit)
 
     def use(self, names: list[bytes], stamp: int, seat: Seat, is_hit: bool) -> int:
-        """Return how many hits LRU had."""
+        """Return LRU's hits."""
         num_lru = len(names) if is_hit and seat.is_lru_hit else sum(map(self.has, names))
         num_missing = sum(name in self.missing for name in names)
         self.won += len(names) - num_lru if is_hit else -num_missing
@@ -224,7 +224,7 @@ class SlowHazard(SlowPolicy):
 
 
 def lines_of(uses: list[int]) -> list[int]:
-    """Return classes: of contents used again, how often; of new ones, how many, and behind what."""
+    """Return classes: of reused contents by their uses; of new ones by their number and parent."""
     lines = []
     for place, count in enumerate(uses):
         if count > 1:

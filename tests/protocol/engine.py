@@ -1,7 +1,7 @@
 """A small engine that drives a client session: prefill in chunks, decode, drafts, preempt, fail.
 
-Decides by its own seeded random source, never by time, and follows the answers it gets. What it
-believes of every request is compared with what the manager answers wherever the answer says so.
+Decides by its own seeded random source, never by time, and follows the answers it gets. Wherever an
+answer allows it, its own state of a request is compared with the manager's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sequence:
 
 @dataclass
 class Planned:
-    """A step that was sent, and what its rows were meant to do."""
+    """A step that was sent, and the intended effects of its rows."""
 
     step: int
     request: StepRequest
@@ -98,7 +98,7 @@ class Engine:
         self.is_done = False
 
     def turn(self) -> list[FromClient]:
-        """Look at what has come, and send the next step when it is time."""
+        """Read answers, and send the next step when it is time."""
         if self.is_done:
             return []
         if self.session.state is SessionState.VOID:
@@ -130,7 +130,7 @@ class Engine:
         if num_under_way >= self._depth:
             return []
         if all(s.state == "done" for s in self.sequences):
-            # Empty steps seal what the last real one wrote.
+            # Empty steps seal the blocks of the last real one.
             if num_under_way:
                 return []
             if self._completed >= self._last_real:
@@ -228,7 +228,7 @@ class Engine:
         return Planned(step, request, planned, [*resumed, *new])
 
     def _plan_row(self, step: int, s: Sequence) -> tuple[Sequence, int, list[int], int, list[int]]:
-        """Settle drafts, sample where all is computed, and choose what to compute."""
+        """Settle drafts, sample for finished rows, and choose what to compute."""
         rng = self._random
         s.remember(step)
         appended: list[int] = []
@@ -251,7 +251,7 @@ class Engine:
         return s, num_new, drafts, num_rejected, appended
 
     def _follow(self, planned: Planned, result: StepResult) -> None:
-        """Take over what the coordinator decided."""
+        """Follow the coordinator's decisions."""
         slots = {s.slot: s for s in self.sequences if s.state == "running"}
         assert set(result.withdrawn) == self._withdrawn, (result.withdrawn, self._withdrawn)
         self._withdrawn = set()
@@ -293,7 +293,7 @@ class Engine:
             s.state, s.slot, s.computed, s.drafts = "running", slot, start + scheduled, []
 
     def _take_back(self, failed: int) -> None:
-        """Undo what the failed steps did, except that what finished or was preempted stays so."""
+        """Undo the failed steps, except that finished and preempted requests stay so."""
         for s in self.sequences:
             undone = [b for b in s.before if b[0] >= failed]
             if not undone:
@@ -314,7 +314,7 @@ class Engine:
                 s.state, s.drafts, s.computed = "preempted", [], 0
 
     def _start_over(self) -> None:
-        """The epoch is over: all that was scheduled is void."""
+        """Continue after the end of the epoch: all scheduled steps are void."""
         self.num_voided += 1
         self._sent = self._to_preempt = None
         self._withdrawn.clear()
@@ -322,7 +322,7 @@ class Engine:
         for s in self.sequences:
             s.before.clear()
             if s.state != "done":
-                # What was generated is known: the request comes back with all of it.
+                # Generated tokens are known: the request comes back with all of them.
                 s.prompt = s.tokens if len(s.tokens) > len(s.prompt) else s.prompt
                 s.num_external = 0
                 s.state, s.tokens, s.drafts, s.computed = "waiting", [], [], 0

@@ -1,4 +1,4 @@
-"""A sender that checks nothing of what it sends: other rules than ours, or a fault of our own."""
+"""A sender that checks nothing: it has other rules than ours, or a bug."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.protocol.messages import WIRE_VERSION, Message, wire_tag
 
 
 def unchecked(message: Message, max_bytes: int = 0) -> bytes:
-    """Return the bytes of a message whatever its fields hold, as long as msgpack can pack them."""
+    """Return the bytes of a message, whatever its fields hold, if msgpack can pack them."""
     packed: bytes = msgpack.packb([WIRE_VERSION, wire_tag(type(message)), *written(message)])
     return packed
 

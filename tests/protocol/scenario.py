@@ -1,4 +1,4 @@
-"""What happens in a simulated schedule, drawn by a seed, and the tiny plan it happens to."""
+"""The events of a simulated schedule, drawn by a seed, and its tiny plan."""
 
 from __future__ import annotations
 
@@ -59,32 +59,31 @@ MODELS: Mapping[str, tuple[KVCacheSpec, ...]] = MappingProxyType(
         "chunk, cross, none": (CHUNK, CROSS, STATE),
     }
 )
-"""Kinds of attention of a model, one layer each. Pages are all 32 bytes."""
+"""Attention kinds of a model, one layer each. All pages have 32 bytes."""
 
 MODELS_BY_CONTENT = frozenset(
     name
     for name, specs in MODELS.items()
     if not any(s.num_state_blocks is not None or s.keeps_encoder_tokens for s in specs)
 )
-"""Models whose blocks hold what their own tokens say: their tails can be swapped."""
+"""Models whose blocks depend on their own tokens alone: their tails can be swapped."""
 
 MODELS_IN_TIERS = frozenset(
     name for name, specs in MODELS.items() if all(s.can_prefix_cache for s in specs)
 )
-"""Models of which every sealed block can go down to tiers and come back."""
+"""Models whose sealed blocks can all be stored and loaded."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens in a schedule, beside the faults of the network.
+    """The events of a schedule, in addition to network faults.
 
-    `core` names the manager's core; without a name it is the flat one. With
-    `num_host_blocks` there is a tier below the device, with `num_disk_blocks` a second one: files,
-    of whose calls `disk_fail_share` fail and `disk_stall_share` take long. `keeps_memory`: host
-    memory outlives its process. Of preemptions `swap_share` ask for a swap.
-    With `has_slow_copies` transfers take a while, and overtake one another. Connections of clients
-    end `num_hang_ups` times, and stand again soon. `num_visitors` are clients beside the others
-    that go with requests running: they say so, or are killed.
+    `core` names the manager's core; by default the flat one. `num_host_blocks` adds a tier below
+    the device, `num_disk_blocks` a second one of files: `disk_fail_share` of its calls fail and
+    `disk_stall_share` are slow. `keeps_memory`: host memory outlives its process. `swap_share` of
+    the preemptions ask for a swap. With `has_slow_copies`, transfers take time and overtake each
+    other. Connections of clients end `num_hang_ups` times, and soon return. `num_visitors` are
+    additional clients that leave with requests running: they say so, or are killed.
     """
 
     seed: int
@@ -122,7 +121,7 @@ def random_scenario(seed: int) -> Scenario:
     has_disk = has_tiers and disks.random() < 0.6
     goings = random.Random(seed * 122949823 + 19)
     num_blocks = rng.choice((22, 26, 40))
-    if has_tiers:  # so few that contents leave the device
+    if has_tiers:  # few, so that blocks are evicted
         num_blocks = tiers.choice((13, 16, 20))
     return Scenario(
         seed,

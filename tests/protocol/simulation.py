@@ -1,9 +1,9 @@
-"""A whole cluster in one process, one thread and virtual time, at the mercy of a seed.
+"""A whole cluster in one process, one thread and virtual time, with faults from a seed.
 
 Real coordinator, manager, workers (content checking on tiny tensors) and client sessions talk
-through a network that loses, repeats, delays, reorders and tears messages. `simulate(seed)` plays
-one schedule to its end and raises when a byte is wrong, something does not end, or books do not
-add up. Files are real ones, in a directory of the schedule's own.
+through a network that loses, repeats, delays, reorders and truncates messages. `simulate(seed)`
+plays one schedule to its end and raises if a byte is wrong, something does not end, or state is
+inconsistent. Files are real, in a directory of the schedule's own.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Cluster:
     """All parties of one schedule and the network between them."""
 
     def __init__(self, scenario: Scenario, directory: Path | None = None) -> None:
-        """`directory` is where files lie, if the scenario has any."""
+        """`directory` is for files, if the scenario has any."""
         self.scenario = scenario
         self.clock = VirtualClock()
         self.random = random.Random(scenario.seed * 7919 + 1)
@@ -143,7 +143,7 @@ class Cluster:
         self._checked: dict[str, tuple[int, int]] = {}
 
     def play(self) -> None:
-        """Run until every engine is done and everything has been told; then check the books."""
+        """Run until every engine is done and has all answers; then check the state."""
         self._send_all(self.coordinator.start())
         for name, engine in self.engines.items():
             self._send(name, COORDINATOR, engine.session.attach())
@@ -164,13 +164,13 @@ class Cluster:
             self._check_files()
 
     def close(self) -> None:
-        """Give back what the process would keep."""
+        """Release resources that the process would keep."""
         for disk in self.disks.values():
             disk.kill()
         self.resources.close()
 
     def _keep_memory(self) -> MemoryServiceAddress:
-        """Start a memory service, as a node has one."""
+        """Start a node's memory service."""
         address = f"unix:@kvcache-test-{secrets.token_hex(8)}"
         service = HostMemoryService(address, max_segments=8, max_bytes=2**26)
         self.resources.callback(service.close)
@@ -198,7 +198,7 @@ class Cluster:
                 self._send(name, COORDINATOR, engine.session.on_tick())
 
     def _let_clients_go(self) -> None:
-        """Have clients leave whose time has come, and end connections of others."""
+        """Let clients leave when it is time, and end connections of others."""
         now_s = self.clock.now()
         for name in [name for name, at_s in self._departures_s.items() if now_s >= at_s]:
             del self._departures_s[name]
@@ -220,7 +220,7 @@ class Cluster:
                 self._hang_up(self._going.choice(there), now_s + away_s)
 
     def _hang_up(self, name: str, until_s: float) -> None:
-        """End a client's connection, which it does not have again before `until_s`."""
+        """End a client's connection; it has no new one before `until_s`."""
         self._away[name] = until_s
         self.network.hang_up(name)
         self.coordinator.on_client_lost(name)
@@ -229,8 +229,8 @@ class Cluster:
         return self.clock.now() < self._away.get(name, 0.0)
 
     def _are_departed_forgotten(self) -> bool:
-        """Whether the coordinator has nothing of clients that have left or were killed, and every
-        rank has applied what follows from it."""
+        """Whether the coordinator has forgotten the clients that left or were killed, and every
+        rank has applied the consequences."""
         departed = [
             name
             for name, engine in self.engines.items()
@@ -268,7 +268,7 @@ class Cluster:
     def _on_unreadable(
         self, sender: Hashable, receiver: Hashable, payload: bytes, reason: str
     ) -> None:
-        """Offer what cannot be decoded to whom it is for, as the actors do."""
+        """Pass an undecodable payload to its receiver, as the actors do."""
         if receiver == COORDINATOR:
             is_worker = isinstance(sender, tuple)
             address = WorkerAddress(sender[0]) if is_worker else ClientAddress(str(sender))
@@ -282,7 +282,7 @@ class Cluster:
             self._send(receiver, COORDINATOR, session.on_unreadable(payload, reason))
 
     def _is_taken_undecoded(self, sender: Hashable, receiver: Hashable, payload: bytes) -> bool:
-        """Offer a payload to the short way of whom it is for, as the actors do."""
+        """Try the fast decoder of a payload's receiver, as the actors do."""
         if receiver == COORDINATOR and isinstance(sender, tuple):
             is_taken = self.coordinator.on_plain_applied(sender[0], payload)
             if is_taken:
@@ -330,7 +330,7 @@ class Cluster:
             self.network.send(sender, receiver, self._encoded(message, receiver))
 
     def _encoded(self, message: Message, receiver: Hashable) -> bytes:
-        """Return the bytes of a message to one party."""
+        """Return the bytes of a message to one peer."""
         return encode(message)
 
     def _note_commands(self, message: StepCommands) -> None:
@@ -340,7 +340,7 @@ class Cluster:
         steps[message.client_step] = (message.seq, jobs[0] if jobs else 0)
 
     def _turn(self, name: str, engine: Engine) -> None:
-        """What the client has been told must be true of every rank, before it acts on it."""
+        """Check that progress sent to the client is true of every rank, before the client acts."""
         session = engine.session
         epoch, steps = session.epoch, self._jobs.get((session.epoch, name), {})
         is_same_epoch, last = self._checked.get(name, (0, 0))
@@ -358,10 +358,10 @@ class Cluster:
         self._send(name, COORDINATOR, engine.turn())
 
     def _restart(self) -> None:
-        """Put another coordinator in the place of this one, which may live on and hear nobody.
+        """Replace the coordinator; the old one may live on without receiving messages.
 
-        What was under way to the old one arrives at the new one. The state may be lost, with all
-        workers or without.
+        Messages in flight to the old one arrive at the new one. The state may be lost, with or
+        without all workers.
         """
         chance = self._restart_chance
         if chance.random() < 0.5:
@@ -369,8 +369,8 @@ class Cluster:
         is_total_loss = chance.random() < 0.2
         if is_total_loss or chance.random() < 0.3:
             self._store = MemoryStateStore()
-            # One that hears nobody, not even the store, would be obeyed for ever by a rank's new
-            # process: nothing is left that says which of two is the newer.
+            # A coordinator that hears no peer, not even the store, would be obeyed forever by a
+            # rank's new process: nothing is left that says which of two is the newer.
             self.superseded.clear()
         if is_total_loss:
             self.superseded.clear()
@@ -385,7 +385,7 @@ class Cluster:
             worker.introduce()
 
     def _lose_worker(self, rank: int) -> None:
-        """Kill the process of a rank; another one takes its place."""
+        """Kill the process of a rank; another one replaces it."""
         self.network.forget(self._name(self.workers[rank]))
         self.lost_workers.append(self.workers[rank])
         if rank in self.disks:
@@ -458,7 +458,7 @@ class Cluster:
         )
 
     def _make_recorder(self) -> FileStepRecorder | None:
-        """Return who records the next coordinator, if anybody does."""
+        """Return the recorder of the next coordinator, if any."""
         return None
 
     def _offload_parts(self) -> OffloadParts | None:
@@ -498,7 +498,7 @@ class Cluster:
 
     @property
     def manager_config(self) -> ManagerConfig:
-        """What every manager is made from."""
+        """The arguments of every manager."""
         return ManagerConfig(
             self.config,
             MAX_MODEL_LEN,
@@ -540,7 +540,7 @@ class Cluster:
         )
 
     def _finish(self) -> None:
-        """No wrong byte, nothing left over, and the books add up, also when the clients go."""
+        """Check that no byte is wrong, nothing is left, and the state is consistent."""
         self._losses_s.clear()
         self._restarts_s.clear()
         self._hang_ups_s.clear()
@@ -554,7 +554,7 @@ class Cluster:
         assert self._are_departed_forgotten(), self._describe()
         self._check_books()
         attached = set(self.engines)
-        # What is written through goes on without steps, and a disk that hangs takes its time.
+        # Write-through continues without steps, and a disk that hangs takes its time.
         for _ in range(600 if self.scenario.num_disk_blocks else 60):
             for name in [name for name in self.engines if name in attached]:
                 if not self._is_away(name):
@@ -575,13 +575,13 @@ class Cluster:
         assert statistics.num_clients == 0, statistics
         for name, engine in self.engines.items():
             assert name in attached or engine.session.state is SessionState.CLOSED, name
-        num_audits = self._audit_mode == "sample"  # one is under way
+        num_audits = self._audit_mode == "sample"  # one is in flight
         assert statistics.num_open_jobs <= num_audits, statistics
         assert statistics.num_unacknowledged <= num_audits, statistics
         assert statistics.num_wrong_blocks == 0, statistics
 
     def _num_loads(self) -> int:
-        """Loads that still hold blocks, and jobs of tiers that have not ended."""
+        """Loads that still hold blocks, and unfinished jobs of tiers."""
         manager = self.coordinator.manager
         num_jobs = 0 if self._tiers is None else self._tiers.num_open_jobs
         return num_jobs if manager is None else num_jobs + len(manager.tiers.loads)
@@ -601,7 +601,7 @@ class Cluster:
         return is_over and not len(self.network)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is under way but audits, which never end."""
+        """Whether only audits, which never end, are in progress."""
         statistics = self.coordinator.statistics()
         num_audits = self._audit_mode == "sample"
         return max(statistics.num_unacknowledged, statistics.num_open_jobs) <= num_audits
@@ -618,9 +618,9 @@ class Cluster:
             assert engine.session.failures == (), engine.session.failures
         for worker in (*self.workers.values(), *self.lost_workers):
             if self._service is None or worker not in self.lost_workers:
-                worker.check()  # memory that is kept is another process's now
+                worker.check()  # kept memory belongs to another process now
             counts = worker.statistics()
-            has_fenced = self.num_departed or self.num_killed  # forwards of theirs are refused
+            has_fenced = self.num_departed or self.num_killed  # their forwards are refused
             if not (self.are_copies_failing or has_fenced):
                 assert counts.num_failed_jobs == 0, counts
             assert counts.num_invalid_messages == 0, counts.last_invalid_reason
@@ -631,7 +631,7 @@ class Cluster:
         core = statistics.core
         assert core.num_free_blocks == core.num_blocks == self.scenario.num_blocks - 1, core
         for worker in self.workers.values():
-            # An epoch that has only just begun may not have made every rank forget yet.
+            # An epoch that has only just begun may not have reset every rank yet.
             if worker.epoch == self.coordinator.epoch and worker.applied_seq > 0:
                 assert len(worker.labels) == core.num_sealed_blocks, (len(worker.labels), core)
         is_undisturbed = not (self.lost_workers or self.num_coordinators > 1)
@@ -640,9 +640,9 @@ class Cluster:
             assert sum(w.statistics().num_bytes_compared for w in all_workers) > 0
 
     def _check_files(self) -> None:
-        """Every file belongs to a block that the books have, and is good; nothing else is there.
+        """Check that every file belongs to a known block and is good, and that there are no others.
 
-        On a disk that was sick that holds once it is well, and another coordinator has looked.
+        After disk faults, that holds once the disk works and another coordinator has read it.
         """
         for disk in self.disks.values():
             disk.cure()
@@ -657,13 +657,13 @@ class Cluster:
         self._compare_files()
 
     def _settle(self) -> None:
-        """Go on until nothing is left to be done."""
+        """Continue until nothing is left to do."""
         num_quiet = 0
         for _ in range(600):
             is_over = self.coordinator.phase is Phase.RUNNING and self._tiers is not None
             is_over = is_over and self._is_idle() and not self._are_tiers_busy()
             num_quiet = num_quiet + 1 if is_over else 0
-            if num_quiet > 10:  # what seems to be an audit may have been something else
+            if num_quiet > 10:  # the last job may not have been an audit
                 return
             self._step_on()
         raise AssertionError(f"it is not quiet: {self._describe()}")
@@ -705,7 +705,7 @@ class Cluster:
 
 
 def simulate(scenario: Scenario) -> Cluster:
-    """Play one schedule to its end; raises AssertionError with the seed when anything is wrong."""
+    """Play one schedule to its end; raises AssertionError with the seed if anything is wrong."""
     with tempfile.TemporaryDirectory(prefix="kvc-simulated-") as directory:
         cluster = Cluster(scenario, Path(directory))
         try:
@@ -718,6 +718,6 @@ def simulate(scenario: Scenario) -> Cluster:
 
 
 def supports_eagle(config: KVCacheConfig) -> bool:
-    """Say whether every kind of the model can give up the last block of a hit."""
+    """Return whether hits are valid without their last block for every kind of the model."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return all(spec.supports_eagle for spec in specs)

@@ -1,8 +1,8 @@
-"""A rank's disk in a simulated schedule: real files, in virtual time, failing as a seed says.
+"""A rank's disk in a simulated schedule: real files, virtual time, faults from a seed.
 
-`VirtualLanes` does what is to be done with files when the virtual clock has come so far, lane by
-lane, in an order drawn by the seed. `SickFiles` is a real directory whose calls fail by chance, and
-where files are damaged behind everybody's back.
+`VirtualLanes` executes file operations when the virtual clock reaches their time, lane by lane, in
+an order drawn by the seed. `SickFiles` is a real directory whose calls sometimes fail, and whose
+files are sometimes damaged.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ DAMAGE = (
     "file for directory",
 )
 VANISHED_SHARES = (0.1, 0.5, 1.0)
-"""How many of all files a cleaner removes at once."""
+"""Share of all files that a cleaner removes at a time."""
 
 
 class VirtualLanes:
-    """Lanes that do something only when they are told to."""
+    """Lanes that work only when they are told to."""
 
     def __init__(self, num_lanes: int, disk: VirtualDisk) -> None:
         self._disk = disk
@@ -65,7 +65,7 @@ class VirtualLanes:
         return True
 
     def run_due(self, now_s: float) -> None:
-        """Do, in each lane, what stands first and is due."""
+        """Execute, in each lane, the first operation that is due."""
         order = list(range(len(self._lanes)))
         self._disk.random.shuffle(order)
         for lane in order:
@@ -74,13 +74,13 @@ class VirtualLanes:
                 tasks.popleft()[1]()
 
     def kill(self) -> None:
-        """Do nothing more: the process is dead."""
+        """Stop: the process is dead."""
         for tasks in self._lanes:
             tasks.clear()
 
 
 class SickFiles(DirectoryFiles):
-    """A directory on a disk that is well as often as its `VirtualDisk` says."""
+    """A directory on a disk that fails as often as its `VirtualDisk` says."""
 
     def __init__(self, directory: int, disk: VirtualDisk) -> None:
         super().__init__(directory)
@@ -145,8 +145,8 @@ class SickFiles(DirectoryFiles):
 class VirtualDisk:
     """The disk of one rank, which outlives the rank's processes.
 
-    `fail_share` of the calls fail, or find something damaged; now and then none works for a while.
-    `max_delay_s` is how long a file is waited for, `stall_share` how often it is far longer.
+    `fail_share` of the calls fail, or find damage; sometimes all fail for a while. `max_delay_s` is
+    the longest delay of a file, `stall_share` how often it is far longer.
     """
 
     directory: Path
@@ -165,15 +165,15 @@ class VirtualDisk:
 
     @property
     def access(self) -> DiskAccess:
-        """What the present process of the rank is handed."""
+        """The interfaces for the present process of the rank."""
         return DiskAccess(self._make_files, self._make_lanes)
 
     def cure(self) -> None:
-        """Fail no more, and make nobody wait for long."""
+        """Stop failing and stalling."""
         self.fail_share = self.stall_share = self._unplugged_until_s = 0.0
 
     def run_due(self) -> None:
-        """Let the lanes go on. What is done now may take time, too: never all at once."""
+        """Let the lanes work. Work may take time, too: never all at once."""
         if self.lanes:
             self.lanes[-1].run_due(self.clock.now())
 
@@ -182,42 +182,42 @@ class VirtualDisk:
         return self.lanes[-1].num_waiting if self.lanes else 0
 
     def kill(self) -> None:
-        """The process is dead: what it had open is closed, what it was about to do is not done."""
+        """Handle the death of the process: open files are closed, pending work is dropped."""
         if self.lanes:
             self.lanes[-1].kill()
         for descriptor in list(self.files[-1].open_descriptors) if self.files else ():
             os.close(descriptor)
             self.files[-1].open_descriptors.discard(descriptor)
-        if self.files and self.random.random() < 0.5:  # it was writing
+        if self.files and self.random.random() < 0.5:  # it may have been writing
             self.directory.joinpath("00").mkdir(parents=True, exist_ok=True)
             self.directory.joinpath("00", f".dead.{len(self.lanes)}.tmp").write_bytes(b"half")
 
     def keys(self) -> set[bytes]:
-        """The keys of which there is a file."""
+        """The keys with a file."""
         return {bytes.fromhex(path.name[: -len(SUFFIX)]) for path in self._files()}
 
     def unfinished(self) -> list[str]:
-        """Files that somebody began to write."""
+        """Files that were begun and not finished."""
         return [str(path) for path in self.directory.glob("??/.*")]
 
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._files())
 
     def _files(self) -> list[Path]:
-        """Whatever has the name of a block's file."""
+        """Everything with the name of a block's file."""
         return sorted(self.directory.glob(f"??/*{SUFFIX}"))
 
-    # --- what happens to calls
+    # --- faults of calls ---
 
     def due_s(self) -> float:
-        """Return when something is done that is begun now."""
+        """Return when an operation ends that begins now."""
         delay_s = self.random.uniform(0.0, self.max_delay_s)
         if self.random.random() < self.stall_share:
             delay_s += self.random.uniform(0.5, 3.0)
         return self.clock.now() + delay_s
 
     def part_of(self, num_bytes: int) -> int:
-        """Return how much of so many bytes is read or written at once."""
+        """Return how many of `num_bytes` are read or written at a time."""
         if self.fail_share and self.random.random() < 0.2:
             return self.random.randint(1, num_bytes)
         return num_bytes
@@ -235,7 +235,7 @@ class VirtualDisk:
             self._fail(self.random.choice(ERRORS))
 
     def may_damage(self, name: str) -> None:
-        """Do something to a file by chance, before it is opened."""
+        """Damage a file by chance, before it is opened."""
         if not self.fail_share or self.random.random() >= self.fail_share:
             return
         path = self.directory / name
@@ -275,7 +275,7 @@ class VirtualDisk:
                 path.parent.write_bytes(b"no directory")
 
     def may_vanish(self) -> None:
-        """Remove files by chance, as a cleaner does, or all that there is."""
+        """Remove files by chance, as a cleaner does, or all of them."""
         if not self.fail_share or self.random.random() >= self.fail_share / 4:
             return
         self.num_vanished += 1

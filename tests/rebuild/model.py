@@ -1,6 +1,6 @@
-"""What a rebuild must keep and what hits then: dicts, one label at a time, nothing clever.
+"""A slow model of a rebuild and of the hits after it: dicts, one label at a time.
 
-Shares no code with the cores. A content is named by group, namespace and digest.
+Shares no code with the cores. A content is identified by group, namespace and digest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RebuildModel:
         self.can_hit = all(spec.can_prefix_cache for spec in self.specs)
 
     def kept(self, label_sets: Sequence[LabelSet]) -> dict[Name, int]:
-        """Return what a rebuild keeps of the labels of all ranks."""
+        """Return the blocks that a rebuild keeps, from the labels of all ranks."""
         if not self.can_hit:
             return {}
         labels: dict[Name, BlockLabel] = {}
@@ -67,9 +67,9 @@ class RebuildModel:
         return {name: labels[name].block_id for name in chosen}
 
     def _in_nodes(self, labels: dict[Name, BlockLabel]) -> set[Name]:
-        """What stands behind the block before it, or, where that may be missing, behind a place
-        that groups before it in the order know; each with the digest that its tokens demand, or,
-        where images hide what they demand, one that groups before it know."""
+        """Find a parent: the block before or, where that may be missing, a place that earlier
+        groups know. Each must have the digest that its tokens demand; if images hide it, one that
+        earlier groups know."""
         chosen: set[Name] = set()
         known: set[Unit] = set()
         sizes = [(not group.is_ordered, group.block_size) for group in self.groups]
@@ -93,7 +93,7 @@ class RebuildModel:
         return chosen
 
     def _all_units(self, name: bytes, label: BlockLabel) -> dict[Unit, bytes]:
-        """Return the units of a block of any length, by the digests that its tokens demand."""
+        """Return the units of a block of any length, by the digests of its tokens."""
         if len(label.token_ids) > self.unit:
             return self._cut(name, label)
         keys = parse_extra_keys(label.extra_keys) or ()
@@ -101,7 +101,7 @@ class RebuildModel:
         return {(name, hash_block_tokens(HASH_FN, parent, label.token_ids, keys)): parent}
 
     def _cut(self, name: bytes, label: BlockLabel) -> dict[Unit, bytes]:
-        """Return the units of a long block; those that images overlap cannot be told."""
+        """Return the units of a long block, without those that overlap images."""
         keys = parse_extra_keys(label.extra_keys) or ()
         if any(key[0] == "mm" for key in keys):
             return {}
@@ -116,7 +116,7 @@ class RebuildModel:
         return units
 
     def hit(self, request: Request, kept: dict[Name, int]) -> list[list[int]]:
-        """Return the tables that a request starts from; 0 where nothing is needed."""
+        """Return the tables that a request starts from; 0 if a block is not needed."""
         length = (request.num_tokens - 1) // self.step * self.step
         while length > 0:
             tables = self._hit_at(request, kept, length)

@@ -1,4 +1,4 @@
-"""Ranks that obey a core's label commands, and what can go wrong with the labels of one of them."""
+"""Ranks that apply a core's label commands, and faults of one rank's labels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ranks:
         self.tables = [self._empty() for _ in range(num_ranks)]
 
     def obey(self, commands: Sequence[Command]) -> None:
-        """Let every rank do what the core says."""
+        """Apply the core's commands on every rank."""
         for table in self.tables:
             for command in commands:
                 if isinstance(command, Label):
@@ -47,7 +47,7 @@ class Ranks:
         return ranks
 
     def damage(self, rng: random.Random, num_labels: int) -> set[int]:
-        """Spoil some labels, each on one rank; return the blocks on which ranks differ now."""
+        """Damage some labels, each on one rank; return the blocks on which ranks differ now."""
         differing = set()
         for _ in range(num_labels):
             table = rng.choice(self.tables)
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def packed(labels: Sequence[BlockLabel], digest_bytes: int = DIGEST_BYTES) -> LabelSet:
-    """Return labels as a rank hands them over; nothing but their shape is looked at."""
+    """Return labels as a rank sends them; checks only their shape."""
     names = list(dict.fromkeys(label.namespace for label in labels))
     tokens = [token for label in labels for token in label.token_ids]
     return LabelSet(

@@ -1,4 +1,4 @@
-"""Random work on a core, its ranks' labels damaged, and cores rebuilt from what is left."""
+"""Random work on a core, damage to its ranks' labels, and cores rebuilt from the rest."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RebuildWalk:
         patch.setattr(self.manager, "take_commands", tapped)
 
     def go(self, num_operations: int) -> None:
-        """Work, and rebuild now and then."""
+        """Work, and sometimes rebuild."""
         for number in range(num_operations):
             self.walk.operate()
             for request in self.walk.engine.live.values():
@@ -69,7 +69,7 @@ class RebuildWalk:
         self.walk.audits.make()
 
     def rebuild(self) -> None:
-        """Rebuild a core, from what ranks agree on wholly, and from what they do not."""
+        """Rebuild a core, from ranks that agree completely, and from ranks that do not."""
         for num_damaged in (0, self.rng.randint(1, 12)):
             damaged = self.ranks.copy()
             damaged.damage(self.rng, num_damaged)
@@ -79,10 +79,10 @@ class RebuildWalk:
                 self.require_all(labels, kept)
 
     def require_all(self, labels: Sequence[BlockLabel], kept: dict[Name, int]) -> None:
-        """Where ranks agree, all is kept that was sealed and can be of use.
+        """Check that all useful sealed blocks on which ranks agree are kept.
 
-        With tenants a block of a window may outlive the one of full attention that ends there, and
-        its label those before it: nothing can hit it, and no label tells its place.
+        With tenants a window block may outlive the full-attention block that ends there, and its
+        label those before it: nothing can hit it, and no label tells its place.
         """
         if self.is_complete and self.configuration.tenants is None:
             assert len(kept) == len(labels) == self.manager.statistics().core.num_sealed_blocks
@@ -94,12 +94,12 @@ class RebuildWalk:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every unit is told of by a label that stays as long as anything behind it."""
+        """Return whether every unit has a label that stays as long as all after it."""
         sizes = [spec.block_size for spec in self.configuration.specs if spec.reads_whole_prefix]
         return not self.model.can_hit or sizes == [self.model.unit]
 
     def require_tails_first(self, some: FlatCore, labels: LabelSet, kept: dict[Name, int]) -> None:
-        """What continues an ordered block is evicted before it."""
+        """Blocks that continue a prefix-group block are evicted before it."""
         turns = {block: turn for turn, block in enumerate(eviction_order(some))}
         assert turns.keys() == set(kept.values())
         for label in labels:
@@ -108,7 +108,7 @@ class RebuildWalk:
             assert not is_kept or above is None or turns[label.block_id] < turns[above]
 
     def restored(self, ranks: Ranks) -> dict[Name, int]:
-        """Rebuild a core, compare it with the model, work on, and rebuild it once more."""
+        """Rebuild a core, compare it with the model, continue, and rebuild it once more."""
         some, log = self.make_core()
         kept = self.compare(some, log, ranks)
         self.work(some, ranks)
@@ -120,7 +120,7 @@ class RebuildWalk:
         return kept
 
     def compare(self, some: FlatCore, log: EventLog, ranks: Ranks) -> dict[Name, int]:
-        """Rebuild an empty core; everything that can be seen must be as the model says."""
+        """Rebuild an empty core; everything visible must match the model."""
         label_sets = ranks.collect()
         kept = self.model.kept(label_sets)
         labelled = {b for each in label_sets for b in each.labels.block_ids.tolist()}
@@ -144,7 +144,7 @@ class RebuildWalk:
         return kept
 
     def compare_events(self, log: EventLog, kept: dict[Name, int]) -> None:
-        """Listeners are told: cleared, then all there is, parents first."""
+        """Check the events: cleared, then the whole state, parents first."""
         cleared, *stored = log.take()
         assert cleared == AllBlocksCleared()
         told: set[Name] = set()
@@ -159,7 +159,7 @@ class RebuildWalk:
         assert told == set(kept)
 
     def work(self, some: FlatCore, ranks: Ranks) -> None:
-        """Serve some sequences again, in steps of which the last ones are not complete."""
+        """Serve some sequences again, in steps, the last of them incomplete."""
         running: list[Request] = []
         for step, request in enumerate(self.requests()):
             some.open_step("engine", step)
@@ -178,7 +178,7 @@ class RebuildWalk:
         some.check()
 
     def make_core(self) -> tuple[FlatCore, EventLog]:
-        """Return an empty core, and what listens to it."""
+        """Return an empty core and its event sink."""
         configuration, log = self.configuration, EventLog()
         config = plan(self.num_blocks, *configuration.specs)
         settings = CoreSettings(
@@ -193,7 +193,7 @@ class RebuildWalk:
         return FlatCore(settings), log
 
     def requests(self) -> Sequence[Request]:
-        """Return requests for some of the sequences seen, cut anywhere."""
+        """Return requests for some earlier sequences, cut anywhere."""
         found = []
         chosen = self.rng.sample(list(self.seen), min(12, len(self.seen)))
         for number, (origin, tokens) in enumerate(chosen):

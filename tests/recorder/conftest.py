@@ -29,5 +29,5 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(recorded: Path, tmp_path: Path) -> list[Path]:
-    """The segments, to be changed."""
+    """The segments, for changes."""
     return [Path(shutil.copy(path, tmp_path)) for path in sorted(recorded.iterdir())]

@@ -1,8 +1,8 @@
-"""What happens to the managers of one coordinator, drawn by a seed, and recorded as it happens.
+"""The life of one coordinator's managers, drawn by a seed, and recorded.
 
-An engine plays prompts in steps; between its steps others call, pin, evict, reset, leave, and ask
-for what is refused. Below it a `StepServer` with a `FileStepRecorder`, as in a coordinator, and the
-labels that a worker would hold, so that an epoch can begin with a restored manager.
+An engine plays prompts in steps; between its steps other clients call, pin, evict, reset, leave,
+and send invalid requests. Below it a `StepServer` with a `FileStepRecorder`, as in a coordinator,
+and a worker's labels, so that an epoch can begin with a restored manager.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RecordedLife:
         self._names = 0
 
     def begin(self, *, restores: bool = False) -> None:
-        """Begin an epoch, cold or with what the labels say."""
+        """Begin an epoch, cold or from the labels."""
         self._epoch += 1
         model_epoch = self.manager.model_epoch if self._epoch > 1 else 0
         self.manager: KVCacheManager = self.manager_config.make(self.recorder.clock, model_epoch)
@@ -129,7 +129,7 @@ class RecordedLife:
         self._pins: list[int] = []
 
     def play(self, num_requests: int = 12) -> None:
-        """Play random prompts, with everybody else in between, until all of them are done."""
+        """Play random prompts, with other clients in between, until all of them are done."""
         engine_sees: Any = _Disturbed(self)
         groups = self.manager_config.kv_cache_config.kv_cache_groups
         limits = EngineLimits(
@@ -147,7 +147,7 @@ class RecordedLife:
         self._steps.pop("replay", None)
 
     def step(self, request: StepRequest) -> StepResult:
-        """Serve a step; raises RequestError where it is refused."""
+        """Serve a step; raises RequestError if it is refused."""
         served = self.server.serve(ClientLedger("", 1, 1, 0.0), request)
         self._obey(served.commands)
         assert isinstance(served.answer, StepResult)
@@ -157,7 +157,7 @@ class RecordedLife:
         return served.answer
 
     def disturb(self) -> None:
-        """Do one thing beside the engine, or nothing."""
+        """Apply one operation of another client, or none."""
         self.clock.advance(self.rng.random())
         deeds: list[Callable[[], object]] = [
             self._call_for_blocks,
@@ -176,10 +176,10 @@ class RecordedLife:
             with suppress(RequestError):
                 self.rng.choice(deeds)()
 
-    # --- what others do
+    # --- other clients
 
     def call(self, call: RemoteCall[T]) -> T:
-        """Have a caller's method executed; raises RequestError where it is refused."""
+        """Execute a caller's method; raises RequestError if it is refused."""
         self.num_calls += 1
         message = Call("caller#1", self._next_step("caller#1"), 1, -1, call.method, call.pack())
         served = self.server.serve(ClientLedger("", 1, 1, 0.0), message)
@@ -236,7 +236,7 @@ class RecordedLife:
             self.server.let_go("held#1")
 
     def _visit(self) -> None:
-        """Another engine comes, runs something, and is given up."""
+        """Attach another engine, run a request, and give the engine up."""
         new = NewRequest(self._name("guest"), self._prompt(30), 40)
         self.step(StepRequest("guest#1", self._next_step("guest#1"), 1, new=(new,)))
         if self.rng.random() < 0.7:
@@ -244,7 +244,7 @@ class RecordedLife:
 
     def _be_refused(self) -> None:
         step = self._next_step("guest#1")
-        self.step(StepRequest("guest#1", step, 1, finished=("nobody",)))
+        self.step(StepRequest("guest#1", step, 1, finished=("unknown",)))
 
     # --- small things
 
@@ -283,7 +283,7 @@ class _Caller(KVCacheClient):
 
 
 class _Disturbed:
-    """The manager as an engine sees it: others come before each of its steps."""
+    """The manager as an engine sees it: other clients act before each of its steps."""
 
     def __init__(self, life: RecordedLife) -> None:
         self._life = life

@@ -1,4 +1,4 @@
-"""Simulated schedules of faults whose coordinators are recorded, and what each record came to."""
+"""Simulated schedules of faults with recorded coordinators, and the effect of each record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POLICIES = ("lru", "s3fifo", "arc", "hazard", "lfu")
 
 
 class WatchedRecorder(FileStepRecorder):
-    """A recorder beside which the manager's statistics are kept, record by record."""
+    """A recorder that also keeps the manager's statistics, record by record."""
 
     def __init__(self, directory: Path, origin: RecordingOrigin, clock: Clock) -> None:
         limits = RecorderLimits(SegmentLimits(directory, 1 << 16, 1 << 30))
@@ -110,7 +110,7 @@ def play_recorded(scenario: Scenario, directory: Path) -> RecordedCluster:
 def replay_watched(
     recorder: WatchedRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> RecordReplayReport:
-    """Replay a recording; statistics are as they were after each record, and so are all books."""
+    """Replay a recording; statistics match after each record, and the final state matches."""
     monkeypatch.setattr(replay_module, "PROGRESS_INTERVAL", 1)
     statistics: list[ManagerStatistics] = []
 

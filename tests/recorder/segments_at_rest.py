@@ -1,4 +1,4 @@
-"""Segments of a recording, to be looked at and changed: what tests of replays start from."""
+"""Reads and changes segments of a recording, for tests of replays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write(path: Path, records: Sequence[Record | SegmentHead]) -> None:
 
 
 def change(path: Path, which: Callable[[Any], bool], changed: Callable[[Any], Record]) -> Record:
-    """Write the first record that `which` is true of as another one; return what it was."""
+    """Replace the first record for which `which` is true; return the old one."""
     records = records_of(path)
     index = next(i for i, r in enumerate(records) if not isinstance(r, SegmentHead) and which(r))
     was = records[index]

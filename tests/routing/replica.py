@@ -1,4 +1,4 @@
-"""A replica for routers: a cache that does what it likes, behind a real publisher's sockets."""
+"""A replica for routers: a cache with arbitrary changes, behind a real publisher's sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Replica:
         self.publish(places, epoch)
 
     def publish(self, places: SocketSettings, epoch: int) -> None:
-        """Begin to publish all that is cached, with numbers of `epoch`."""
+        """Start publishing the whole state, with numbers of `epoch`."""
         self.feed, theirs = socket.socketpair()
         theirs.setblocking(False)
         settings = PublisherSettings(topic="kv@test@model", heartbeat_s=HEARTBEAT_S)
@@ -46,12 +46,12 @@ class Replica:
         return SocketSettings(self.endpoint, self.replay_endpoint)
 
     def state(self) -> list[CacheEvent]:
-        """Return events that state all that is cached."""
+        """Return events with the whole state."""
         known, media = self.cache.known, self.cache.media
         return [stored([known[digest]], medium) for medium in media for digest in media[medium]]
 
     def checksum(self) -> int:
-        """Return that of all that is cached, whatever was published."""
+        """Return the leading blocks that are cached, whatever was published."""
         mirror = CacheMirror()
         mirror.apply(EventTranslator([GroupKind("full")]).translate(self.state()))
         return mirror.checksum
@@ -61,7 +61,7 @@ class Replica:
             self.feed.sendall(pack_frame("batch", 0.0, pack_events(events)))
 
     def close(self) -> None:
-        """Say nothing any more; the addresses are free when this returns."""
+        """Stop; the addresses are free when this returns."""
         self.feed.close()
         self.thread.join()
 

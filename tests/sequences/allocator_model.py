@@ -1,7 +1,7 @@
 """A slow, obvious model of a sequence allocator, with the bytes of its blocks.
 
 Contents are whole prefixes, references are recounted, victims are found by searching. It shares no
-code with the allocator; it is told which ids the allocator chose and says whether it may.
+code with the allocator; it gets the ids that the allocator chose and checks whether they are valid.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Prefix = tuple[int, ...]
 
 @dataclass
 class ModelSequence:
-    """Tokens behind the extra hash; the ids of its blocks, None while swapped out."""
+    """Tokens after the extra hash; the ids of its blocks, None while swapped out."""
 
     tokens: list[int]
     extra: int
@@ -61,7 +61,7 @@ class AllocatorModel:
         return next(iter(self.holders(prefix)), None)
 
     def victims(self, count: int) -> list[int]:
-        """The oldest first, passing over what a cached child needs, again and again."""
+        """The oldest first, skipping blocks that a cached child needs, repeatedly."""
         contents = dict(self.contents)
         taken: list[int] = []
         queue = sorted(self.released, key=lambda block: self.released[block])
@@ -89,7 +89,7 @@ class AllocatorModel:
         )
 
     def expect_taken(self, taken: list[int]) -> None:
-        """Blank blocks are taken first, then the victims; their contents are forgotten."""
+        """Take blank blocks first, then the victims; drop their contents."""
         blank = self.blank()
         num_blank = min(len(taken), len(blank))
         assert set(taken[:num_blank]) <= blank
@@ -110,7 +110,7 @@ class AllocatorModel:
         self.twins[block] = cached
 
     def let_go(self, block: int) -> None:
-        """Call after the reference has gone."""
+        """Call after the reference was dropped."""
         if block in self.held():
             return
         if block in self.contents:
@@ -136,7 +136,7 @@ class AllocatorModel:
             self.accessed[block] = now
 
     def check_bytes(self, sequence: ModelSequence) -> None:
-        """Every computed token's bytes are those of its whole prefix."""
+        """Check that every computed token has the bytes of its whole prefix."""
         for position in range(sequence.num_computed):
             block = sequence.block_ids[position // self.block_size]
             assert block is not None

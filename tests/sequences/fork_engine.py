@@ -1,7 +1,7 @@
 """An engine that forks, for walks through a content-checked cluster in one thread.
 
-Keeps of every sequence its tokens, how far they are computed and its outstanding drafts, and makes
-random steps of all that. What the workers find wrong they report as failures of forwards.
+Keeps every sequence's tokens, computed length and outstanding drafts, and makes random steps.
+Errors that the workers find are reported as failures of forwards.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ForkEngine:
         left = len(s.tokens) + len(appended) - computed
         num_own = left if rng.random() < 0.7 else rng.randint(1, left)
         if rng.random() < 0.1:
-            return PlannedRow(s, outstanding - accepted, appended, 0, [])  # only settles
+            return PlannedRow(s, outstanding - accepted, appended, 0, [])  # settles only
         num_drafts = rng.randint(0, self.max_drafts) if num_own == left else 0
         drafts = [rng.randint(0, 1) for _ in range(num_drafts)]
         return PlannedRow(s, outstanding - accepted, appended, num_own + num_drafts, drafts)
@@ -192,7 +192,7 @@ class ForkEngine:
                     self.known[sequence.name] = sequence
 
     def fail(self) -> None:
-        """Report that a recent step failed, when no rank runs any; rows go back."""
+        """Report that a recent step failed, when no rank runs it; roll rows back."""
         self.client.wait_finished(self.last_step)
         first = self.random.randint(max(self.completed + 1, self.first_valid), self.last_step)
         before = self.lengths[first]
@@ -218,7 +218,7 @@ class ForkEngine:
             del sequence.tokens[before[sequence.name] :]
             if sequence.slot in computed:
                 sequence.computed = computed[sequence.slot]
-                # What the drafts were is not kept here: none of them is accepted.
+                # The drafts' ids are not kept here: none of them is accepted.
                 sequence.drafts = []
         self.lengths[self.last_step] = {s.name: len(s.tokens) for s in self.known.values()}
         for sequence in self.known.values():
@@ -258,7 +258,7 @@ class ForkEngine:
         manager.check()
 
     def finished_step(self) -> int:
-        """Report what is finished, sometimes less; never a step that failed."""
+        """Report finished steps, sometimes fewer; never a failed one."""
         if self.random.random() < 0.6 and self.client.finished_step >= self.first_valid:
             self.completed = max(self.completed, self.client.finished_step)
         return self.completed if self.completed else NO_STEP

@@ -1,4 +1,4 @@
-"""Small models, as the groups that their layers make."""
+"""Small models, as groups of layers."""
 
 from __future__ import annotations
 

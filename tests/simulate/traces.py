@@ -1,4 +1,4 @@
-"""Small traces as tests draw and write them."""
+"""Small random traces, and files of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of shares, block by block, as slowly as it can be said: what the walks compare with."""
+"""A slow model of the rule of shares, block by block, for comparison in walks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.manager import KVCacheManager
 
 @dataclass(frozen=True)
 class Holding:
-    """What a tenant has: all its blocks, and those of them that nobody uses."""
+    """The blocks of a tenant, and how many of them are unused."""
 
     guaranteed: int
     limit: int
@@ -27,7 +27,7 @@ Holdings = Mapping[str, Holding]
 
 
 def holdings_of(manager: KVCacheManager) -> dict[str, Holding]:
-    """Return what every tenant has now, by name."""
+    """Return the present counts of every tenant, by name."""
     return {
         each.name: Holding(
             each.guaranteed_blocks,
@@ -41,9 +41,9 @@ def holdings_of(manager: KVCacheManager) -> dict[str, Holding]:
 
 
 def has_room(holdings: Holdings, name: str, num_blocks: int, pool_blocks: int) -> bool:
-    """Say whether a tenant may use so many blocks more.
+    """Return whether a tenant may use `num_blocks` more.
 
-    It stays within its limit, and what others are guaranteed stays there for them.
+    It must stay within its limit, and leave the others' guarantees free.
     """
     mine = holdings[name]
     if mine.in_use + num_blocks > mine.limit:
@@ -56,7 +56,7 @@ def has_room(holdings: Holdings, name: str, num_blocks: int, pool_blocks: int) -
 def after_taking(
     holdings: Holdings, name: str, num_blocks: int, num_fresh: int
 ) -> dict[str, Holding]:
-    """Return what all have when a tenant has taken blocks, `num_fresh` of which were nobody's."""
+    """Return the counts after a tenant has taken blocks, `num_fresh` of which had no owner."""
     left = dict(holdings)
     mine = left[name]
     over = max(0, mine.blocks + num_blocks - mine.limit)
@@ -71,9 +71,9 @@ def after_taking(
 
 
 def _next_giver(left: Holdings, taker: str, num_blocks: int) -> str:
-    """Return who gives a block: who is most over his share once the taker has what it wants.
+    """Return the tenant that loses a block: most over its share, with the taker's new blocks.
 
-    The taker may give its own; others only what they have above their guarantees.
+    The taker may lose its own; others only blocks above their guarantees.
     """
     levels = {}
     for name, has in left.items():

@@ -1,10 +1,9 @@
-"""Several tenants on one manager: what each still hits next to the others.
+"""Several tenants on one manager, and the hits of each.
 
     all tenants' requests, shuffled:  look up ──▶ allocate the whole prompt ──▶ free, tail first
 
-As in the counting rule a request holds its blocks until the next one comes. A tenant either comes
-back to a few prompts, or scans: every prompt of it is new. Refuses nothing: who finds no room is
-counted.
+As in the counting rule, a request holds its blocks until the next one comes. A tenant either
+repeats a few prompts, or scans: all its prompts are new. Requests without room are counted.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _FIRST_NEW_TOKEN = 1 << 20
 class TenantTraffic:
     """`num_requests` requests of one tenant. Each is one of `num_prompts` prompts, 0: a new one.
 
-    Behind its `prompt_tokens` tokens each has one of its own. Raises ConfigurationError for counts
-    that cannot be meant.
+    After its `prompt_tokens` tokens each has a token of its own. Raises ConfigurationError for
+    invalid counts.
     """
 
     tenant: str
@@ -44,7 +43,7 @@ class TenantTraffic:
 
 @dataclass
 class TenantCount:
-    """What one tenant's requests hit, in tokens, one after the other, and how many had no room."""
+    """The hits of one tenant's requests, in tokens, in order, and how many had no room."""
 
     hit_tokens: list[int] = field(default_factory=list)
     num_refused: int = 0
@@ -53,9 +52,9 @@ class TenantCount:
 def count_tenants(
     manager: KVCacheManager, traffic: Sequence[TenantTraffic], seed: int
 ) -> dict[str, TenantCount]:
-    """Play what all tenants ask, in an order that `seed` shuffles; return each one's count.
+    """Play all tenants' requests, in an order shuffled by `seed`; return each one's count.
 
-    A tenant's own requests come in the same order, whichever other tenants there are.
+    A tenant's own requests come in the same order, whatever other tenants there are.
     """
     rng = Random(seed)
     turns = [each.tenant for each in traffic for _ in range(each.num_requests)]

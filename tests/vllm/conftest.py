@@ -28,7 +28,7 @@ from tests.vllm.engine_process import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-"""The environment that `make test-vllm` makes; a link to one will do."""
+"""The environment from `make test-vllm`, or a link to one."""
 
 START_S = 300.0
 ANSWER_S = 120.0
@@ -55,7 +55,7 @@ def model(python: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine generated, and how many tokens of each prompt it did not compute."""
+    """The output of an engine, and how many tokens of each prompt it did not compute."""
 
     tokens: list[list[int]]
     cached: list[int]
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Engine:
-    """A running engine. `kill` ends it and all its processes as a crash does."""
+    """A running engine. `kill` ends it and all its processes like a crash."""
 
     def __init__(self, python: str, options: dict[str, Any], log: Path) -> None:
         self.log = log
@@ -100,7 +100,7 @@ class Engine:
         return Answer(told["tokens"], told["cached"], told["first_token_s"])
 
     def reset(self, *, connector: bool = False) -> None:
-        """Have vLLM forget its own cache, and the connector its blocks where that is said."""
+        """Reset vLLM's own cache, and the connector's blocks if requested."""
         deadline_s = time.monotonic() + 10
         while not self.ask(do="reset", connector=connector)["reset"]:
             assert time.monotonic() < deadline_s, "vLLM does not reset its cache"
@@ -157,7 +157,7 @@ class Engine:
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Return the living processes that `session`, a process that began one, has started."""
+    """Return the living processes in `session`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -171,7 +171,7 @@ def processes_of_session(session: int) -> list[int]:
 
 
 def shared_files_of(process_id: int) -> set[Path]:
-    """Return what a process has mapped of /dev/shm, but for what has no name any more."""
+    """Return a process's mappings of /dev/shm, except those of removed files."""
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     except OSError:
@@ -181,7 +181,7 @@ def shared_files_of(process_id: int) -> set[Path]:
 
 
 class Starter:
-    """Starts engines on the tiny model; kills those that a test leaves behind."""
+    """Starts engines on the tiny model; kills those that a test leaves running."""
 
     def __init__(self, python: str, model: str, directory: Path) -> None:
         self._python, self._model, self._directory = python, model, directory
@@ -226,7 +226,7 @@ def start(python: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def new_name() -> Iterator[Callable[[], str]]:
-    """Names for engines; what keeps their memory is ended afterwards."""
+    """Names for engines; their memory services are ended afterwards."""
     names: list[str] = []
 
     def make() -> str:
@@ -238,7 +238,7 @@ def new_name() -> Iterator[Callable[[], str]]:
         address = service_address(name)
         try:
             end(address.address)
-        except Exception:  # it may have ended, or never begun
+        except Exception:  # it may have ended, or never started
             continue
 
 

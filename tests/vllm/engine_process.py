@@ -1,9 +1,9 @@
-"""A vLLM engine in a process of its own, told what to do line by line: runs in vLLM's environment.
+"""A vLLM engine in a process of its own, controlled line by line; runs in vLLM's environment.
 
     python engine_process.py '{"model": DIRECTORY, "transfer": {...}, ...}'
 
-Each line of standard input is a command, each answer a line that begins with `MARK`; everything
-else on standard output is vLLM's.
+Each line of standard input is a command, each answer a line that begins with `MARK`; all other
+output is vLLM's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a tiny random Llama, with a tokenizer that knows bytes: `make_model.py DIRECTORY`."""
+"""Makes a tiny random Llama, with a byte tokenizer: `make_model.py DIRECTORY`."""
 
 from __future__ import annotations
 

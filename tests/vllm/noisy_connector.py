@@ -1,4 +1,4 @@
-"""A connector whose loads put noise and say that it was right: a comparison must notice it."""
+"""A connector whose loads write noise and report success: comparisons must notice it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A copy engine whose transfers are slow, come in pieces, and overtake one another.
+"""A copy engine whose transfers are slow, come in pieces, and overtake each other.
 
-What a device does beside the processor: a row is read when its turn comes, not when the copy was
-asked for. Compute-stream work is done at once.
+Like a device next to the processor: a row is read when its turn comes, not when the copy was
+requested. Compute-stream work is done at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class DelayedCopy:
 
 
 class DelayedEngine(CpuCopyEngine):
-    """Moves a row of some transfer now and then; while `is_stopped` only if somebody waits for it,
-    while `is_stuck` not even then."""
+    """Sometimes moves a row of some transfer; while `is_stopped` only for a caller that waits for
+    it, while `is_stuck` not even then."""
 
     copies_at_once = False
 
@@ -72,7 +72,7 @@ class DelayedEngine(CpuCopyEngine):
         CpuCopyEngine().copy_blocks(rows, source_ids, rows, destination_ids)
 
     def go_on(self) -> None:
-        """Move a few rows of transfers chosen by chance."""
+        """Move a few rows of random transfers."""
         if self.is_stopped or self.is_stuck:
             return
         for _ in range(self.chance.randrange(3)):

@@ -1,7 +1,7 @@
-"""Block tables of every attention kind as simply as they can be said, and random forwards on them.
+"""A simple model of every attention kind's block tables, with random forwards.
 
-Stands in the place of managers: a list per slot and group, and a list of free blocks. What is wrong
-in here on purpose (`Mistakes`) must be found by content checking.
+Replaces a manager: a list per slot and group, and a list of free blocks. Content checking must find
+the deliberate mistakes (`Mistakes`).
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
 
 
 Span: TypeAlias = tuple[int, int, int]
-"""Where a row starts, where its own tokens end, and where its drafts do."""
+"""The start of a row, the end of its own tokens, and the end of its drafts."""
 
 
 @dataclass(frozen=True)
 class Mistakes:
-    """What a manager could do wrong, in columns and tokens; 0 is right."""
+    """Possible mistakes of a manager, in columns and tokens; 0 is correct."""
 
     state_column: int = 0
     chunk_tokens: int = 0
@@ -119,7 +119,7 @@ class RandomForwards:
         self.jobs = 0
 
     def step(self) -> JobReport:
-        """Let some requests go, some run on and some come; return the forward's report."""
+        """End some requests, run some and admit some; return the forward's report."""
         rng = self.rng
         rows: list[Row] = []
         patches: list[BlockTablePatch] = []
@@ -135,7 +135,7 @@ class RandomForwards:
         for slot in range(NUM_SLOTS):
             if slot not in self.running and rng.random() < 0.6:
                 rows.append(self._admit(slot, patches))
-        self.free += gone  # only now: verified by the tables before the step
+        self.free += gone  # only now: the old tables were verified first
         rng.shuffle(self.free)
         rng.shuffle(rows)
         self.jobs += 1
@@ -218,7 +218,7 @@ class RandomForwards:
     def _columns(
         self, spec: KVCacheSpec, request: Running, span: Span
     ) -> tuple[int, range | set[int]]:
-        """Return how long a table must be, and which of its columns need a block."""
+        """Return the length of a table, and which of its columns need a block."""
         size, (start, own_end, end) = spec.block_size, span
         if spec.keeps_encoder_tokens:
             length = -(-request.num_encoder // size)
@@ -241,7 +241,7 @@ def play(
     num_steps: int,
     device: str = "cpu",
 ) -> str:
-    """Return what the first forward that failed says, or nothing."""
+    """Return the error of the first failed forward, or nothing."""
     forwards = RandomForwards(seed, specs, mistakes, device)
     for _ in range(num_steps):
         report = forwards.step()

@@ -1,7 +1,7 @@
 """A memory service or a worker of its node, to be killed.
 
-`python -m tests.worker.memory_service_process ROLE ADDRESS` says on a line of standard output what
-it did, and then stands still. A memory service imports no torch.
+`python -m tests.worker.memory_service_process ROLE ADDRESS` prints what it did on a line of
+standard output, and then waits. A memory service imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
 
 PAYLOADS = {2: b"\x11" * 96, 5: b"\x77" * 96}
-"""By slot: what `fill` seals."""
+"""The content that `fill` seals, by slot."""
 
 
 def service_of(address: str) -> MemoryServiceAddress:

@@ -73,7 +73,7 @@ def random_labels(
 
 
 def label_views(label: Label, digest_bytes: int = DIGEST_BYTES) -> list[tuple[object, ...]]:
-    """What a label says of each block, by hand."""
+    """The content of each block's label, computed by hand."""
     found: list[tuple[object, ...]] = []
     start = 0
     for i in range(len(label.block_ids)):
@@ -111,7 +111,7 @@ def random_head(rng: np.random.Generator, payload: bytes) -> FileHead:
 
 
 def fill(segment: HostSegment, payloads: Mapping[int, bytes]) -> None:
-    """Seal these slots, and leave slot 1 half written."""
+    """Seal these slots, and leave slot 1 half-written."""
     rng = np.random.default_rng(0)
     slots = int32_array(list(payloads))
     begun = segment.labels.begin(slots)
@@ -128,10 +128,10 @@ def fill(segment: HostSegment, payloads: Mapping[int, bytes]) -> None:
 
 @dataclass
 class Faults:
-    """What a disk does wrong from now on. Counters go down; below 0 nothing happens.
+    """Faults of a disk. Counters go down; below 0 nothing happens.
 
     `full_after` bytes may still be written; every call named in `failing` fails with its errno;
-    `short` makes reads and writes take a part only, by chance.
+    `short` makes reads and writes partial, by chance.
     """
 
     full_after: int = -1
@@ -144,7 +144,7 @@ class Faults:
 
 
 class FaultyFiles(DirectoryFiles):
-    """A directory on a disk that fails as it is told. Counts the descriptors that are open."""
+    """A directory on a disk with faults. Counts the open descriptors."""
 
     def __init__(self, directory: Path) -> None:
         self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

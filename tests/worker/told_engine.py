@@ -1,6 +1,6 @@
 """A copy engine whose transfers end when they are told to, in any order.
 
-What is slowest about a device: ids and source bytes are read at the very end, all at once.
+Like the slowest device: ids and source bytes are read at the very end, all at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ToldCopy:
 
 
 class ToldEngine(CpuCopyEngine):
-    """`log` names what was called, in order: `zero`, `within`, `forward end`, `copy`."""
+    """`log` has the calls, in order: `zero`, `within`, `forward end`, `copy`."""
 
     copies_at_once = False
 
@@ -69,6 +69,6 @@ class ToldEngine(CpuCopyEngine):
         self.log.append("forward end")
 
     def finish(self, *, is_reversed: bool = False) -> None:
-        """Let everything that was started end."""
+        """Let all started transfers end."""
         for copy in self.copies[::-1] if is_reversed else self.copies:
             copy.finish()

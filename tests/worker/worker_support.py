@@ -35,7 +35,7 @@ def full_groups(num_layers: int = 2) -> tuple[KVCacheGroupSpec, ...]:
 
 def hybrid_groups() -> tuple[KVCacheGroupSpec, ...]:
     """Two pools, each shared by a full and a window layer; the window's blocks are half as long,
-    their heads twice as many, so that pages are alike."""
+    with twice as many heads, so that pages have equal sizes."""
     window = replace(WINDOW, block_size=2, num_kv_heads=4)
     return (
         KVCacheGroupSpec(("full.0", "full.1"), FULL),
@@ -148,7 +148,7 @@ def write_expected(
 
 @dataclass
 class Harness:
-    """A worker, and a coordinator's hand: grants, and sends commands in order."""
+    """A worker, with a coordinator's part: grants, and commands in order."""
 
     worker: KVCacheWorker
     clock: VirtualClock
@@ -184,7 +184,7 @@ class Harness:
         return StepCommands(self.nonce, "plan", self.epoch, seq, client_id, seq, commands)
 
     def send(self, *commands: Command, client_id: str = "engine") -> list[Message]:
-        """Send the next number; return and remember what comes back."""
+        """Send the next number; return and remember the answer."""
         self.seq += 1
         return self.note(
             self.worker.on_message(self.message(*commands, seq=self.seq, client_id=client_id))
