@@ -1,7 +1,7 @@
 """The command line `kvcache`: plan, doctor, launch, status, watch, events, replay, stop and more.
 
-app.py says what can be typed and imports nothing slow; the work of each command is in a module of
-its own, imported when the command runs.
+app.py lists the commands. Each is a function in the module of its noun: the signature declares its
+options, the body does the work. Modules of commands import nothing slow until a command runs.
 """
 
 from __future__ import annotations

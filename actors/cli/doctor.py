@@ -1,61 +1,140 @@
 """`kvcache doctor`: what this machine is, how fast it copies, and what would keep a cluster off it.
 
-Works without a cluster and without a running Ray, which is joined where there is one. Problems and
-their remedies come from doctor_checks.py and doctor_network.py, bandwidths from the copy engines
-themselves. With a configuration, for the pages of its plan.
+Works without a cluster. A Ray that runs here is joined and left again. Each problem says what, the
+values and the remedy, and whether a launch would fail. Looks at this node only: ranks of one
+pipeline stage share a node, other stages may be elsewhere. Bandwidths come from the copy engines
+themselves; with a configuration, for the pages of its plan.
+
+Nothing is started. A port is bound and given back; a file in the directory of the file tier is
+written and removed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
+import re
+import resource
+import shutil
+import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.doctor_checks import (
-    DirectoryStatistics,
-    NodeStatistics,
-    Problem,
-    device_problems,
-    directory_problems,
-    look_at_directory,
-    memory_problems,
-    node_problems,
-)
-from actors.cli.doctor_network import (
-    RayStatistics,
-    limit_problems,
-    look_at_ray,
-    open_files_limit,
-    port_problems,
-    ray_problems,
-)
+from actors.cli.command import EXIT_PREVENTED, JsonOption, command
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
-from kvcache.base.clock import SystemClock
-from kvcache.base.errors import KVCacheError
-from kvcache.config import ClusterConfig, load_config
-from kvcache.config.sections import Location
-from kvcache.planner import Plan, plan_cluster
-from kvcache.worker.copies.measurement import (
-    PLAIN,
-    CopyFigure,
-    CopyMeasurement,
-    find_kernel,
-    measure_cpu,
-    measure_cuda,
-)
-from kvcache.worker.kv_cache_pool import PoolLayout
+
+if TYPE_CHECKING:
+    from kvcache.base.clock import Clock
+    from kvcache.config import ClusterConfig
+    from kvcache.config.sections import Location
+    from kvcache.planner import Plan
+    from kvcache.worker.copies.measurement import CopyFigure, CopyMeasurement
 
 MAX_MEASURED_PAGE_BYTES = 16 * 2**20
 """Longer pages are as fast as a plain copy; they are not measured."""
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 128 * 2**20
+SYNC_BYTES = 4 * 2**20
+
+MIN_OPEN_FILES = 4096
+"""Ray's own advice begins there: sockets to every worker are files."""
+
+_TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>[0-9]+)")
+
+
+@command
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Look with this cluster's eyes; a YAML file."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine this machine: memory, speed of copies; exit code 1 if a launch would fail."""
+    from kvcache.config import load_config
+
+    found = examine(None if config is None else load_config(config))
+    if as_json:
+        print_json(json.dumps(_as_json(found), indent=2))
+    else:
+        _print(found)
+    if found.prevents_launch:
+        raise typer.Exit(EXIT_PREVENTED)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`what` is wrong, with values, and the `remedy`. `prevents_launch`: a launch would fail."""
+
+    what: str
+    remedy: str
+    prevents_launch: bool = True
+
+
+@dataclass(frozen=True)
+class NodeStatistics:
+    """What this node has. None: no limit, or none that can be read.
+
+    `gpu_free_bytes`: one figure for each GPU that torch can use.
+    """
+
+    available_bytes: int | None
+    shared_free_bytes: int | None
+    locked_limit_bytes: int | None
+    gpu_free_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of_this_node(cls) -> NodeStatistics:
+        """Look; changes nothing."""
+        import torch
+
+        from kvcache.worker.host_memory.shared_memory import available_memory_bytes
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        has_shared = SHARED_MEMORY.is_dir()
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(
+            available_memory_bytes(),
+            shutil.disk_usage(SHARED_MEMORY).free if has_shared else None,
+            None if soft == resource.RLIM_INFINITY else soft,
+            tuple(int(torch.cuda.mem_get_info(gpu)[0]) for gpu in range(num_gpus)),
+        )
+
+
+@dataclass(frozen=True)
+class DirectoryStatistics:
+    """The directory of the file tier. `sync_bytes_per_s`: written and brought to the disk; None
+    where nothing can be written."""
+
+    path: Path
+    free_bytes: int | None = None
+    sync_bytes_per_s: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RayStatistics:
+    """The Ray cluster of this machine, as a command would find it. `problem` says why there is
+    none that can be used, `remedy` what helps, `is_wanted` that a launch cannot do without it;
+    `clusters` are ours that run there."""
+
+    version: str
+    is_running: bool = False
+    num_nodes: int = 0
+    clusters: tuple[str, ...] = ()
+    problem: str = ""
+    is_wanted: bool = True
+    remedy: str = (
+        "run the same versions of Python and Ray everywhere, or `ray stop` and start again"
+    )
 
 
 @dataclass(frozen=True)
@@ -77,37 +156,14 @@ class Examination:
         return any(problem.prevents_launch for problem in self.problems)
 
 
-def show_examination(config_path: Path | None, as_json: bool) -> bool:
-    """Print what this machine is and what is wrong with it; say whether a launch would fail.
-
-    Raises ConfigurationError for a configuration that cannot be read.
-    """
-    config = None if config_path is None else load_config(config_path)
-    found = examine(config)
-    if as_json:
-        print_json(json.dumps(_as_json(found), indent=2))
-        return found.prevents_launch
-    console = Console(file=sys.stdout)
-    print_facts(console, "machine", found.machine)
-    print_facts(console, "memory", _memory_facts(found))
-    print_facts(console, "Ray", _ray_facts(found))
-    for measurement in found.measurements:
-        title = f"copies on {measurement.device}, GB/s: pages here and there, plain in one piece"
-        print_table(console, title, _copies(measurement, found.page_bytes))
-        for note in (*_choices(measurement), *measurement.notes):
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-    for problem in found.problems:
-        mark = "problem" if problem.prevents_launch else "warning"
-        style = "red" if problem.prevents_launch else "yellow"
-        line = f"{mark}: {problem.what}: {problem.remedy}"
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-    if not found.problems:
-        console.print("nothing is wrong", markup=False)
-    return found.prevents_launch
-
-
 def examine(config: ClusterConfig | None) -> Examination:
     """Look at this machine, and measure; takes a few seconds."""
+    from kvcache.base.clock import SystemClock
+    from kvcache.base.errors import KVCacheError
+    from kvcache.config.sections import Location
+    from kvcache.planner import plan_cluster
+    from kvcache.worker.copies.measurement import measure_cpu
+
     node, ray, open_files = NodeStatistics.of_this_node(), look_at_ray(), open_files_limit()
     problems = node_problems(node) + ray_problems(ray) + limit_problems(open_files)
     page_bytes: tuple[int, ...] = ()
@@ -142,6 +198,10 @@ def examine(config: ClusterConfig | None) -> Examination:
 
 def _measure_gpu(page_bytes: Sequence[int], problems: list[Problem]) -> list[CopyMeasurement]:
     """Measure the first GPU; what is missing or fails there becomes a problem."""
+    import torch
+
+    from kvcache.worker.copies.measurement import find_kernel, measure_cuda
+
     device = torch.device("cuda", 0)
     found = find_kernel(device)
     if found.kernel is None:
@@ -168,11 +228,265 @@ def _memories(config: ClusterConfig, node: NodeStatistics) -> list[int] | None:
 
 def _pages(plan: Plan) -> tuple[int, ...]:
     """Return the sizes, in bytes, of what one block is on any rank: a row for each region."""
+    from kvcache.worker.kv_cache_pool import PoolLayout
+
     layouts = [PoolLayout.from_config(config) for config in plan.configs]
     return tuple(sorted({region.width_bytes for layout in layouts for region in layout.regions}))
 
 
+def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
+    """Write a file there, bring it to the disk, remove it. Never raises for a bad path.
+
+    What would be made below the root is not: the statistics are of the directory that holds it.
+    """
+    import tempfile
+
+    path = location.path
+    while path != location.root and not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        return DirectoryStatistics(path, problem="is no directory")
+    try:
+        free_bytes = shutil.disk_usage(path).free
+        with tempfile.TemporaryFile(dir=path) as file:
+            start = clock.now()
+            file.write(os.urandom(SYNC_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            taken = clock.now() - start
+    except OSError as error:
+        return DirectoryStatistics(path, problem=f"cannot be written ({error.strerror})")
+    return DirectoryStatistics(path, free_bytes, SYNC_BYTES / taken if taken > 0 else float("inf"))
+
+
+def node_problems(node: NodeStatistics) -> list[Problem]:
+    """Return what is wrong with a node whatever runs there."""
+    free = node.shared_free_bytes
+    if free is None or free >= MIN_SHARED_BYTES:
+        return []
+    return [
+        Problem(
+            f"{SHARED_MEMORY} has {bytes_text(free)} free, less than {bytes_text(MIN_SHARED_BYTES)}"
+            ": Ray's objects go to a disk",
+            f"free some of {SHARED_MEMORY}, or start the container with a larger one",
+            prevents_launch=False,
+        )
+    ]
+
+
+def device_problems(config: ClusterConfig, node: NodeStatistics) -> list[Problem]:
+    """Return what is wrong with the GPUs that a configuration wants; none on CPU."""
+    import torch
+
+    workers, parallel = config.workers, config.parallel
+    if workers.device != "cuda":
+        return []
+    if not node.gpu_free_bytes:
+        return [
+            Problem(
+                "workers.device is cuda, and torch can use no GPU here "
+                f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'})",
+                "set workers.device to cpu, or install the driver and a CUDA build of torch on a "
+                "machine with a GPU",
+            )
+        ]
+    wanted = parallel.tensor_parallel_size * workers.num_gpus_per_rank
+    if wanted <= len(node.gpu_free_bytes):
+        return []
+    return [
+        Problem(
+            f"the {parallel.tensor_parallel_size} ranks of a pipeline stage share a node and want "
+            f"{wanted:g} GPUs, {len(node.gpu_free_bytes)} are here",
+            "lower parallel.tensor_parallel_size or workers.num_gpus_per_rank, or launch where a "
+            "node has as many",
+        )
+    ]
+
+
+def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> list[Problem]:
+    """Return what does not fit: pools on GPUs, pools and host slots in memory."""
+    width = config.parallel.tensor_parallel_size
+    pool_bytes = max(rank.total_size_bytes for rank in plan.configs)
+    host_bytes = config.offload.host_memory_per_rank or 0
+    problems: list[Problem] = []
+    on_node = host_bytes
+    if config.workers.device == "cpu":
+        on_node += pool_bytes
+    elif node.gpu_free_bytes and pool_bytes > max(node.gpu_free_bytes):
+        problems.append(
+            Problem(
+                f"a rank's blocks take {bytes_text(pool_bytes)}, the GPU with most room has "
+                f"{bytes_text(max(node.gpu_free_bytes))} free",
+                "lower cache.memory_per_rank, or end what else runs on the GPU",
+            )
+        )
+    if node.available_bytes is not None and width * on_node > node.available_bytes:
+        problems.append(
+            Problem(
+                f"the {width} ranks of a pipeline stage take {bytes_text(width * on_node)} of this "
+                f"node's memory, {bytes_text(node.available_bytes)} are available",
+                "lower cache.memory_per_rank or offload.host_memory_per_rank, or raise the limit "
+                "of the container",
+            )
+        )
+    limit = node.locked_limit_bytes
+    if config.workers.device == "cuda" and limit is not None and host_bytes > limit:
+        problems.append(
+            Problem(
+                f"host memory of {bytes_text(host_bytes)} a rank is registered with CUDA, the "
+                f"limit of locked memory is {bytes_text(limit)}: some systems refuse that",
+                "raise it (ulimit -l unlimited)",
+                prevents_launch=False,
+            )
+        )
+    return problems
+
+
+def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) -> list[Problem]:
+    """Return what is wrong with the directory of the file tier."""
+    disk = config.offload.disk
+    if disk is None:
+        return []
+    if directory.problem:
+        return [
+            Problem(
+                f"offload.disk.directory {directory.path} {directory.problem}",
+                "make or mount it, and let the workers' user write there",
+            )
+        ]
+    wanted = disk.capacity_per_rank * config.parallel.tensor_parallel_size
+    if directory.free_bytes is None or directory.free_bytes >= wanted:
+        return []
+    return [
+        Problem(
+            f"the files of the {config.parallel.tensor_parallel_size} ranks of a pipeline stage "
+            f"may take {bytes_text(wanted)}, {bytes_text(directory.free_bytes)} are free in "
+            f"{directory.path}",
+            "lower offload.disk.capacity_per_rank, or free some; files that are there already "
+            "count twice here",
+            prevents_launch=False,
+        )
+    ]
+
+
+def look_at_ray() -> RayStatistics:
+    """Join the Ray cluster that runs here, if there is one, look, and leave it. Never raises."""
+    from kvcache.base.errors import KVCacheError, NotRunningError
+
+    try:
+        import ray
+
+        from actors.cli.clusters import find_refusal, ray_session, running_clusters
+    except ImportError as error:
+        return RayStatistics("not installed", problem=f"Ray cannot be imported: {error}")
+    refusal = None if ray.is_initialized() else find_refusal()
+    if refusal is not None:
+        own = "" if refusal.is_named else "; `kvcache launch` leaves it alone and starts its own"
+        found = RayStatistics(ray.__version__, problem=refusal.what, remedy=refusal.remedy + own)
+        return replace(found, is_wanted=refusal.is_named)
+    try:
+        with ray_session(may_start=False):
+            list_nodes: Any = ray.nodes
+            num_nodes = sum(bool(node["Alive"]) for node in list_nodes())
+            return RayStatistics(ray.__version__, True, num_nodes, tuple(running_clusters()))
+    except NotRunningError:
+        return RayStatistics(ray.__version__)
+    except (KVCacheError, RuntimeError, OSError, ValueError) as error:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        return RayStatistics(ray.__version__, problem=first[0])
+
+
+def ray_problems(found: RayStatistics) -> list[Problem]:
+    """Return what is wrong with Ray: that none runs is none, `kvcache launch` starts one."""
+    if found.problem:
+        what = f"the Ray cluster that should run here cannot be joined: {found.problem}"
+        return [Problem(what, found.remedy, prevents_launch=found.is_wanted)]
+    return []
+
+
+def open_files_limit() -> int | None:
+    """Return how many files a process may open, None without a limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def limit_problems(limit: int | None) -> list[Problem]:
+    """Return what is wrong with the limit of open files."""
+    if limit is None or limit >= MIN_OPEN_FILES:
+        return []
+    return [
+        Problem(
+            f"a process may open {limit:,} files, less than {MIN_OPEN_FILES:,}: every connection "
+            "is one",
+            "raise it (ulimit -n 65536)",
+            prevents_launch=False,
+        )
+    ]
+
+
+def port_problems(config: ClusterConfig) -> list[Problem]:
+    """Return which ports that events are published at cannot be bound on this node."""
+    from kvcache.config.events import shifted
+
+    if not config.events.enabled:
+        return []
+    problems = []
+    for replica in range(config.parallel.data_parallel_size):
+        for key in ("endpoint", "replay_endpoint"):
+            place = shifted(getattr(config.events, key), replica)
+            why_not = _why_not_bound(place)
+            if why_not:
+                problems.append(
+                    Problem(
+                        f"events.{key} {place} cannot be bound: {why_not}",
+                        "end what is there (a cluster of yours? `kvcache stop`), or choose another "
+                        "port; 0 lets the system choose",
+                    )
+                )
+    return problems
+
+
+def _why_not_bound(place: str) -> str:
+    """Say why a TCP address cannot be bound, empty if it can, or is none."""
+    match = _TCP.fullmatch(place)
+    if match is None or match["port"] == "0":
+        return ""
+    host = match["host"].strip("[]")
+    host = "" if host == "*" else host
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, int(match["port"])))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _print(found: Examination) -> None:
+    console = Console(file=sys.stdout)
+    print_facts(console, "machine", found.machine)
+    print_facts(console, "memory", _memory_facts(found))
+    print_facts(console, "Ray", _ray_facts(found))
+    for measurement in found.measurements:
+        title = f"copies on {measurement.device}, GB/s: pages here and there, plain in one piece"
+        print_table(console, title, _copies(measurement, found.page_bytes))
+        for note in (*_choices(measurement), *measurement.notes):
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for problem in found.problems:
+        mark = "problem" if problem.prevents_launch else "warning"
+        style = "red" if problem.prevents_launch else "yellow"
+        line = f"{mark}: {problem.what}: {problem.remedy}"
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    if not found.problems:
+        console.print("nothing is wrong", markup=False)
+
+
 def _machine(node: NodeStatistics) -> dict[str, str]:
+    import platform
+
+    import torch
+
     gpus = [torch.cuda.get_device_name(gpu) for gpu in range(len(node.gpu_free_bytes))]
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -186,6 +500,8 @@ def _machine(node: NodeStatistics) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -228,6 +544,8 @@ def _size(size_bytes: int | None, otherwise: str = "unknown") -> str:
 
 def _copies(measurement: CopyMeasurement, page_bytes: Sequence[int]) -> Table:
     """One line for each direction and size of page; the way that is chosen has a star."""
+    from kvcache.worker.copies.measurement import PLAIN
+
     ways = list(dict.fromkeys(f.way for f in measurement.figures if f.way != PLAIN))
     table = Table()
     for heading in ("direction", "page"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from actors.cli.tables import say
 from actors.step_client import StepClient
 from kvcache.base.errors import (
     ConfigurationError,
@@ -215,8 +216,8 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
 @contextmanager
 def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
     """A cluster on Ray that lives as long as the replay."""
-    from actors.cli.launching import interrupted_by_sigterm, say
-    from actors.cli.sessions import ray_session
+    from actors.cli.clusters import ray_session
+    from actors.cli.launch import interrupted_by_sigterm
     from actors.cluster import KVCacheCluster
 
     with (
@@ -232,8 +233,8 @@ def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
 @contextmanager
 def _running_cluster(name: str) -> Iterator[Playground]:
     """A cluster that runs already, and goes on running."""
-    from actors.cli.launching import interrupted_by_sigterm
-    from actors.cli.sessions import ray_session
+    from actors.cli.clusters import ray_session
+    from actors.cli.launch import interrupted_by_sigterm
     from actors.cluster import KVCacheCluster
 
     with (
@@ -247,7 +248,6 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 @contextmanager
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
     from actors.cli.clusters import require_plan
-    from actors.cli.launching import say
 
     limits = _limits(cluster.config, require_plan(cluster.status()).max_model_len)
     with cluster.client("replay") as client:

@@ -1,17 +1,21 @@
-"""Numbers as tables for people and JSON for programs, the same way in every command."""
+"""What commands print: tables for people, JSON for programs, and on stderr how far they are."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from kvcache.base.errors import legible
+if TYPE_CHECKING:
+    from kvcache.base.clock import Clock
 
 _BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_LINE_INTERVAL_S = 10.0
 
 
 def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
@@ -28,12 +32,19 @@ def print_table(console: Console, title: str, table: Table) -> None:
     """Print a table below its title, which may be wider than the table. Where the terminal is too
     narrow cells go on in the next line: no figure loses its end. Names in cells are shown as they
     are, and `legible`: they are no markup."""
+    from kvcache.base.errors import legible
+
     for column in table.columns:
         if not column.no_wrap:
             column.overflow = "fold"
         column._cells = [legible(c) if isinstance(c, str) else c for c in column._cells]
     console.print(legible(title), style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table, markup=False)
+
+
+def say(line: str) -> None:
+    """Say on stderr what is being done: stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_json(text: str) -> None:
@@ -47,3 +58,65 @@ def bytes_text(size_bytes: float) -> str:
         return f"{size_bytes:.0f} B"
     power = min(len(_BYTE_UNITS), int(math.log2(size_bytes) // 10))
     return f"{size_bytes / 1024**power:,.1f} {_BYTE_UNITS[power - 1]}"
+
+
+class WorkProgress:
+    """Shows on stderr, while the `with` block runs, how much of `total` is done: a bar on a
+    terminal, a line now and then elsewhere; nothing unless `is_shown`."""
+
+    def __init__(self, title: str, total: int, clock: Clock, *, is_shown: bool) -> None:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        console = Console(file=sys.stderr)
+        self._title = title
+        self._total = total
+        self._clock = clock
+        self._has_lines = is_shown and not console.is_terminal
+        self._start_s = self._line_s = clock.now()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (is_shown and console.is_terminal),
+            transient=True,
+        )
+        self._task = self._bar.add_task(title, total=total, rate="")
+
+    def __enter__(self) -> WorkProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since it was made."""
+        return self._clock.now() - self._start_s
+
+    def show(self, done: int, rate: str) -> None:
+        """Show that so much is done, and how fast."""
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=done, rate=rate)
+        now_s = self._clock.now()
+        if self._has_lines and now_s - self._line_s >= _LINE_INTERVAL_S:
+            self._line_s = now_s
+            share = done / max(1, self._total)
+            left_s = (now_s - self._start_s) * (1 - share) / share if share else 0.0
+            say(f"{self._title}: {share:.0%}  {rate}  {left_s:.0f} s left")

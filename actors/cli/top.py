@@ -1,27 +1,120 @@
-"""`kvcache top`: how a running cluster does, each second: rates, hit rate, blocks, tiers, ranks."""
+"""`kvcache top` and `dashboard`: how a running cluster does, live, on a terminal or on a page."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from actors.cli.clusters import open_cluster
+from actors.cli.command import NameOption, SecondsOption, command
 from actors.cli.tables import bytes_text
-from actors.cluster_access import ClusterStatistics
-from actors.reports import ClusterStatus
-from kvcache.base.errors import DeadlineError
-from kvcache.coordinator.settings import CoordinatorStatistics
+
+if TYPE_CHECKING:
+    from actors.cluster_access import ClusterStatistics
+    from actors.reports import ClusterStatus
+    from kvcache.coordinator.settings import CoordinatorStatistics
 
 BAR_CELLS = 30
+
+
+@command
+def top(
+    name: NameOption = None,
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", help="Seconds between two looks.", min=0.1)
+    ] = 1.0,
+    seconds: SecondsOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each look instead.")
+    ] = False,
+) -> None:
+    """Show live how a cluster does: steps, hit rate, blocks, tiers, ranks."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import DeadlineError
+
+    with (
+        open_cluster(name, must_serve=False) as cluster,
+        _shower(cluster.name, once, as_json) as show,
+    ):
+        begun_s = time.monotonic()
+
+        def look() -> Look:
+            try:
+                status, statistics = cluster.status(), cluster.statistics()
+            except DeadlineError as error:  # a coordinator that restarts
+                return Look(time.monotonic(), None, None, str(error))
+            return Look(time.monotonic(), status, statistics)
+
+        before = look()
+        while True:
+            time.sleep(interval)
+            now = look()
+            show(now, rates(before, now))
+            before = now
+            if once or (seconds is not None and now.at_s - begun_s >= seconds):
+                return
+
+
+@command
+def dashboard(
+    name: NameOption = None,
+    *,
+    port: Annotated[
+        int, typer.Option("--port", "-p", help="Where to listen; 0: any port.", min=0, max=65535)
+    ] = 8266,
+    host: Annotated[str, typer.Option(help="An address of this machine only.")] = "127.0.0.1",
+    browser: Annotated[
+        bool, typer.Option("--browser", help="Open the page in this machine's browser.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where the page is as a line of JSON.")
+    ] = False,
+) -> None:
+    """Serve a page about a running cluster: the pool as a picture, prefixes, tiers, traffic."""
+    import asyncio
+    import webbrowser
+
+    from actors.cli.clusters import open_cluster
+    from actors.endpoints import is_loopback
+    from kvcache.base.errors import ConfigurationError
+
+    if not is_loopback(host):
+        raise ConfigurationError(
+            f"--host {host} is not this machine alone, and the page does not ask its readers who "
+            "they are: leave it out, and reach the page through an SSH tunnel"
+        )
+    try:
+        from actors.dashboard.server import DashboardServer
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise ConfigurationError(
+            "the page needs aiohttp, which Ray brings: pip install 'ray[default]'"
+        ) from error
+    from actors.dashboard.observer import Observer
+
+    with open_cluster(name, must_serve=False) as cluster, Observer(cluster) as observer:
+
+        def tell(address: str) -> None:
+            line = f"{cluster.name}: {address}   (Ctrl-C ends it)"
+            print(
+                json.dumps({"name": cluster.name, "url": address}) if as_json else line, flush=True
+            )
+            if browser:
+                webbrowser.open(address)
+
+        with suppress(KeyboardInterrupt):
+            asyncio.run(DashboardServer(observer, host, port).serve(tell))
 
 
 @dataclass(frozen=True)
@@ -36,6 +129,8 @@ class Look:
     @property
     def coordinator(self) -> CoordinatorStatistics:
         """The coordinator's statistics, zeroes where there are none."""
+        from kvcache.coordinator.settings import CoordinatorStatistics
+
         known = None if self.statistics is None else self.statistics.coordinator
         return CoordinatorStatistics() if known is None else known
 
@@ -53,38 +148,10 @@ class Rates:
     loaded_bytes: float
 
 
-def show_top(
-    name: str | None, *, once: bool, interval_s: float, as_json: bool, seconds: float | None
-) -> None:
-    """Show how a cluster does every `interval_s`, until Ctrl-C or for `seconds`; or once.
-
-    Raises NotRunningError if there is no cluster.
-    """
-    with (
-        open_cluster(name, must_serve=False) as cluster,
-        _shower(cluster.name, once, as_json) as show,
-    ):
-        begun_s = time.monotonic()
-
-        def look() -> Look:
-            try:
-                status, statistics = cluster.status(), cluster.statistics()
-            except DeadlineError as error:  # a coordinator that restarts
-                return Look(time.monotonic(), None, None, str(error))
-            return Look(time.monotonic(), status, statistics)
-
-        before = look()
-        while True:
-            time.sleep(interval_s)
-            now = look()
-            show(now, rates(before, now))
-            before = now
-            if once or (seconds is not None and now.at_s - begun_s >= seconds):
-                return
-
-
 def rates(before: Look, now: Look) -> Rates:
     """Return what happened between two looks; where an epoch has begun, since then."""
+    from kvcache.coordinator.settings import CoordinatorStatistics
+
     seconds = max(1e-9, now.at_s - before.at_s)
     is_same = before.coordinator.epoch == now.coordinator.epoch
     old, new = (
@@ -129,6 +196,8 @@ def _shower(name: str, once: bool, as_json: bool) -> Iterator[Show]:
     elif once:
         yield lambda look, rate: Console().print(screen(name, look, rate))
     else:
+        from rich.live import Live
+
         with Live(Text(f"{name}: looking"), auto_refresh=False, screen=False) as live:
             yield lambda look, rate: live.update(screen(name, look, rate), refresh=True)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from actors.cli.contents import prefix_roots
 from actors.cli.event_tally import EventTally
-from actors.cli.prefix_tree import prefix_roots
 from actors.cluster import KVCacheCluster
 from actors.cluster_events import cluster_endpoints, publisher_host
 from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.cli.cache_usage import namespace_text
-from actors.cli.prefix_tree import PrefixNode
+from actors.cli.contents import PrefixNode, namespace_text
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.metrics.inspection import CacheInspection
 

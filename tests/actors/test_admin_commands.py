@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from actors import KVCacheClient, KVCacheCluster
 from actors.cli import app
-from actors.cli.doctor_network import look_at_ray
+from actors.cli.doctor import look_at_ray
 from kvcache import NewRequest, StepRequest
 from kvcache.base.arrays import int32_array
 from tests.actors.conftest import build_config

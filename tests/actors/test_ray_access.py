@@ -53,7 +53,7 @@ def test_a_ray_whose_token_is_here_is_not_refused(
     (tmp_path / "home" / ".ray").mkdir(parents=True)
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text()
     (tmp_path / "home" / ".ray" / "auth_token").write_text(token)
-    script = f"from actors.cli.ray_access import *; print(refusal_at({ray_cluster!r}))"
+    script = f"from actors.cli.clusters import refusal_at; print(refusal_at({ray_cluster!r}))"
     found = process("", tmp_path, settings, [sys.executable, "-c", script])
     assert (found.stdout, found.stderr) == ("None\n", "")
 
@@ -66,7 +66,7 @@ def test_a_ray_without_a_node_on_this_machine_is_refused_at_once(
         "import functools\n"
         "from ray._private import services\n"
         "services.find_gcs_addresses = functools.cache(lambda: {'192.0.2.9:1'})  # of others\n"
-        f"from actors.cli.ray_access import *; print(refusal_at({ray_cluster!r}))"
+        f"from actors.cli.clusters import refusal_at; print(refusal_at({ray_cluster!r}))"
     )
     found = process(ray_cluster, tmp_path, {}, [sys.executable, "-c", script])
     assert found.stderr == ""

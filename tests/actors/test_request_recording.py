@@ -16,7 +16,7 @@ import pytest
 
 from actors import KVCacheCluster
 from actors.cli.playground import ClientStepper
-from actors.cli.recording import RecordingChoices, follow_requests
+from actors.cli.record import RecordingFollower
 from kvcache.base.clock import SystemClock, VirtualClock
 from kvcache.base.errors import AlreadyRunningError
 from kvcache.protocol.step import NewRequest, StepRequest
@@ -25,7 +25,7 @@ from kvcache.replay import EngineLimits
 from kvcache.replay.engine import ReplayEngine
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.passages import Passage, passage_tokens
-from kvcache.simulate.request_recording import RecordingOptions
+from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import simulate
 from kvcache.simulate.workload import WorkloadRequest
@@ -92,13 +92,16 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
             begun.set()
             return batch
 
-        choices = RecordingChoices(path, num_requests=NUM_REQUESTS, seconds=300)
-        options = RecordingOptions(10**7)
-        summaries.append(
-            follow_requests(
-                choices, options, take_and_tell, SystemClock(), threading.Event(), patience_s=60.0
+        with RequestRecording(path, RecordingOptions(10**7)) as recording:
+            follower = RecordingFollower(
+                recording,
+                take_and_tell,
+                SystemClock(),
+                patience_s=60.0,
+                seconds=300,
+                num_requests=NUM_REQUESTS,
             )
-        )
+            summaries.append(follower.run(threading.Event()))
 
     recording = threading.Thread(target=record)
     recording.start()

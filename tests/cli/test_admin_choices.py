@@ -8,12 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from actors.cli import app
-from actors.cli.pinning import PrefixChoice, read_tokens
+from actors.cli.admin import read_tokens
 from actors.cli.top import Look, as_plain, rates
 from actors.cluster_access import ClusterStatistics
 from actors.service import ServiceStatistics
@@ -24,33 +25,42 @@ from tests.metrics.test_log_line import statistics
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def typed(
+    tokens: str | None = None,
+    token_file: Path | None = None,
+    text: Path | None = None,
+    tokenizer: str | None = None,
+) -> list[int]:
+    return list(read_tokens(tokens, token_file, text, tokenizer))
+
+
 @pytest.mark.parametrize("text", ["1, 2,3", "1 2\n3\n", "[1, 2, 3]", "[1,2,3]\n"])
 def test_token_ids_are_read_however_they_are_separated(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
-    assert read_tokens(PrefixChoice(token_file=path)).tolist() == [1, 2, 3]
-    assert read_tokens(PrefixChoice(tokens=text)).tolist() == [1, 2, 3]
+    assert typed(token_file=path) == [1, 2, 3]
+    assert typed(tokens=text) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("given", "message"),
     [
-        (PrefixChoice(), "0 prefixes were given"),
-        (PrefixChoice(tokens="1", text=Path("x")), "2 prefixes were given"),
-        (PrefixChoice(tokens="1,x"), "'x' is no token id: write token ids"),
-        (PrefixChoice(tokens="[1, 2"), "a list begins or ends there, and not both"),
-        (PrefixChoice(tokens="1 2]"), "is the file whole"),
-        (PrefixChoice(tokens="[1,, 2.5]"), "'2.5' is no token id"),
-        (PrefixChoice(tokens=""), "there are no token ids"),
-        (PrefixChoice(tokens="1,-5"), "-5 is no token id"),
-        (PrefixChoice(token_file=Path("/nowhere/tokens")), r"read \(No such file or directory\): "),
-        (PrefixChoice(token_file=Path("/")), r"/ cannot be read \(Is a directory\): pass a text"),
-        (PrefixChoice(text=Path("/nowhere/text")), "pass --tokenizer"),
+        ({}, "0 prefixes were given"),
+        ({"tokens": "1", "text": Path("x")}, "2 prefixes were given"),
+        ({"tokens": "1,x"}, "'x' is no token id: write token ids"),
+        ({"tokens": "[1, 2"}, "a list begins or ends there, and not both"),
+        ({"tokens": "1 2]"}, "is the file whole"),
+        ({"tokens": "[1,, 2.5]"}, "'2.5' is no token id"),
+        ({"tokens": ""}, "there are no token ids"),
+        ({"tokens": "1,-5"}, "-5 is no token id"),
+        ({"token_file": Path("/nowhere/tokens")}, r"read \(No such file or directory\): "),
+        ({"token_file": Path("/")}, r"/ cannot be read \(Is a directory\): pass a text"),
+        ({"text": Path("/nowhere/text")}, "pass --tokenizer"),
     ],
 )
-def test_a_prefix_that_cannot_be_read_is_an_error(choice: PrefixChoice, message: str) -> None:
+def test_a_prefix_that_cannot_be_read_is_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        read_tokens(choice)
+        typed(**given)
 
 
 def look(at_s: float, **values: int) -> Look:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from actors.cli.clearing import confirm
+from actors.cli.admin import confirm
 from kvcache.base.errors import ConfigurationError
 from tests.metrics.test_log_line import statistics
 

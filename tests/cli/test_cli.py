@@ -14,8 +14,8 @@ import pytest
 from typer import Exit
 from typer.testing import CliRunner
 
-from actors.cli import app, replaying
-from actors.cli.outcomes import run_command
+from actors.cli import app, playground
+from actors.cli.command import run_command
 from actors.cli.playground import Playground
 from kvcache.base.errors import (
     ConfigurationError,
@@ -304,7 +304,7 @@ def test_a_wrong_byte_is_exit_code_1_with_the_report_and_the_blocks_history(
     config = KVCacheConfig(500, (), (KVCacheGroupSpec(("layer.0",), spec),))
     stepper = WrongBytesStepper(KVCacheManager(config, 2048))
     ground = Playground("a broken cluster", stepper, EngineLimits(2048, 512, 8))
-    monkeypatch.setattr(replaying, "open_playground", lambda *choices: nullcontext(ground))
+    monkeypatch.setattr(playground, "open_playground", lambda *choices: nullcontext(ground))
     shown, error = run("replay", trace, "--local", "--no-progress", exit_code=1)
     assert "wrong bytes" in shown and "in 1 blocks" in shown
     assert error == (

@@ -11,21 +11,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from actors.cli import app, doctor
-from actors.cli.doctor_checks import (
+from actors.cli import app
+from actors.cli.doctor import (
     SYNC_BYTES,
     DirectoryStatistics,
     NodeStatistics,
     Problem,
+    RayStatistics,
     device_problems,
     directory_problems,
+    limit_problems,
     look_at_directory,
     memory_problems,
     node_problems,
-)
-from actors.cli.doctor_network import (
-    RayStatistics,
-    limit_problems,
     port_problems,
     ray_problems,
 )
@@ -65,9 +63,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(page_bytes: list[int]) -> CopyMeasurement:
         return measure_cpu(page_bytes, MeasureLimits(num_bytes=2**18, num_repetitions=1))
 
-    monkeypatch.setattr(doctor, "measure_cpu", measure)
+    monkeypatch.setattr("kvcache.worker.copies.measurement.measure_cpu", measure)
     # Whether Ray runs on the machine of a test is not the test's; tests/actors look at a real one.
-    monkeypatch.setattr(doctor, "look_at_ray", lambda: RayStatistics("2.60.0"))
+    monkeypatch.setattr("actors.cli.doctor.look_at_ray", lambda: RayStatistics("2.60.0"))
 
 
 def run(*arguments: str | Path, exit_code: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""`kvcache plan` of a published model: numbers, and choices that are typed beside a file."""
+"""`kvcache plan` of a published model: numbers, and choices that are typed with a file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_same_numbers_come_from_a_configuration_that_says_the_same(llama: Pa
         ),
         (
             ("--config", str(CPU_TP2), "--tp", "3", "--block-size", "8"),
-            f"--tp, --block-size cannot be typed beside --config: set them in {CPU_TP2}",
+            f"--tp, --block-size cannot be typed with --config: set them in {CPU_TP2}",
         ),
         (
             ("--hf-config", "LLAMA"),

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from actors.cli.event_tally import EventTally
-from actors.cli.prefix_forest import PrefixForest, PrefixRow
+from actors.cli.event_tally import EventTally, PrefixForest, PrefixRow
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.subscription import Subscription, Update

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cli.cached_prefixes import last_use
-from actors.cli.prefix_tree import (
+from actors.cli.contents import (
     blocks_by_group,
     blocks_by_namespace,
+    last_use,
     prefix_roots,
     sorted_prefixes,
 )

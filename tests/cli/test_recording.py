@@ -12,19 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
-from actors.cli.recording import (
-    RecordingChoices,
-    RecordingSummary,
-    ended_by_signals,
-    follow_requests,
-)
+from actors.cli.record import RecordingFollower, RecordingSummary, ended_by_signals
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError
 from kvcache.recorder import RecordedBatch, RecordedRequest
 from kvcache.simulate.opening import open_block_trace
-from kvcache.simulate.request_recording import RecordingOptions
+from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
 DIGESTS = b"".join(bytes([i]) * 16 for i in range(3))
+
+OPTIONS = RecordingOptions(10_000)
 
 
 def request(arrival_s: float, num_tokens: int = 20, digests: bytes = DIGESTS) -> RecordedRequest:
@@ -56,16 +53,23 @@ class FakeCluster:
         return RecordedBatch(tuple(answer), 2, 8)
 
     def record(
-        self, path: Path, max_bytes: int = 10_000, **choices: object
+        self,
+        path: Path,
+        options: RecordingOptions = OPTIONS,
+        *,
+        seconds: float | None = None,
+        num_requests: int | None = None,
     ) -> tuple[RecordingSummary, list[dict[str, object]]]:
-        summary = follow_requests(
-            RecordingChoices(path, **choices),  # type: ignore[arg-type]
-            RecordingOptions(max_bytes),
-            self.take,
-            self.clock,
-            self.ended,
-            patience_s=60.0,
-        )
+        with RequestRecording(path, options) as recording:
+            follower = RecordingFollower(
+                recording,
+                self.take,
+                self.clock,
+                patience_s=60.0,
+                seconds=seconds,
+                num_requests=num_requests,
+            )
+            summary = follower.run(self.ended)
         lines = path.read_text(encoding="utf-8").splitlines()
         return summary, [json.loads(line) for line in lines]
 
@@ -103,14 +107,7 @@ def test_a_recording_is_a_trace(path: Path) -> None:
 def test_tenants_are_named_only_if_asked_for(tmp_path: Path) -> None:
     cluster = FakeCluster([request(0.0)], [])
     named = tmp_path / "named.jsonl"
-    follow_requests(
-        RecordingChoices(named),
-        RecordingOptions(10_000, has_tenants=True),
-        cluster.take,
-        cluster.clock,
-        cluster.ended,
-        patience_s=60.0,
-    )
+    cluster.record(named, RecordingOptions(10_000, has_tenants=True))
     assert '"tenant":"tenant-1"' in named.read_text(encoding="utf-8")
     _, lines = FakeCluster([request(0.0)], []).record(tmp_path / "plain.jsonl")
     assert not any("tenant" in line for line in lines)
@@ -141,7 +138,7 @@ def test_a_time_in_which_nothing_could_be_recorded_is_refused(path: Path, second
 
 def test_it_ends_with_a_whole_line_before_the_file_is_too_large(path: Path) -> None:
     cluster = FakeCluster([request(0.0), request(1.0), request(2.0)], [])
-    summary, lines = cluster.record(path, max_bytes=200)
+    summary, lines = cluster.record(path, RecordingOptions(200))
     assert (summary.ended_by, len(lines)) == ("size", 2)
     assert path.stat().st_size <= 200
 

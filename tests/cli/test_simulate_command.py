@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.cli import app, plots
-from actors.cli.trace_choices import capacity_range
+from actors.cli import app, simulations
+from actors.cli.simulations import capacity_range
 from kvcache.simulate.opening import open_block_trace
 from tests.cli.commands import KVCACHE
 from tests.simulate.traces import trace_line, write_lines
@@ -184,7 +184,7 @@ def test_a_plot_is_drawn_the_same_each_time(trace: Path, tmp_path: Path) -> None
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulations, "find_spec", lambda name: None)
     assert refused(trace, "--plot", tmp_path / "a.svg") == (
         "--plot needs matplotlib, which is not installed: pip install 'kvcache[plots]'"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.cli.playground import _tier_counters
-from actors.cli.replaying import _tier_facts
-from actors.cli.tier_facts import tier_facts
+from actors.cli.replay import _tier_facts
+from actors.cli.status import tier_facts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.options import TierOptions

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.tenant_facts import (
+from actors.cli.status import (
     refusal_lines,
     tenant_table,
     tenant_usage_table,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.cli.tier_facts import tier_facts
+from actors.cli.status import tier_facts
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.offload.statistics import HierarchyStatistics, TierStatistics
 

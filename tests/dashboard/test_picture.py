@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cli.prefix_tree import PrefixNode
+from actors.cli.contents import PrefixNode
 from actors.dashboard import observer
 from actors.dashboard.picture import MAX_BOXES, MAX_CELLS, pool_picture, tree_picture
 from kvcache.base.errors import DeadlineError

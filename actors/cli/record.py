@@ -7,43 +7,99 @@ not this process. Ctrl-C and SIGTERM end a recording as its limits do: in order,
 from __future__ import annotations
 
 import json
-import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
-from actors.cli.tables import bytes_text, print_facts, print_json
-from kvcache.base.clock import Clock, SystemClock
-from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
-from kvcache.recorder import SALT_BYTES, RecordedBatch
-from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
+from actors.cli.command import JsonOption, NameOption, NoProgressOption, command
+from actors.cli.simulate import RequestsOption
+from actors.cli.tables import bytes_text, print_facts, print_json, say
+
+if TYPE_CHECKING:
+    from kvcache.base.clock import Clock
+    from kvcache.recorder import RecordedBatch
+    from kvcache.simulate.request_recording import RequestRecording
 
 _POLL_S = 0.3
 _LINE_INTERVAL_S = 10.0
 
-Take = Callable[[bool], RecordedBatch]
-"""Asks for requests; with True for the last time."""
 
+@command
+def record(
+    file: Annotated[Path, typer.Argument(help="The trace to write, a new file (.jsonl).")],
+    *,
+    name: NameOption = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="End after so many seconds, above 0.")
+    ] = None,
+    requests: RequestsOption = None,
+    max_size: Annotated[str, typer.Option(help="End before the file is larger.")] = "256MiB",
+    tenants: Annotated[
+        bool, typer.Option("--tenants", help="Write the tenant of each request, too.")
+    ] = False,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+) -> None:
+    """Record the requests of a running cluster as a trace, without tokens, until Ctrl-C."""
+    import secrets
 
-@dataclass(frozen=True)
-class RecordingChoices:
-    """What was typed."""
+    from actors.cli.clusters import only_cluster, ray_session, require_plan
+    from actors.cluster import KVCacheCluster
+    from actors.embedded_site import find_cluster
+    from kvcache.base.clock import SystemClock
+    from kvcache.base.errors import ConfigurationError, NotRunningError
+    from kvcache.recorder import SALT_BYTES
+    from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
-    path: Path
-    name: str | None = None
-    seconds: float | None = None
-    num_requests: int | None = None
-    max_size: str = "256MiB"
-    has_tenants: bool = False
-    as_json: bool = False
-    has_progress: bool = True
+    if seconds is not None and not seconds > 0:
+        raise ConfigurationError(
+            f"--seconds {seconds:g} records nothing: give how many seconds to record, such as 600, "
+            "or leave it out and end the recording with Ctrl-C"
+        )
+    options = RecordingOptions(_parse_size(max_size), tenants)
+    with ray_session(may_start=False):
+        cluster = find_cluster(name or only_cluster())
+        if not isinstance(cluster, KVCacheCluster):
+            raise NotRunningError(
+                f"the coordinator of {cluster.name} is in a process of its engine, which cannot be "
+                "asked: record a cluster whose coordinator is an actor"
+            )
+        require_plan(cluster.status())
+        listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
+
+        def take(is_last: bool) -> RecordedBatch:
+            return cluster.record_requests(listener, salt, is_last=is_last)
+
+        with ended_by_signals() as ended, RequestRecording(file, options) as recording:
+            follower = RecordingFollower(
+                recording,
+                take,
+                SystemClock(),
+                patience_s=cluster.config.deadlines.return_s,
+                seconds=seconds,
+                num_requests=requests,
+                is_shown=not no_progress,
+            )
+            summary = follower.run(ended)
+    if as_json:
+        print_json(json.dumps(asdict(summary), indent=2))
+        return
+    facts = {
+        "requests": f"{summary.num_requests:,}",
+        "lost": f"{summary.num_lost:,}",
+        "different blocks": f"{summary.num_distinct_blocks:,}",
+        "size": bytes_text(summary.num_bytes),
+        "ended by": summary.ended_by,
+    }
+    print_facts(Console(), f"recorded {summary.path}", facts)
 
 
 @dataclass(frozen=True)
@@ -58,103 +114,59 @@ class RecordingSummary:
     ended_by: str
 
 
-def record_trace(choices: RecordingChoices) -> None:
-    """Record until a limit or a signal, and print what there is then."""
-    from actors.cli.clusters import only_cluster, require_plan
-    from actors.cli.sessions import ray_session
-    from actors.cluster import KVCacheCluster
-    from actors.embedded_site import find_cluster
+class RecordingFollower:
+    """Writes requests into a recording until a limit.
 
-    _require_time(choices.seconds)
-    options = RecordingOptions(_parse_size(choices.max_size), choices.has_tenants)
-    with ray_session(may_start=False):
-        cluster = find_cluster(choices.name or only_cluster())
-        if not isinstance(cluster, KVCacheCluster):
-            raise NotRunningError(
-                f"the coordinator of {cluster.name} is in a process of its engine, which cannot be "
-                "asked: record a cluster whose coordinator is an actor"
-            )
-        require_plan(cluster.status())
-        listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
-
-        def take(is_last: bool) -> RecordedBatch:
-            return cluster.record_requests(listener, salt, is_last=is_last)
-
-        with ended_by_signals() as ended:
-            patience_s = cluster.config.deadlines.return_s
-            summary = follow_requests(
-                choices, options, take, SystemClock(), ended, patience_s=patience_s
-            )
-    _print(summary, choices.as_json)
-
-
-def follow_requests(
-    choices: RecordingChoices,
-    options: RecordingOptions,
-    take: Take,
-    clock: Clock,
-    ended: threading.Event,
-    *,
-    patience_s: float,
-) -> RecordingSummary:
-    """Write what `take` tells until a limit of `choices`, or until `ended` is set.
-
-    Raises what making and writing the file raises, and what `take` raises for longer than
-    `patience_s`: a coordinator that restarts is waited for.
+    `take` asks for requests, with True for the last time. What it raises for longer than
+    `patience_s` is raised: a coordinator that restarts is waited for.
     """
-    with RequestRecording(choices.path, options) as recording:
-        following = _Following(choices, recording, take, clock, patience_s)
-        reason = following.run(ended)
-        return RecordingSummary(
-            path=str(choices.path),
-            num_requests=recording.num_requests,
-            num_lost=following.num_lost,
-            num_distinct_blocks=recording.num_distinct_blocks,
-            num_bytes=recording.num_bytes,
-            ended_by=reason,
-        )
-
-
-class _Following:
-    """One recording as it goes on."""
 
     def __init__(
         self,
-        choices: RecordingChoices,
         recording: RequestRecording,
-        take: Take,
+        take: Callable[[bool], RecordedBatch],
         clock: Clock,
+        *,
         patience_s: float,
+        seconds: float | None = None,
+        num_requests: int | None = None,
+        is_shown: bool = True,
     ) -> None:
-        self._choices = choices
-        self._patience_s = patience_s
         self._recording = recording
         self._take = take
         self._clock = clock
+        self._patience_s = patience_s
+        self._seconds = seconds
+        self._most_requests = num_requests
+        self._is_shown = is_shown
         self._start_s = self._line_s = self._heard_s = clock.now()
         self._lost_before = self._lost = 0
         self._has_begun = False
 
-    @property
-    def num_lost(self) -> int:
-        """Lost under all coordinators."""
-        return self._lost_before + self._lost
-
-    def run(self, ended: threading.Event) -> str:
-        """Return why it ended."""
-        while not ended.is_set():
+    def run(self, ended: threading.Event) -> RecordingSummary:
+        """Write until a limit or until `ended` is set."""
+        reason = ""
+        while not (reason or ended.is_set()):
             reason = self._write(self._ask())
             if not reason and self._is_time():
                 reason = "time"
-            if reason:
-                self._finish(is_wanted=reason == "time")
-                return reason
-            self._tell()
-            ended.wait(_POLL_S)
-        self._finish(is_wanted=True)
-        return "signal"
+            if not reason:
+                self._tell()
+                ended.wait(_POLL_S)
+        self._finish(is_wanted=reason in ("", "time"))
+        recording = self._recording
+        return RecordingSummary(
+            path=str(recording.path),
+            num_requests=recording.num_requests,
+            num_lost=self._lost_before + self._lost,  # under all coordinators
+            num_distinct_blocks=recording.num_distinct_blocks,
+            num_bytes=recording.num_bytes,
+            ended_by=reason or "signal",
+        )
 
     def _ask(self) -> RecordedBatch | None:
+        from kvcache.base.errors import DeadlineError, NotRunningError
+
         try:
             batch = self._take(False)
         except (DeadlineError, NotRunningError):
@@ -169,6 +181,8 @@ class _Following:
 
     def _finish(self, *, is_wanted: bool) -> None:
         """Have the coordinator end it; write what still waited there if it is wanted."""
+        from kvcache.base.errors import DeadlineError, NotRunningError
+
         try:
             batch = self._take(True)
         except (DeadlineError, NotRunningError):
@@ -183,7 +197,7 @@ class _Following:
         if batch.num_lost < self._lost:  # another coordinator
             self._lost_before += self._lost
         self._lost = batch.num_lost
-        most = self._choices.num_requests
+        most = self._most_requests
         for request in batch.requests:
             if most is not None and self._recording.num_requests >= most:
                 return "requests"
@@ -193,8 +207,8 @@ class _Following:
         return "requests" if is_full else ""
 
     def _is_time(self) -> bool:
-        seconds = self._choices.seconds
-        return seconds is not None and self._clock.now() - self._start_s >= seconds
+        elapsed_s = self._clock.now() - self._start_s
+        return self._seconds is not None and elapsed_s >= self._seconds
 
     def _tell(self) -> None:
         now_s = self._clock.now()
@@ -207,8 +221,8 @@ class _Following:
             )
 
     def _say(self, text: str) -> None:
-        if self._choices.has_progress:
-            print(text, file=sys.stderr, flush=True)
+        if self._is_shown:
+            say(text)
 
 
 @contextmanager
@@ -228,16 +242,8 @@ def ended_by_signals() -> Iterator[threading.Event]:
             signal.signal(kind, handler)
 
 
-def _require_time(seconds: float | None) -> None:
-    """Raise ConfigurationError for a time in which nothing could be recorded."""
-    if seconds is not None and not seconds > 0:
-        raise ConfigurationError(
-            f"--seconds {seconds:g} records nothing: give how many seconds to record, such as 600, "
-            "or leave it out and end the recording with Ctrl-C"
-        )
-
-
 def _parse_size(text: str) -> int:
+    from kvcache.base.errors import ConfigurationError
     from kvcache.config.sections import parse_bytes
 
     try:
@@ -247,17 +253,3 @@ def _parse_size(text: str) -> int:
     if not isinstance(size_bytes, int) or size_bytes < 1:
         raise ConfigurationError(f"--max-size {text!r} is no size: give one such as 256MiB")
     return size_bytes
-
-
-def _print(summary: RecordingSummary, as_json: bool) -> None:
-    if as_json:
-        print_json(json.dumps(asdict(summary), indent=2))
-        return
-    facts = {
-        "requests": f"{summary.num_requests:,}",
-        "lost": f"{summary.num_lost:,}",
-        "different blocks": f"{summary.num_distinct_blocks:,}",
-        "size": bytes_text(summary.num_bytes),
-        "ended by": summary.ended_by,
-    }
-    print_facts(Console(), f"recorded {summary.path}", facts)

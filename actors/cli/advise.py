@@ -1,59 +1,115 @@
 """`kvcache advise`: from a load and what memory costs, how much of which, and which policy.
 
-Every number of the advice was simulated on the whole trace. What was assumed, and how much hit
-rates moved while the trace went on, is said with it.
+Every number of the advice was simulated on the whole trace. The advice states its assumptions, and
+how much hit rates moved while the trace went on.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import stdev
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.plots import Curve, draw_curves, require_plots
-from actors.cli.simulating import parse_policies, play
-from actors.cli.tables import bytes_text, print_json, print_table
-from actors.cli.trace_choices import TraceChoices, capacity_range
-from kvcache.base.errors import ConfigurationError
-from kvcache.config.sections import parse_bytes
-from kvcache.simulate.advice import (
-    HitCurve,
-    MeasuredCandidate,
-    Memory,
-    Prices,
-    Speeds,
-    best_candidates,
-    choose,
-    measured,
+from actors.cli.command import JsonOption, NoProgressOption, command
+from actors.cli.simulate import (
+    BlockSizeOption,
+    PlotOption,
+    ProcessesOption,
+    RequestsOption,
+    SeedOption,
 )
-from kvcache.simulate.block_trace import BlockTrace
-from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
-from kvcache.simulate.simulation import SimulationResult
-from kvcache.simulate.simulation_processes import SimulationTask
+from actors.cli.tables import bytes_text, print_json, print_table
+
+if TYPE_CHECKING:
+    from kvcache.simulate.advice import HitCurve, MeasuredCandidate, Memory, Speeds
+    from kvcache.simulate.block_trace import BlockTrace
+    from kvcache.simulate.simulation import SimulationResult
 
 _FEW_REQUESTS = 2_000
 _LARGE_ERROR = 0.02
 
 
-@dataclass(frozen=True)
-class AdviceChoices:
-    """What was typed. Prices are money per GiB, `budget` the same money."""
+@command
+def advise(
+    trace: Annotated[str, typer.Argument(help="A trace, as `simulate` reads or makes it.")],
+    *,
+    device_price: Annotated[float, typer.Option(help="Money per GiB of device memory.")],
+    budget: Annotated[float, typer.Option(help="Money there is.")],
+    host_price: Annotated[
+        float | None, typer.Option(help="Per GiB of host memory; none: there is none.")
+    ] = None,
+    disk_price: Annotated[
+        float | None, typer.Option(help="Per GiB of disk; none: there is none.")
+    ] = None,
+    token_size: Annotated[
+        str | None, typer.Option(help="Keys and values of a token, all ranks, such as 128KiB.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead: of this cluster's model.")
+    ] = None,
+    prefill_speed: Annotated[float, typer.Option(help="Tokens computed a second.")] = 10_000,
+    host_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 25,
+    disk_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 5,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="Consider these only [all].")
+    ] = None,
+    seed: SeedOption = 0,
+    requests: RequestsOption = None,
+    block_size: BlockSizeOption = None,
+    processes: ProcessesOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+) -> None:
+    """Say how much memory of which kind a load deserves, and which policy, for some money."""
+    from actors.cli.simulations import parse_policies, play, read_traces, require_plots
+    from kvcache.base.errors import ConfigurationError
+    from kvcache.simulate.advice import (
+        GIB,
+        Memory,
+        Prices,
+        Speeds,
+        best_candidates,
+        choose,
+        measured,
+    )
+    from kvcache.simulate.simulated_cache import OPTIMUM
+    from kvcache.simulate.simulation_processes import SimulationTask
 
-    trace: TraceChoices
-    prices: Prices
-    budget: float
-    token_size: str | None = None
-    config: Path | None = None
-    speeds: Speeds = Speeds()  # noqa: RUF009  # frozen
-    policies: tuple[str, ...] = ()
-    num_processes: int | None = None
-    plot: Path | None = None
-    as_json: bool = False
-    has_progress: bool = True
+    prices = Prices(device_price, host_price, disk_price)
+    speeds = Speeds(prefill_speed, host_bandwidth * GIB, disk_bandwidth * GIB)
+    if plot is not None:
+        require_plots(plot)
+    policies = parse_policies(policy or ("all",))
+    if not 0 < budget < float("inf"):
+        raise ConfigurationError(f"--budget is {budget}: give an amount above 0")
+    bytes_per_token = _bytes_per_token(token_size, config)
+    (load,) = read_traces([trace], limit=requests, seed=seed, block_size=block_size)
+    memory = Memory(bytes_per_token * load.block_size, prices, budget)
+    size, least = load.block_size, load.most_blocks
+    best_candidates({}, memory, speeds, size, least)  # is there money for the longest request?
+    curves = _curves(load, policies, processes, has_progress=not no_progress)
+    ruled = {name: curve for name, curve in curves.items() if name != OPTIMUM}
+    found = best_candidates(ruled, memory, speeds, size, least)
+    tasks = [SimulationTask(0, candidate.cache) for candidate in found]
+    results = play([load], tasks, processes, is_shown=not no_progress)
+    candidates = [
+        measured(candidate, result, speeds, bytes_per_token)
+        for candidate, result in zip(found, results, strict=True)
+    ]
+    advice = _Advice(load, memory, speeds, bytes_per_token, choose(candidates), candidates, curves)
+    if plot is not None:
+        _draw(plot, advice)
+    if as_json:
+        print_json(json.dumps(_to_dict(advice), indent=2))
+    else:
+        _print(Console(), advice)
 
 
 @dataclass(frozen=True)
@@ -62,46 +118,22 @@ class _Advice:
 
     trace: BlockTrace
     memory: Memory
+    speeds: Speeds
     bytes_per_token: float
     best: MeasuredCandidate
     candidates: list[MeasuredCandidate]
     curves: dict[str, HitCurve]
 
 
-def give_advice(choices: AdviceChoices) -> None:
-    """Simulate what has to be known, and print what follows."""
-    if choices.plot is not None:
-        require_plots(choices.plot)
-    policies = parse_policies(choices.policies or ("all",))
-    if not 0 < choices.budget < float("inf"):
-        raise ConfigurationError(f"--budget is {choices.budget}: give an amount above 0")
-    bytes_per_token = _bytes_per_token(choices)
-    (trace,) = choices.trace.read()
-    memory = Memory(bytes_per_token * trace.block_size, choices.prices, choices.budget)
-    speeds, size, least = choices.speeds, trace.block_size, trace.most_blocks
-    best_candidates({}, memory, speeds, size, least)  # is there money for the longest request?
-    curves = _curves(choices, trace, policies)
-    ruled = {policy: curve for policy, curve in curves.items() if policy != OPTIMUM}
-    found = best_candidates(ruled, memory, speeds, size, least)
-    tasks = [SimulationTask(0, candidate.cache) for candidate in found]
-    results = play([trace], tasks, choices.num_processes, is_shown=choices.has_progress)
-    candidates = [
-        measured(candidate, result, speeds, bytes_per_token)
-        for candidate, result in zip(found, results, strict=True)
-    ]
-    advice = _Advice(trace, memory, bytes_per_token, choose(candidates), candidates, curves)
-    if choices.plot is not None:
-        _draw(choices.plot, advice)
-    if choices.as_json:
-        print_json(json.dumps(_to_dict(advice, choices), indent=2))
-    else:
-        _print(Console(), advice, choices)
-
-
 def _curves(
-    choices: AdviceChoices, trace: BlockTrace, policies: tuple[str, ...]
+    trace: BlockTrace, policies: Sequence[str], num_processes: int | None, *, has_progress: bool
 ) -> dict[str, HitCurve]:
     """Simulate one pool of several sizes with every policy, and the optimum."""
+    from actors.cli.simulations import capacity_range, play
+    from kvcache.simulate.advice import HitCurve
+    from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+    from kvcache.simulate.simulation_processes import SimulationTask
+
     capacities = sorted({trace.most_blocks, *capacity_range([trace])})
     tasks = [
         SimulationTask(0, SimulatedCache(policy, num_blocks))
@@ -109,35 +141,37 @@ def _curves(
         for num_blocks in capacities
     ]
     points: dict[str, list[tuple[int, float]]] = {}
-    for result in play([trace], tasks, choices.num_processes, is_shown=choices.has_progress):
+    for result in play([trace], tasks, num_processes, is_shown=has_progress):
         point = (result.cache.num_blocks or 0, result.hit_rate)
         points.setdefault(result.cache.policy, []).append(point)
     return {policy: HitCurve(found) for policy, found in points.items()}
 
 
-def _bytes_per_token(choices: AdviceChoices) -> float:
+def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
     """Return what a token takes on all ranks together. Raises ConfigurationError."""
-    if (choices.token_size is None) == (choices.config is None):
+    from kvcache.base.errors import ConfigurationError
+    from kvcache.config import load_config
+    from kvcache.config.sections import parse_bytes
+    from kvcache.planner import plan_cluster, report_plan
+
+    if (token_size is None) == (config is None):
         raise ConfigurationError(
             "how large is a token's keys and values on all ranks? give --token-size, such as "
             "128KiB, or --config, but not both"
         )
-    if choices.token_size is not None:
-        size_bytes = parse_bytes(choices.token_size)
+    if token_size is not None:
+        size_bytes = parse_bytes(token_size)
         if not isinstance(size_bytes, int) or size_bytes < 1:
             raise ConfigurationError(
-                f"--token-size {choices.token_size!r} is no size: give one such as 128KiB"
+                f"--token-size {token_size!r} is no size: give one such as 128KiB"
             )
         return float(size_bytes)
-    from kvcache.config import load_config
-    from kvcache.planner import plan_cluster, report_plan
-
-    assert choices.config is not None
-    plan = plan_cluster(load_config(choices.config))
+    assert config is not None
+    plan = plan_cluster(load_config(config))
     groups = plan.model_groups
     if len(groups) != 1:
         raise ConfigurationError(
-            f"{choices.config} has {len(groups)} groups of layers, and what a token takes depends "
+            f"{config} has {len(groups)} groups of layers, and what a token takes depends "
             "on its place: give --token-size"
         )
     report = report_plan(plan)
@@ -156,6 +190,8 @@ class _Steadiness:
     @classmethod
     def of(cls, result: SimulationResult) -> _Steadiness | None:
         """None where the trace is too short to say."""
+        from statistics import stdev
+
         rates = result.hit_rates_over_time[1:]
         if len(rates) < 2:
             return None
@@ -191,8 +227,8 @@ def _doubts(advice: _Advice) -> list[str]:
     return doubts
 
 
-def _assumptions(advice: _Advice, choices: AdviceChoices) -> list[str]:
-    speeds = choices.speeds
+def _assumptions(advice: _Advice) -> list[str]:
+    speeds = advice.speeds
     worth = speeds.worth(advice.bytes_per_token)
     return [
         f"a token takes {bytes_text(advice.bytes_per_token)}; "
@@ -208,7 +244,7 @@ def _assumptions(advice: _Advice, choices: AdviceChoices) -> list[str]:
     ]
 
 
-def _to_dict(advice: _Advice, choices: AdviceChoices) -> dict[str, object]:
+def _to_dict(advice: _Advice) -> dict[str, object]:
     steadiness = _Steadiness.of(advice.best.result)
     return {
         "trace": advice.trace.name,
@@ -223,7 +259,7 @@ def _to_dict(advice: _Advice, choices: AdviceChoices) -> dict[str, object]:
         },
         "steadiness": None if steadiness is None else asdict(steadiness),
         "doubts": _doubts(advice),
-        "assumptions": _assumptions(advice, choices),
+        "assumptions": _assumptions(advice),
     }
 
 
@@ -248,7 +284,7 @@ def _candidate_dict(advice: _Advice, one: MeasuredCandidate) -> dict[str, object
     }
 
 
-def _print(console: Console, advice: _Advice, choices: AdviceChoices) -> None:
+def _print(console: Console, advice: _Advice) -> None:
     trace, memory = advice.trace, advice.memory
     title = (
         f"{trace.name}: {trace.num_requests:,} requests, {trace.num_distinct_blocks:,} different "
@@ -265,7 +301,7 @@ def _print(console: Console, advice: _Advice, choices: AdviceChoices) -> None:
     for doubt in _doubts(advice) or ["nothing in the trace speaks against it"]:
         _say(console, f"- {doubt}")
     _say(console, "Assumed:")
-    for assumption in _assumptions(advice, choices):
+    for assumption in _assumptions(advice):
         _say(console, f"- {assumption}")
 
 
@@ -311,6 +347,8 @@ def _sentence(advice: _Advice) -> str:
 
 def _curve_table(advice: _Advice) -> Table:
     memory = advice.memory
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
     table = Table()
     for name in ("blocks", "GiB", "hit rate", "points per GiB added", "optimum"):
         table.add_column(name, justify="right")
@@ -335,6 +373,9 @@ def _say(console: Console, text: str) -> None:
 
 
 def _draw(path: Path, advice: _Advice) -> None:
+    from actors.cli.simulations import Curve, draw_curves
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
     drawn = [
         Curve(
             policy,

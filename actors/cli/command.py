@@ -1,16 +1,23 @@
-"""What becomes of a command: its exit code, and one line for an error.
+"""What all commands share: their options, their exit codes, and one line for an error.
+
+Every module that declares commands imports nothing slow at its top, so that `--help` is there at
+once: no numpy, torch or ray, and nothing of `kvcache`. A command imports its work when it runs.
 
 Scripts tell by the exit code whether bytes are wrong, the input is wrong, or the cluster is gone.
 `EXIT_CODES` is the table that `--help` shows. `--verbose` shows the traceback of an error, with the
-same exit code. Refuses to end with 1 for anything that was not found wrong.
+same exit code. Only what was found wrong ends with 1.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial, wraps
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -31,6 +38,44 @@ EXIT_CODES = (
     "configuration, a workload, or more than there is room for; 3 the cluster: not running, not "
     "started, lost, or without an answer; 4 a bug; 130 interrupted."
 )
+
+_CONFIG = typer.Option(
+    "--config",
+    "-c",
+    help="The cluster's configuration: a YAML file, or one that comes with the package by its "
+    "name, such as cpu_tp2.",
+)
+ConfigOption = Annotated[Path, _CONFIG]
+OptionalConfigOption = Annotated[Path | None, _CONFIG]
+NameOption = Annotated[
+    str | None,
+    typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
+]
+SecondsOption = Annotated[
+    float | None, typer.Option("--for", help="End after so many seconds.", min=0)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")
+]
+
+
+def command(work: Callable[..., None]) -> Callable[..., None]:
+    """Return `work` as a command: it has `--verbose`, too, and its errors become exit codes."""
+
+    @wraps(work)
+    def run(*, verbose: bool, **options: object) -> None:
+        run_command(partial(work, **options), verbose)
+
+    option = inspect.Parameter(
+        "verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption
+    )
+    signature = inspect.signature(work, eval_str=True)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), option]
+    )
+    return run
 
 
 def run_command(work: Callable[[], None], verbose: bool) -> None:

@@ -1,0 +1,295 @@
+"""Commands that change a running cluster's cache: `kvcache pin`, `unpin`, `pins`, `clear`.
+
+A pin keeps a prefix cached for a while. `clear` forgets everything: it asks first, and refuses
+without a terminal to ask. With a drain running requests finish, then the model epoch advances: for
+weights that have changed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from actors.cli.command import JsonOption, NameOption, command
+from actors.cli.tables import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from actors.cluster import KVCacheCluster
+    from kvcache.base.arrays import Int32Array
+    from kvcache.manager.statistics import ManagerStatistics
+    from kvcache.metrics.inspection import PinStatus
+
+ADMIN_CLIENT = "admin"
+POLL_S = 0.2
+
+
+@command
+def pin(
+    name: NameOption = None,
+    *,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", help="Token ids, separated by commas.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", help="Instead: a file of token ids, or JSON.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Instead: a text file; needs --tokenizer.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="With --text: a directory or name for transformers.")
+    ] = None,
+    ttl: Annotated[float, typer.Option("--ttl", help="Seconds until the pin ends.")] = 3600.0,
+    lora: Annotated[str | None, typer.Option(help="Adapter of the prefix's requests.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Cache salt of the prefix's requests.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant of the prefix's requests.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep what is cached of a prefix from being evicted, until a time limit."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import RequestError
+    from kvcache.requests.request import LoRARequest
+
+    token_ids = read_tokens(tokens, token_file, text, tokenizer)
+    adapter = None if lora is None else LoRARequest(lora, "")
+    with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
+        made = client.pin_prefix(token_ids, ttl, lora=adapter, cache_salt=salt, tenant=tenant)
+        if not made.num_tokens:
+            client.unpin_prefix(made)
+            raise RequestError(
+                f"nothing of these {len(token_ids)} tokens is cached in {cluster.name}: let a "
+                "request compute them first; adapter, salt and tenant must be its own"
+            )
+    if as_json:
+        values = {"pin_id": made.pin_id, "num_tokens": made.num_tokens, "ttl_s": ttl}
+        print_json(json.dumps({"name": cluster.name, **values, "num_blocks": made.num_blocks}))
+        return
+    print(
+        f"pin {made.pin_id} holds {made.num_tokens:,} of {len(token_ids):,} tokens, "
+        f"{made.num_blocks:,} blocks, for {ttl:g} s"
+    )
+
+
+@command
+def unpin(
+    pin_id: Annotated[int, typer.Argument(help="Number of the pin; `kvcache pins` shows them.")],
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End a pin before its time."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import RequestError
+    from kvcache.manager.pins import Pin
+
+    with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
+        if not client.unpin_prefix(Pin(pin_id, 0, 0, 0.0)):
+            held = ", ".join(str(each.pin_id) for each in cluster.inspect().pins)
+            raise RequestError(f"no pin {pin_id} in {cluster.name}: those that hold: {held or '-'}")
+    if as_json:
+        print_json(json.dumps({"name": cluster.name, "unpinned": pin_id}))
+        return
+    say(f"pin {pin_id} has ended")
+
+
+@command
+def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show the pins that hold."""
+    from actors.cli.clusters import open_cluster
+
+    with open_cluster(name) as cluster:
+        held = cluster.inspect().pins
+    if as_json:
+        rows = [asdict(each) for each in held]
+        print_json(json.dumps({"name": cluster.name, "pins": rows}, indent=2))
+        return
+    if not held:
+        print(f"nothing is pinned in {cluster.name}")
+        return
+    print_table(Console(file=sys.stdout), f"{cluster.name}: pins", _table(held))
+
+
+@command
+def clear(
+    name: NameOption = None,
+    *,
+    drain: Annotated[
+        bool,
+        typer.Option(
+            "--drain", help="Wait for running requests; weights have changed: next model epoch."
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="With --drain: seconds to wait; it goes on then.", min=0)
+    ] = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget everything that a running cluster has cached; asks first."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import ExhaustedError
+
+    with open_cluster(name) as cluster:
+        manager = _manager(cluster)
+        if not yes:
+            confirm(cluster.name, manager, drain=drain)
+        with cluster.client(ADMIN_CLIENT) as client:
+            if client.reset_prefix_cache(drain=drain):
+                pass
+            elif not drain:
+                raise ExhaustedError(
+                    f"{cluster.name} is not cleared: {_manager(cluster).users()}: let them end, or "
+                    "pass --drain, which waits for them and ends pins"
+                )
+            else:
+                _await_drained(cluster, manager.model_epoch, timeout)
+        after = _manager(cluster)
+    if as_json:
+        epochs = {"model_epoch_before": manager.model_epoch, "model_epoch": after.model_epoch}
+        forgotten = {"num_forgotten_blocks": manager.core.num_cached_blocks}
+        print_json(json.dumps({"name": cluster.name, **forgotten, **epochs}))
+        return
+    print(
+        f"{cluster.name} is cleared: {manager.core.num_cached_blocks:,} blocks forgotten, model "
+        f"epoch {after.model_epoch}"
+    )
+
+
+def read_tokens(
+    tokens: str | None, token_file: Path | None, text: Path | None, tokenizer: str | None
+) -> Int32Array:
+    """Return the token ids of the one source that was given; raises ConfigurationError."""
+    from kvcache.base.errors import ConfigurationError
+
+    given = [value for value in (tokens, token_file, text) if value is not None]
+    if len(given) != 1:
+        raise ConfigurationError(
+            f"{len(given)} prefixes were given: pass one of --tokens, --token-file and --text"
+        )
+    if text is not None:
+        return _tokenized(text, tokenizer)
+    if token_file is None:
+        return _checked(_numbers(tokens or "", "--tokens"), "--tokens")
+    return _checked(_numbers(_read(token_file), str(token_file)), str(token_file))
+
+
+def _numbers(text: str, where: str) -> list[int]:
+    """Return integers separated by commas or white space, or a JSON list of them."""
+    from kvcache.base.errors import ConfigurationError, shown
+
+    text = text.strip()
+    if text.startswith("[") != text.endswith("]"):
+        raise ConfigurationError(
+            f"{where}: a list begins or ends there, and not both: is the file whole?"
+        )
+    words = re.split(r"[\s,]+", text.removeprefix("[").removesuffix("]").strip(" ,\n"))
+    wrong = [word for word in words if word and not re.fullmatch(r"[+-]?[0-9]{1,18}", word)]
+    if wrong:
+        raise ConfigurationError(
+            f"{where}: {shown(wrong[0])} is no token id: write token ids, separated by commas or "
+            "spaces"
+        )
+    return [int(word) for word in words if word]
+
+
+def _checked(numbers: list[int], where: str) -> Int32Array:
+    import numpy as np
+
+    from kvcache.base.errors import ConfigurationError
+    from kvcache.config.sections import MAX_COUNT
+
+    wrong = [number for number in numbers if not 0 <= number <= MAX_COUNT]
+    if wrong or not numbers:
+        what = f"{wrong[0]} is no token id" if wrong else "there are no token ids"
+        raise ConfigurationError(f"{where}: {what}: write numbers from 0 to {MAX_COUNT}")
+    return np.array(numbers, dtype=np.int32)
+
+
+def _tokenized(path: Path, tokenizer: str | None) -> Int32Array:
+    from kvcache.base.errors import ConfigurationError
+
+    if tokenizer is None:
+        raise ConfigurationError(
+            f"{path} is text, and only the model's tokenizer makes tokens of it: pass --tokenizer, "
+            "a directory or a name that transformers can load, or pass token ids"
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            "--tokenizer needs transformers: pip install 'kvcache[transformers]', or pass token ids"
+        ) from error
+    text = _read(path)
+    try:
+        ids = AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigurationError(f"tokenizer {tokenizer} cannot be loaded: {first}") from error
+    return _checked(list(ids), str(path))
+
+
+def _read(path: Path) -> str:
+    from kvcache.base.errors import ConfigurationError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigurationError(f"{path} cannot be read ({why}): pass a text file") from error
+
+
+def _table(pins: tuple[PinStatus, ...]) -> Table:
+    table = Table("pin", "tokens", "blocks", "ends in")
+    for each in pins:
+        cells = (f"{each.num_tokens:,}", f"{each.num_blocks:,}", f"{each.remaining_s:,.0f} s")
+        table.add_row(str(each.pin_id), *cells)
+    return table
+
+
+def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
+    from kvcache.base.errors import NotRunningError
+
+    statistics = cluster.coordinator_statistics()
+    if statistics is None or statistics.manager is None:
+        raise NotRunningError(f"{cluster.name} has no cache just now: wait until it is ready")
+    return statistics.manager
+
+
+def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
+    """Ask on the terminal; anything but yes is no. Raises ConfigurationError for no, and where
+    there is no terminal."""
+    from kvcache.base.errors import ConfigurationError
+
+    if not sys.stdin.isatty():
+        raise ConfigurationError(
+            f"clearing {name} forgets {manager.core.num_cached_blocks:,} blocks, and there is no "
+            "terminal to ask on: pass --yes"
+        )
+    more = ", ends all pins, and advances the model epoch" if drain else ""
+    say(f"this forgets {manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
+    print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+        raise ConfigurationError(f"{name} is left as it is: the question was not answered with yes")
+
+
+def _await_drained(cluster: KVCacheCluster, epoch_before: int, timeout_s: float) -> None:
+    """Wait until the running requests have left, and the cache is empty."""
+    from kvcache.base.errors import DeadlineError
+
+    say(f"{cluster.name} drains: nothing hits any more, running requests finish")
+    give_up_s = time.monotonic() + timeout_s
+    while (manager := _manager(cluster)).is_draining or manager.model_epoch == epoch_before:
+        if time.monotonic() > give_up_s:
+            raise DeadlineError(
+                f"{cluster.name} still drains after {timeout_s:g} s, {manager.users()}: it goes on "
+                "by itself, look with `kvcache status`"
+            )
+        time.sleep(POLL_S)

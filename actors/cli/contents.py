@@ -1,0 +1,456 @@
+"""`kvcache usage` and `prefixes`: whose the blocks are, and which beginnings of prompts are cached.
+
+    labels of rank 0 ──chains of digests──▶ nodes: blocks that all of their prompts share
+    holders, idle times by block ─────────▶ how many use each, and when it was used last
+
+The tree of prefixes is of one group, whose blocks every prompt goes through. Shows no tokens:
+prefixes are told by digest and length.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from actors.cli.command import JsonOption, NameOption, command
+from actors.cli.status import tenant_usage_table, tenants_of
+from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+
+if TYPE_CHECKING:
+    from kvcache.coordinator.settings import CoordinatorStatistics
+    from kvcache.metrics.inspection import CacheInspection
+    from kvcache.offload.statistics import TierStatistics
+    from kvcache.protocol.labels import LabelSet
+    from kvcache.requests.request import Namespace
+    from kvcache.tenants import TenantStatistics
+
+MAX_NAMESPACES = 20
+SORTS = ("used", "shared", "longest", "recent")
+DIGEST_DIGITS = 16
+MAX_DEPTH = 8
+"""Levels of a tree that are shown to people."""
+
+
+@command
+def usage(name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Show whose a running cluster's blocks are: by state, group, tenant and tier."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import NotRunningError
+
+    with open_cluster(name) as cluster:
+        statistics = cluster.coordinator_statistics()
+        inspection, labels = cluster.inspect(), cluster.collect_labels(0)
+    if statistics is None:
+        raise NotRunningError(f"{cluster.name} has just begun: wait until it is ready")
+    found = usage_of(statistics, inspection, labels)
+    if as_json:
+        print_json(json.dumps({"name": cluster.name, **_plain_usage(found)}, indent=2))
+        return
+    console = Console(file=sys.stdout)
+    print_facts(console, f"{cluster.name}: device blocks", _texts(found.states))
+    print_table(console, "sealed blocks by group", _groups(found))
+    print_table(console, "sealed blocks by namespace", _namespaces(found))
+    if found.tiers:
+        print_table(console, "tiers below the device", _tiers(found))
+    if found.tenants:
+        print_table(console, "tenants", tenant_usage_table(found.tenants))
+
+
+@command
+def prefixes(
+    name: NameOption = None,
+    *,
+    sort: Annotated[
+        str, typer.Option("--sort", "-s", help="used (now), shared, longest or recent first.")
+    ] = "used",
+    limit: Annotated[int, typer.Option("--limit", "-l", help="Show N of them.", min=1)] = 20,
+    tree: Annotated[bool, typer.Option("--tree", help="Instead: what continues what.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which prefixes a running cluster has cached, and who uses them."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.base.errors import ConfigurationError
+
+    if sort not in SORTS:
+        raise ConfigurationError(f"--sort {sort} is not known: choose {', '.join(SORTS)}")
+    with open_cluster(name) as cluster:
+        roots = prefix_roots(cluster.collect_labels(0), cluster.inspect())
+    if tree:
+        _show_tree(cluster.name, roots, limit, as_json)
+        return
+    nodes = sorted_prefixes(roots, sort, limit)
+    if as_json:
+        rows = [_plain_node(node) for node in nodes]
+        print_json(json.dumps({"name": cluster.name, "sort": sort, "prefixes": rows}, indent=2))
+        return
+    print_table(
+        Console(file=sys.stdout), f"{cluster.name}: prefixes, {sort} first", _prefix_table(nodes)
+    )
+
+
+@dataclass(frozen=True)
+class NamespaceUse:
+    """Sealed device blocks of one namespace."""
+
+    namespace: Namespace
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Blocks by what they are. `states`: device blocks; those in use are apart by who uses them.
+    `groups` and `namespaces`: sealed device blocks."""
+
+    states: dict[str, int]
+    groups: dict[int, int]
+    namespaces: tuple[NamespaceUse, ...]
+    tiers: dict[str, TierStatistics]
+    tenants: tuple[TenantStatistics, ...] = ()
+
+
+def usage_of(
+    statistics: CoordinatorStatistics, inspection: CacheInspection, labels: LabelSet
+) -> Usage:
+    """Return what the blocks are, from the statistics of one moment or of moments close together.
+
+    Raises NotRunningError while there is no cache: an epoch is about to begin.
+    """
+    from kvcache.base.errors import NotRunningError
+
+    manager, offload = statistics.manager, statistics.offload
+    if manager is None:
+        raise NotRunningError("the coordinator has no cache just now: wait until it is ready")
+    core = manager.core
+    num_shared = int((inspection.holders > 1).sum())
+    states = {
+        "all": core.num_blocks,
+        "in use": core.num_blocks - core.num_free_blocks,
+        "in use, shared": num_shared,
+        "pinned": core.num_pinned_blocks,
+        "free": core.num_free_blocks,
+        "cached": core.num_cached_blocks,
+        "sealed": core.num_sealed_blocks,
+        "in flight": core.num_in_flight_blocks,
+        "quarantined": core.num_quarantined_blocks,
+    }
+    namespaces = tuple(
+        NamespaceUse(namespace, count) for namespace, count in blocks_by_namespace(labels).items()
+    )
+    tiers = {} if offload is None else {"host": offload.tiers.host}
+    if offload is not None and offload.tiers.disk is not None:
+        tiers["disk"] = offload.tiers.disk
+    tenants = tenants_of(statistics)
+    return Usage(states, blocks_by_group(labels), namespaces, tiers, tenants)
+
+
+def namespace_text(namespace: Namespace) -> str:
+    """Return what tells a namespace apart, in words."""
+    from kvcache.base.errors import legible
+
+    parts = {
+        "tenant": namespace.tenant,
+        "adapter": namespace.lora,
+        "salt": None if namespace.salt is None else "set",  # a salt may be a secret
+    }
+    told = ", ".join(f"{what} {value}" for what, value in parts.items() if value is not None)
+    return legible(told) or "-"
+
+
+def namespace_fields(namespace: Namespace) -> dict[str, Any]:
+    """Return the same for programs."""
+    return {
+        "model_epoch": namespace.model_epoch,
+        "tenant": namespace.tenant,
+        "lora": namespace.lora,
+        "has_salt": namespace.salt is not None,
+    }
+
+
+def _texts(states: dict[str, int]) -> dict[str, str]:
+    num_all = max(1, states["all"])
+    return {name: f"{count:,} ({count / num_all:.1%})" for name, count in states.items()}
+
+
+def _groups(usage: Usage) -> Table:
+    table = Table("group", "blocks")
+    for group, count in usage.groups.items():
+        table.add_row(str(group), f"{count:,}")
+    return table
+
+
+def _namespaces(usage: Usage) -> Table:
+    table = Table("namespace", "model epoch", "blocks")
+    for use in usage.namespaces[:MAX_NAMESPACES]:
+        namespace = use.namespace
+        table.add_row(namespace_text(namespace), str(namespace.model_epoch), f"{use.num_blocks:,}")
+    rest = usage.namespaces[MAX_NAMESPACES:]
+    if rest:
+        table.add_row(f"{len(rest):,} others", "", f"{sum(use.num_blocks for use in rest):,}")
+    return table
+
+
+def _tiers(usage: Usage) -> Table:
+    table = Table("tier", "blocks", "ready", "being stored", "being read", "stored", "loaded")
+    for name, tier in usage.tiers.items():
+        capacity = tier.num_slots * tier.blocks_per_slot
+        counts = (capacity, tier.num_ready, tier.num_pending, tier.num_held)
+        moved = (bytes_text(tier.stored_bytes), bytes_text(tier.loaded_bytes))
+        table.add_row(name, *(f"{count:,}" for count in counts), *moved)
+    return table
+
+
+def _plain_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "states": {
+            name.replace(", ", "_").replace(" ", "_"): n for name, n in usage.states.items()
+        },
+        "groups": {str(group): count for group, count in usage.groups.items()},
+        "namespaces": [
+            {**namespace_fields(use.namespace), "num_blocks": use.num_blocks}
+            for use in usage.namespaces
+        ],
+        "tiers": {name: asdict(tier) for name, tier in usage.tiers.items()},
+        "tenants": [asdict(tenant) for tenant in usage.tenants],
+    }
+
+
+def _show_tree(name: str, roots: Sequence[PrefixNode], limit: int, as_json: bool) -> None:
+    if as_json:
+        trees = [_plain_tree(node) for node in roots[:limit]]
+        print_json(json.dumps({"name": name, "prefixes": trees}, indent=2))
+        return
+    tree = Tree(f"{name}: {len(roots):,} first blocks")
+    for node in roots[:limit]:
+        _grow(tree, node, 1, limit)
+    if len(roots) > limit:
+        tree.add(f"... {len(roots) - limit:,} more")
+    Console(file=sys.stdout).print(tree, markup=False)
+
+
+def _grow(tree: Tree, node: PrefixNode, depth: int, limit: int) -> None:
+    branch = tree.add(_line(node))
+    if depth == MAX_DEPTH and node.children:
+        branch.add(f"... {node.num_ends:,} ends below")
+        return
+    for child in node.children[:limit]:
+        _grow(branch, child, depth + 1, limit)
+    if len(node.children) > limit:
+        branch.add(f"... {len(node.children) - limit:,} more")
+
+
+def _line(node: PrefixNode) -> str:
+    parts = [
+        f"{_digest(node)} {node.num_own_blocks:,} blocks to token {node.num_tokens:,}",
+        f"used by {node.num_holders:,}",
+        last_use(node.idle_s, node.num_holders),
+    ]
+    namespace = namespace_text(node.namespace)
+    return ", ".join(part for part in (*parts, "" if namespace == "-" else namespace) if part)
+
+
+def _prefix_table(nodes: Sequence[PrefixNode]) -> Table:
+    table = Table()
+    table.add_column("digest", no_wrap=True)
+    for name in ("blocks", "tokens", "used by", "ends below", "last use", "namespace"):
+        table.add_column(name)
+    for node in nodes:
+        table.add_row(
+            _digest(node),
+            f"{node.num_blocks:,}",
+            f"{node.num_tokens:,}",
+            f"{node.num_holders:,}",
+            f"{node.num_ends:,}",
+            last_use(node.idle_s, node.num_holders) or "-",
+            namespace_text(node.namespace),
+        )
+    return table
+
+
+def last_use(idle_s: float, num_holders: int) -> str:
+    """Return when something was used last, in words; empty where it is not known."""
+    if num_holders:
+        return "in use"
+    if idle_s < 0:
+        return ""
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60)):
+        if idle_s >= 2 * seconds:
+            return f"{idle_s / seconds:.0f} {unit} ago"
+    return f"{idle_s:.0f} s ago"
+
+
+def _digest(node: PrefixNode) -> str:
+    return node.digest.hex()[:DIGEST_DIGITS]
+
+
+def _plain_node(node: PrefixNode) -> dict[str, Any]:
+    return {
+        "digest": node.digest.hex(),
+        **namespace_fields(node.namespace),
+        "num_blocks": node.num_blocks,
+        "num_tokens": node.num_tokens,
+        "num_own_blocks": node.num_own_blocks,
+        "num_holders": node.num_holders,
+        "num_ends": node.num_ends,
+        "idle_s": None if node.idle_s < 0 else round(node.idle_s, 3),
+    }
+
+
+def _plain_tree(root: PrefixNode) -> dict[str, Any]:
+    """Return a node with all below it; not by recursion: a tree of conversations is deep."""
+    plain = {id(node): {**_plain_node(node), "children": []} for node in root.walk()}
+    for node in root.walk():
+        plain[id(node)]["children"] = [plain[id(child)] for child in node.children]
+    return plain[id(root)]
+
+
+@dataclass(eq=False)
+class PrefixNode:
+    """Blocks in a row that are continued in one way only; `digest` is the last one's.
+
+    `num_blocks` and `num_tokens` count from the prompt's start. `num_holders` requests and pins use
+    all of it now; `num_ends` different prefixes go through it, or end with it. `idle_s`: for how
+    long its first block was not used, -1: it is in use, or that is not known.
+    """
+
+    digest: bytes
+    namespace: Namespace
+    num_blocks: int
+    num_tokens: int
+    num_own_blocks: int
+    num_holders: int
+    idle_s: float
+    num_ends: int = 1
+    children: list[PrefixNode] = field(default_factory=list)
+
+    def walk(self) -> Iterator[PrefixNode]:
+        """Yield this node and all below, parents first."""
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending += reversed(node.children)
+
+
+def prefix_roots(labels: LabelSet, inspection: CacheInspection) -> list[PrefixNode]:
+    """Return the first nodes of every prompt that is cached. Raises MalformedMessageError for
+    namespaces that cannot be read. Blocks of equal content count once."""
+    return _Forest(labels, inspection).roots()
+
+
+def sorted_prefixes(roots: list[PrefixNode], sort: str, count: int) -> list[PrefixNode]:
+    """Return the `count` first prefixes by one of `SORTS`: most users now, most continuations,
+    most tokens (of those that nothing continues), or least idle."""
+    nodes = [node for root in roots for node in root.walk()]
+    if sort == "longest":
+        ends = [node for node in nodes if not node.children]
+        return sorted(ends, key=lambda n: (-n.num_tokens, n.digest))[:count]
+    if sort == "shared":
+        return sorted(nodes, key=lambda n: (-n.num_ends, -n.num_tokens, n.digest))[:count]
+    if sort == "recent":
+        return sorted(nodes, key=lambda n: (n.idle_s, -n.num_tokens, n.digest))[:count]
+    return sorted(nodes, key=lambda n: (-n.num_holders, -n.num_tokens, n.digest))[:count]
+
+
+def blocks_by_group(labels: LabelSet) -> dict[int, int]:
+    """Return how many sealed blocks each group has."""
+    return dict(sorted(Counter(labels.labels.groups.tolist()).items()))
+
+
+def blocks_by_namespace(labels: LabelSet) -> dict[Namespace, int]:
+    """Return how many sealed blocks each namespace has, most first."""
+    from kvcache.requests.request_content import parse_namespace_name
+
+    counts = Counter(labels.labels.namespaces.tolist())
+    names = labels.labels.namespace_names
+    return {parse_namespace_name(names[i]): count for i, count in counts.most_common()}
+
+
+class _Forest:
+    """The blocks of one group, each with what continues it."""
+
+    def __init__(self, labels: LabelSet, inspection: CacheInspection) -> None:
+        import numpy as np
+
+        self._labels, self._inspection = labels.labels, inspection
+        self._size = labels.digest_bytes
+        groups = self._labels.groups
+        # The group with most blocks: windows and states have few of each prompt.
+        group = int(np.bincount(groups).argmax()) if len(groups) else 0
+        self._rows: dict[tuple[int, bytes], int] = {}
+        for row in np.flatnonzero(groups == group).tolist():
+            self._rows.setdefault((self._namespace(row), self._digest(row)), row)
+        self._children: dict[int, list[int]] = {}
+        self._first: list[int] = []
+        for (namespace, _), row in self._rows.items():
+            above = self._rows.get((namespace, self._parent(row)))
+            if above is None:
+                self._first.append(row)
+            else:
+                self._children.setdefault(above, []).append(row)
+
+    def roots(self) -> list[PrefixNode]:
+        roots: list[PrefixNode] = []
+        pending: list[tuple[int, PrefixNode | None]] = [(row, None) for row in self._first]
+        made: list[PrefixNode] = []
+        while pending:
+            row, above = pending.pop()
+            node, last = self._node(row, above)
+            made.append(node)
+            (roots if above is None else above.children).append(node)
+            pending += [(child, node) for child in self._children.get(last, [])]
+        for node in reversed(made):  # children before parents
+            node.num_ends = sum(child.num_ends for child in node.children) or 1
+            node.children.sort(key=lambda child: (-child.num_ends, -child.num_tokens, child.digest))
+        return sorted(roots, key=lambda node: (-node.num_ends, -node.num_tokens, node.digest))
+
+    def _node(self, first: int, above: PrefixNode | None) -> tuple[PrefixNode, int]:
+        """Return the node that begins with a row, and its last row: while one continues it, and as
+        many use it."""
+        from kvcache.requests.request_content import parse_namespace_name
+
+        row, num_blocks, num_tokens = first, 1, self._num_tokens(first)
+        holders = self._inspection.holders
+        num_holders = int(holders[self._block(first)])
+        while len(below := self._children.get(row, [])) == 1:
+            if int(holders[self._block(below[0])]) != num_holders:
+                break
+            row = below[0]
+            num_blocks += 1
+            num_tokens += self._num_tokens(row)
+        blocks_above = 0 if above is None else above.num_blocks
+        tokens_above = 0 if above is None else above.num_tokens
+        namespace = parse_namespace_name(self._labels.namespace_names[self._namespace(row)])
+        node = PrefixNode(
+            self._digest(row),
+            namespace,
+            blocks_above + num_blocks,
+            tokens_above + num_tokens,
+            num_blocks,
+            num_holders,
+            float(self._inspection.idle_s[self._block(first)]),
+        )
+        return node, row
+
+    def _digest(self, row: int) -> bytes:
+        return self._labels.digests[row * self._size : (row + 1) * self._size]
+
+    def _parent(self, row: int) -> bytes:
+        return self._labels.parent_digests[row * self._size : (row + 1) * self._size]
+
+    def _namespace(self, row: int) -> int:
+        return int(self._labels.namespaces[row])
+
+    def _block(self, row: int) -> int:
+        return int(self._labels.block_ids[row])
+
+    def _num_tokens(self, row: int) -> int:
+        return int(self._labels.token_counts[row])

@@ -1,0 +1,387 @@
+"""`kvcache watch` and `kvcache events dump`: what a cache's events say, live or as lines of JSON.
+
+Both follow a running cluster, or the two addresses at which events are published, as a router does,
+and change nothing. `watch` also asks the cluster's coordinator, for its hit rate and for the state
+that its publisher has; it asks in a thread of its own, so that a coordinator that is away does not
+hold up the events. `dump` begins with what is cached now, as the publisher states it, and leaves
+out only empty batches; its fields are those of the wire, hashes as plain integers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from actors.cli.command import SecondsOption, command
+
+if TYPE_CHECKING:
+    from actors.cli.event_tally import Look, PrefixRow
+    from actors.event_endpoints import EventEndpoints
+    from kvcache.coordinator.settings import CoordinatorStatistics
+    from kvcache.events.subscriber import KVEventSubscriber
+    from kvcache.events.subscription import Update
+    from kvcache.events.wire_events import WireEvent
+
+_INTERVAL_S = 1.0
+_ASK_S = 0.5
+_STATE_S = 15.0
+_POLL_S = 0.1
+
+ClusterArgument = Annotated[
+    str | None, typer.Argument(help="Name of the cluster; default: the only one that runs.")
+]
+EndpointOption = Annotated[
+    str | None, typer.Option("--endpoint", help="Instead: where events are published.")
+]
+ReplayEndpointOption = Annotated[
+    str | None, typer.Option("--replay-endpoint", help="With --endpoint: where to ask for more.")
+]
+
+
+@command
+def watch(
+    name: ClusterArgument = None,
+    *,
+    endpoint: EndpointOption = None,
+    replay_endpoint: ReplayEndpointOption = None,
+    seconds: SecondsOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON each second instead.")
+    ] = False,
+) -> None:
+    """Show live what a cache's events say: rates, blocks, prefixes, and what is missing."""
+    with open_source(name, endpoint, replay_endpoint) as source:
+        try:
+            with _shower(source.title, as_json) as show, _Watch(source) as watching:
+                watching.run(show, seconds)
+        except KeyboardInterrupt:
+            return
+
+
+@command
+def dump(
+    name: ClusterArgument = None,
+    *,
+    endpoint: EndpointOption = None,
+    replay_endpoint: ReplayEndpointOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what happens then.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-l", help="End after N events.", min=1)
+    ] = None,
+) -> None:
+    """Print cache events as lines of JSON: first what is cached now, prompt tokens included."""
+    from actors.event_endpoints import subscribe
+
+    with (
+        open_source(name, endpoint, replay_endpoint) as source,
+        subscribe(source.endpoints) as subscriber,
+    ):
+        try:
+            for line in islice(_lines(_updates(subscriber, follow)), limit):
+                print(line, flush=follow)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Who reads the lines has gone; nothing may be flushed to it when this process ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except KeyboardInterrupt:
+            return
+
+
+@dataclass(frozen=True)
+class EventSource:
+    """Where to follow. `look` asks the coordinator for its statistics; None where only addresses
+    are known. `host`: where its publisher runs."""
+
+    title: str
+    endpoints: EventEndpoints
+    look: Callable[[], CoordinatorStatistics | None] | None = None
+    host: str = ""
+
+
+@contextmanager
+def open_source(
+    name: str | None, endpoint: str | None, replay_endpoint: str | None
+) -> Iterator[EventSource]:
+    """Yield what to follow; connected to Ray meanwhile, if it is a cluster.
+
+    Raises ConfigurationError when the choices contradict each other or the cluster publishes no
+    events, NotRunningError if there is none, or none whose coordinator can be asked.
+    """
+    from actors.event_endpoints import EventEndpoints
+    from kvcache.base.errors import ConfigurationError
+
+    if endpoint is None and replay_endpoint is None:
+        with _cluster_source(name) as source:
+            yield source
+    elif endpoint is None or replay_endpoint is None:
+        raise ConfigurationError(
+            "one address is not enough: give --endpoint for the live stream and --replay-endpoint "
+            "for what was missed"
+        )
+    elif name is not None:
+        raise ConfigurationError(
+            f"{name} and --endpoint {endpoint}: give a cluster or addresses, not both"
+        )
+    else:
+        yield EventSource(endpoint, EventEndpoints(endpoint, replay_endpoint))
+
+
+@contextmanager
+def _cluster_source(name: str | None) -> Iterator[EventSource]:
+    from actors.cli.clusters import named_cluster, ray_session, require_plan
+    from actors.cluster import KVCacheCluster
+    from actors.cluster_events import cluster_endpoints, publisher_host
+    from kvcache.base.errors import NotRunningError
+
+    with ray_session(may_start=False):
+        cluster = named_cluster(name)
+        if not isinstance(cluster, KVCacheCluster):
+            raise NotRunningError(
+                f"the coordinator of {cluster.name} is in a process of its engine, which alone "
+                "knows its statistics: pass --endpoint and --replay-endpoint"
+            )
+        require_plan(cluster.status())
+        yield EventSource(
+            cluster.name,
+            cluster_endpoints(cluster),
+            cluster.coordinator_statistics,
+            publisher_host(cluster),
+        )
+
+
+Show = Callable[["Look"], None]
+
+
+class _Watch:
+    """Follows a source, wherever its publisher moves."""
+
+    def __init__(self, source: EventSource) -> None:
+        from actors.cli.event_tally import EventTally
+        from actors.event_endpoints import subscribe
+        from kvcache.base.serving_loop import ServingLoop
+
+        self._source = source
+        self._reader = ServingLoop("figure-reader", self._ask)
+        self._coordinator: CoordinatorStatistics | None = None
+        self._problem = ""
+        self._subscriber = subscribe(source.endpoints)
+        self._endpoints = source.endpoints
+        self._tally = EventTally(time.monotonic())
+
+    def __enter__(self) -> _Watch:
+        if self._source.look is not None:
+            self._reader.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.stop()
+        self._reader.join()
+        self._subscriber.close()
+
+    def run(self, show: Show, seconds: float | None) -> None:
+        """Show a look once per interval, and a last one when `seconds` are over."""
+        now_s = time.monotonic()
+        end_s = None if seconds is None else now_s + seconds
+        next_s = now_s + _INTERVAL_S
+        while True:
+            for update in self._subscriber.poll(_POLL_S):
+                self._tally.take(update)
+            self._tally.note(self._subscriber.last_seq, self._subscriber.checksum)
+            now_s = time.monotonic()
+            is_over = end_s is not None and now_s >= end_s
+            if is_over or now_s >= next_s:
+                next_s = max(next_s + _INTERVAL_S, now_s)
+                show(self._look(now_s))
+            if is_over:
+                return
+
+    def _look(self, now_s: float) -> Look:
+        from actors.event_endpoints import moved
+
+        coordinator = self._coordinator
+        if coordinator is not None:
+            self._follow_to(moved(self._endpoints, coordinator.events, self._source.host))
+        statistics = self._subscriber.statistics()
+        return self._tally.look(now_s, statistics, coordinator, problem=self._problem)
+
+    def _ask(self) -> None:
+        """Ask the coordinator once, in the reader's thread."""
+        from kvcache.base.errors import DeadlineError, NotRunningError
+
+        assert self._source.look is not None
+        try:
+            self._coordinator, self._problem = self._source.look(), ""
+        except (DeadlineError, NotRunningError) as error:
+            self._problem = str(error)
+        self._reader.pause(_ASK_S)
+
+    def _follow_to(self, endpoints: EventEndpoints) -> None:
+        """Follow a publisher that started again elsewhere: it sends a snapshot."""
+        from actors.event_endpoints import subscribe
+
+        if endpoints != self._endpoints:
+            self._subscriber.close()
+            self._subscriber = subscribe(endpoints)
+            self._endpoints = endpoints
+
+
+@contextmanager
+def _shower(title: str, as_json: bool) -> Iterator[Show]:
+    """Yield what shows a look: a line of JSON, or the whole screen."""
+    if as_json:
+        yield lambda look: print(json.dumps(look.as_json()), flush=True)
+        return
+    from rich.live import Live
+
+    with Live(Text(f"{title}: waiting for events"), auto_refresh=False) as live:
+        yield lambda look: live.update(_screen(title, look), refresh=True)
+
+
+def _screen(title: str, look: Look) -> Group:
+    facts = Table(show_header=False)
+    facts.add_column(style="bold")
+    facts.add_column()
+    for name, value in _facts(look).items():
+        facts.add_row(name, value)
+    return Group(Text(title, style="italic"), facts, _prefixes(look))
+
+
+def _facts(look: Look) -> dict[str, str]:
+    known, traffic = look.subscription, look.traffic
+    blocks = ", ".join(f"{medium} {count:,}" for medium, count in sorted(known.num_blocks.items()))
+    facts = {
+        "position": f"{known.last_seq}, {'exact' if known.is_exact else 'something is missing'}",
+        "state": _state(look),
+        "events": f"{traffic.events:,.0f}/s in {traffic.batches:,.1f} batches/s",
+        "blocks stored": f"{traffic.stored_blocks:,.0f}/s",
+        "blocks removed": f"{traffic.removed_blocks:,.0f}/s",
+        "blocks": f"{blocks or 'none'} ({look.num_blocks:,} different ones)",
+        "gaps": f"{known.num_gaps:,}, {known.num_missed_batches:,} batches missed and asked for",
+        "snapshots": f"{known.num_restatements:,} times, {known.num_restarts:,} other publishers",
+    }
+    if look.hit_rate is not None:
+        now = "" if look.recent_hit_rate is None else f", {look.recent_hit_rate:.1%} just now"
+        facts["hit rate"] = f"{look.hit_rate:.1%} of tokens{now}"
+    if known.num_malformed:
+        facts["malformed"] = f"{known.num_malformed:,}, the last: {known.last_problem}"
+    if look.problem:
+        facts["problem"] = look.problem
+    return facts
+
+
+def _state(look: Look) -> str:
+    from actors.cli.event_tally import hex_digits
+
+    checksum = hex_digits(look.subscription.checksum)
+    if look.publisher_checksum is None:
+        return checksum
+    if look.is_same_state is None:
+        return f"{checksum}, the publisher is at {look.publisher_seq}"
+    told = hex_digits(look.publisher_checksum)
+    is_same = f"the publisher's at {look.publisher_seq} is {told}"
+    return f"{checksum}, {'as the publisher says' if look.is_same_state else 'NOT: ' + is_same}"
+
+
+def _prefixes(look: Look) -> Table:
+    table = Table()
+    for heading in ("prefixes", "last block", "blocks", "tokens", "continued by", "adapter", "in"):
+        table.add_column(heading)
+    for sort, rows in (
+        ("most continued", look.top.most_children),
+        ("longest", look.top.longest),
+        ("newest", look.top.newest),
+    ):
+        for place, row in enumerate(rows):
+            table.add_row("" if place else sort, *_cells(row))
+    return table
+
+
+def _cells(row: PrefixRow) -> tuple[str, ...]:
+    from actors.cli.event_tally import hex_digits
+
+    return (
+        hex_digits(row.block_hash),
+        f"{row.num_blocks:,}",
+        f"{row.num_tokens:,}",
+        f"{row.num_children:,}",
+        row.lora_name or "",
+        ", ".join(row.media),
+    )
+
+
+def event_fields(seq: int, rank: int, time_s: float, event: WireEvent) -> dict[str, Any]:
+    """Return one event as plain values: number and rank of its batch, then the wire's fields, the
+    optional ones only where they say something."""
+    from kvcache.events.wire_events import RemovedEvent, StoredEvent
+
+    fields: dict[str, Any] = {"seq": seq, "rank": rank, "time_s": time_s}
+    optional: dict[str, Any] = {}
+    if isinstance(event, StoredEvent):
+        fields |= {
+            "type": "BlockStored",
+            "block_hashes": event.block_hashes.tolist(),
+            "parent_block_hash": event.parent_block_hash,
+            "token_ids": event.token_ids.tolist(),
+            "block_size": event.block_size,
+            "lora_id": None,
+            "medium": event.medium,
+            "lora_name": event.lora_name,
+        }
+        optional = {
+            "extra_keys": event.extra_keys or None,
+            "group_idx": event.group_idx,
+            "kv_cache_spec_kind": event.spec_kind,
+            "kv_cache_spec_sliding_window": event.sliding_window,
+            "cache_salt": event.cache_salt,
+        }
+    elif isinstance(event, RemovedEvent):
+        fields |= {
+            "type": "BlockRemoved",
+            "block_hashes": event.block_hashes.tolist(),
+            "medium": event.medium,
+        }
+        optional = {"group_idx": event.group_idx}
+    else:
+        fields["type"] = "AllBlocksCleared"
+    return fields | {key: value for key, value in optional.items() if value is not None}
+
+
+def _lines(updates: Iterator[Update]) -> Iterator[str]:
+    for update in updates:
+        batch = update.batch
+        for event in batch.events:
+            yield json.dumps(
+                event_fields(update.seq, batch.data_parallel_rank, batch.time_s, event)
+            )
+
+
+def _updates(subscriber: KVEventSubscriber, follows: bool) -> Iterator[Update]:
+    """Yield what states everything, then what comes if it `follows`."""
+    from kvcache.base.errors import DeadlineError
+
+    give_up_s = time.monotonic() + _STATE_S
+    while not (found := subscriber.poll(_POLL_S)):
+        if time.monotonic() > give_up_s:
+            raise DeadlineError(
+                f"no publisher said within {_STATE_S:g} s what is cached: is the publisher there, "
+                "and are both addresses its own?"
+            )
+    yield found[0]
+    if not follows:
+        return
+    yield from found[1:]
+    yield from subscriber

@@ -1,0 +1,140 @@
+"""`kvcache launch` and `stop`: a cluster that lives longer than one command's work."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from actors.cli.command import ConfigOption, NameOption, command
+from actors.cli.tables import say
+
+if TYPE_CHECKING:
+    from actors.cluster import KVCacheCluster
+    from actors.replicas import KVCacheReplicas
+
+_WATCH_INTERVAL_S = 2.0
+
+
+@command
+def launch(
+    config: ConfigOption,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", help="Name of the cluster; default: the configuration's."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; the cluster stays.")
+    ] = False,
+) -> None:
+    """Start a cluster and keep it until SIGTERM or Ctrl-C; with --detach, return when ready."""
+    from actors.cli.clusters import ray_session
+    from actors.cluster import KVCacheCluster
+    from actors.replicas import KVCacheReplicas
+    from kvcache.config import load_config, parse_config
+
+    settings = load_config(config)
+    if name is not None:
+        settings = parse_config({**settings.model_dump(), "name": name}, "command line")
+    has_replicas = settings.parallel.data_parallel_size > 1
+    kind: type[KVCacheReplicas | KVCacheCluster]
+    kind = KVCacheReplicas if has_replicas else KVCacheCluster
+    with ray_session(may_start=not detach), interrupted_by_sigterm():
+        launched = kind.launch(settings, detached=detach, on_progress=say)
+        clusters = list(launched) if isinstance(launched, KVCacheReplicas) else [launched]
+        _say_where_they_log(clusters)
+        if detach:
+            say(f"{settings.name} is running: `kvcache stop --name {settings.name}` ends it")
+            return
+        say(f"{settings.name} is running: Ctrl-C or SIGTERM ends it")
+        try:
+            say(_watch(clusters))
+        except KeyboardInterrupt:
+            say(f"stopping {settings.name}")
+        finally:
+            with undisturbed():
+                launched.stop()
+    say(f"{settings.name} has stopped")
+
+
+@command
+def stop(name: NameOption = None) -> None:
+    """Stop a running cluster in order: nothing of it is left behind."""
+    from actors.cli.clusters import find_launched, names_under, only_cluster, ray_session
+    from actors.launch import is_actor_known
+    from actors.names import coordinator_name
+    from actors.shutdown import ClusterParts, take_down
+    from kvcache.base.errors import DeadlineError
+
+    with ray_session(may_start=False):
+        name = name or only_cluster()
+        try:
+            find_launched(name).stop()
+        except DeadlineError:
+            hanging = [n for n in names_under(name) if is_actor_known(coordinator_name(n))]
+            if not hanging:
+                raise
+            say(f"the coordinator of {name} does not answer: everything of it is ended by name")
+            for each in hanging:
+                take_down(ClusterParts.found(each))
+    say(f"{name} has stopped")
+
+
+def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
+    """Name the files with the coordinators' logs, of those that can tell."""
+    from kvcache.base.errors import KVCacheError
+
+    for cluster in clusters:
+        with suppress(KVCacheError):
+            status = cluster.status()
+            if status.log_path:
+                say(f"log of {cluster.name}: {status.coordinator_node.host}:{status.log_path}")
+
+
+def _watch(clusters: list[KVCacheCluster]) -> str:
+    """Return why a cluster has ended by itself; a coordinator that restarts has not."""
+    from kvcache.base.errors import DeadlineError, NotRunningError
+
+    while True:
+        time.sleep(_WATCH_INTERVAL_S)
+        for cluster in clusters:
+            try:
+                status = cluster.status()
+            except NotRunningError:
+                return f"{cluster.name} was stopped from elsewhere"
+            except DeadlineError:
+                continue
+            if status.state == "failed":
+                raise NotRunningError(f"{cluster.name} has failed: {status.problem}")
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does: raise KeyboardInterrupt. Inside `ray_session`, which sets a
+    handler of its own."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore SIGTERM and Ctrl-C while something is taken down; it has deadlines of its own."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

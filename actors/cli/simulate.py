@@ -1,0 +1,278 @@
+"""`kvcache simulate`: traces on the manager alone, by policy and capacity, without Ray or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from actors.cli.command import JsonOption, NoProgressOption, command
+from actors.cli.tables import print_json, print_table
+
+if TYPE_CHECKING:
+    from kvcache.simulate.block_trace import BlockTrace
+    from kvcache.simulate.simulation import SimulationResult
+    from kvcache.specs import KVCacheGroupSpec
+
+SeedOption = Annotated[int, typer.Option(help="Seed of a trace that is made.")]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests", "-l", help="The first N requests only.", min=1)
+]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens per block of a file that does not say, or of what is made.", min=1),
+]
+ProcessesOption = Annotated[
+    int | None, typer.Option("--processes", "-j", help="At once [one for each core].", min=1)
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Draw it, too: .svg, .png or .pdf (extra `plots`).")
+]
+
+
+@command
+def simulate(
+    traces: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TRACE...",
+            help="Mooncake's JSONL or a recording of ours (.jsonl, .jsonl.gz), or made: chat, "
+            "agents, retrieval, scans, conversations.",
+        ),
+    ],
+    *,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", "-p", help="An eviction policy, or all; may be repeated (default: lru)."
+        ),
+    ] = None,
+    blocks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--blocks",
+            "-b",
+            help="Capacity in blocks, or unlimited; may be repeated (default: a range).",
+        ),
+    ] = None,
+    host_blocks: Annotated[
+        int, typer.Option(help="Blocks of host memory below the device.", min=0)
+    ] = 0,
+    disk_blocks: Annotated[int, typer.Option(help="Blocks on disk below that.", min=0)] = 0,
+    window: Annotated[
+        int | None,
+        typer.Option(help="A hybrid model: half its layers have a window of N tokens.", min=1),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
+    ] = None,
+    running: Annotated[
+        bool,
+        typer.Option(
+            "--running/--prefill-only",
+            help="Requests run side by side by their timestamps, answers included; or one after "
+            "another, prompts only.",
+        ),
+    ] = False,
+    prefill_speed: Annotated[
+        float, typer.Option(help="With --running: tokens of a prompt a second.")
+    ] = 10_000,
+    decode_speed: Annotated[
+        float, typer.Option(help="With --running: tokens of an answer a second.")
+    ] = 40,
+    optimum: Annotated[
+        bool, typer.Option(help="Also show what no policy can beat (Belady).")
+    ] = True,
+    seed: SeedOption = 0,
+    requests: RequestsOption = None,
+    block_size: BlockSizeOption = None,
+    write_trace: Annotated[
+        Path | None,
+        typer.Option(help="Instead: write the trace to this file (.jsonl, .jsonl.gz)."),
+    ] = None,
+    processes: ProcessesOption = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+    no_progress: NoProgressOption = False,
+) -> None:
+    """Play traces on the manager alone: hit rates by policy and capacity, without a cluster."""
+    from actors.cli.simulations import parse_policies, play, read_traces, require_plots
+    from kvcache.base.errors import ConfigurationError
+    from kvcache.simulate.running_counting import Pace
+    from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+    from kvcache.simulate.simulation_processes import SimulationTask
+    from kvcache.simulate.trace_writing import write_trace as write_lines
+
+    read = partial(read_traces, traces, limit=requests, seed=seed, block_size=block_size)
+    if write_trace is not None:
+        if len(traces) != 1:
+            raise ConfigurationError(
+                f"--write-trace writes one trace, {len(traces)} are named: name one"
+            )
+        (trace,) = read()
+        write_lines(write_trace, trace.to_lines())
+        print(f"{write_trace}: {_summary(trace)}")
+        return
+    pace = Pace(prefill_speed, decode_speed) if running else None
+    if plot is not None:
+        require_plots(plot)
+    policies = parse_policies(policy or ())
+    played = read()
+    groups, num_blocks = _model(played, window, config)
+    capacities = _capacities(played, blocks or (), groups, num_blocks)
+    if optimum and pace is None:
+        policies = (*policies, OPTIMUM)
+    tasks = [
+        SimulationTask(i, SimulatedCache(each, capacity, host_blocks, disk_blocks, groups, pace))
+        for i in range(len(played))
+        for each in policies
+        for capacity in capacities
+    ]
+    results = play(played, tasks, processes, is_shown=not no_progress)
+    if plot is not None:
+        _draw(plot, played, results)
+    if as_json:
+        print_json(json.dumps([result.to_dict() for result in results], indent=2))
+        return
+    console = Console()
+    for trace in played:
+        _print(console, trace, [r for r in results if r.trace == trace.name])
+
+
+def _model(
+    traces: Sequence[BlockTrace], window_tokens: int | None, config: Path | None
+) -> tuple[tuple[KVCacheGroupSpec, ...], int | None]:
+    """Return which groups of layers share the blocks, and how many blocks a configuration has.
+
+    Raises ConfigurationError where `--window` and `--config` contradict each other or the traces.
+    """
+    from kvcache.base.errors import ConfigurationError
+    from kvcache.simulate.simulated_cache import window_groups
+
+    if config is not None and window_tokens is not None:
+        raise ConfigurationError(
+            "--window and --config both say what the model is: give one of them"
+        )
+    if window_tokens is not None:
+        sizes = {trace.block_size for trace in traces}
+        if len(sizes) > 1:
+            raise ConfigurationError(
+                f"--window with traces of blocks of {sorted(sizes)} tokens: simulate them one by "
+                "one"
+            )
+        return window_groups(sizes.pop(), window_tokens), None
+    if config is None:
+        return (), None
+    from kvcache.config import load_config
+    from kvcache.planner import plan_cluster
+
+    plan = plan_cluster(load_config(config))
+    return plan.model_groups, plan.num_blocks - 1
+
+
+def _capacities(
+    traces: Sequence[BlockTrace],
+    blocks: Sequence[str],
+    groups: Sequence[KVCacheGroupSpec],
+    num_blocks: int | None,
+) -> list[int | None]:
+    """Return what was typed, what the configuration has, or a range."""
+    from actors.cli.simulations import capacity_range, parse_capacity
+    from kvcache.base.errors import ConfigurationError
+
+    if blocks:
+        return list(dict.fromkeys(parse_capacity(text) for text in blocks))
+    if num_blocks is not None:
+        return [num_blocks]
+    if groups:
+        raise ConfigurationError(
+            "--window without --blocks: the kinds of layers share them, so say how many there are"
+        )
+    return list(capacity_range(traces))
+
+
+def _summary(trace: BlockTrace) -> str:
+    return (
+        f"{trace.num_requests:,} requests, {trace.num_references:,} blocks of "
+        f"{trace.block_size:,} tokens, {trace.num_distinct_blocks:,} of them different"
+    )
+
+
+def _print(console: Console, trace: BlockTrace, results: list[SimulationResult]) -> None:
+    """Print a table: a row for each policy, a column for each capacity."""
+    from actors.cli.simulations import capacity_text
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
+    cells: dict[str, list[str]] = {}
+    for result in results:
+        cells.setdefault(result.cache.policy, []).append(_cell(result))
+    cache = results[0].cache
+    columns = list(dict.fromkeys(capacity_text(r.cache.num_blocks) for r in results))
+    table = Table()
+    table.add_column("hit rate with blocks")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for policy, row in cells.items():
+        table.add_row(policy, *row, style="dim" if policy == OPTIMUM else None)
+    print_table(console, f"{trace.name}: {_summary(trace)}", table)
+    if cache.host_blocks:
+        note = (
+            f"below the device: {cache.host_blocks:,} blocks of host memory, "
+            f"{cache.disk_blocks:,} on disk; in brackets: hits on the device + host + disk"
+        )
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if cache.pace is not None:
+        note = (
+            "requests run side by side, answers included; in brackets: how long they wait for "
+            "room, on average"
+        )
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if cache.groups:
+        kinds = ", ".join(group.kv_cache_spec.kind for group in cache.groups)
+        note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
+        if OPTIMUM in cells:
+            note += f"; {OPTIMUM}: a bound that may be out of reach"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cell(result: SimulationResult) -> str:
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
+    text = f"{result.hit_rate:.2%}"
+    if result.cache.policy == OPTIMUM:
+        return text
+    more = []
+    if result.cache.host_blocks:
+        more.append(" + ".join(f"{100 * rate:.1f}" for rate in result.hit_rates_by_tier))
+    if result.waits is not None:
+        more.append(f"{result.waits.mean_wait_s:,.1f} s")
+    return f"{text} ({'; '.join(more)})" if more else text
+
+
+def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult]) -> None:
+    from actors.cli.simulations import Curve, draw_curves
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for result in results:
+        trace = next(trace for trace in traces if trace.name == result.trace)
+        num_blocks = result.cache.num_blocks
+        x = trace.num_distinct_blocks if num_blocks is None else num_blocks
+        curves.setdefault((result.trace, result.cache.policy), []).append((x, result.hit_rate))
+    drawn = [
+        Curve(
+            policy if len(traces) == 1 else f"{name}, {policy}",
+            tuple(sorted(points)),
+            is_bound=policy == OPTIMUM,
+        )
+        for (name, policy), points in curves.items()
+    ]
+    title = traces[0].name if len(traces) == 1 else f"{len(traces)} traces"
+    draw_curves(path, drawn, title=title, x_name="blocks of the device", y_name="hit rate")

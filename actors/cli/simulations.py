@@ -1,0 +1,173 @@
+"""Simulations that were typed: which traces, policies and capacities; run, and drawn as curves.
+
+Below `kvcache simulate` and `advise`. Errors in what was typed and in the traces are found before
+the first simulation begins; only whether requests fit where groups share the blocks is not. Curves
+need matplotlib (extra `plots`). The same curves give the same bytes in an SVG file: it has no dates
+and no random names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from actors.cli.tables import WorkProgress
+from kvcache.base.clock import SystemClock
+from kvcache.base.errors import ConfigurationError
+from kvcache.policies.registry import require_eviction_policy
+from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.opening import open_block_trace
+from kvcache.simulate.simulated_cache import all_policies
+from kvcache.simulate.simulation import SimulationResult
+from kvcache.simulate.simulation_processes import SimulationTask, run_simulations
+
+UNLIMITED = "unlimited"
+ALL = "all"
+
+_DEFAULT_POLICY = "lru"
+_STEPS = (1, 2, 5)
+_MOST_CAPACITIES = 9
+_ENDS = (".svg", ".png", ".pdf")
+
+
+def read_traces(
+    names: Sequence[str], *, limit: int | None, seed: int, block_size: int | None
+) -> list[BlockTrace]:
+    """Return all traces, each once, under names that tell them apart. Raises TraceError."""
+    names = list(dict.fromkeys(names))
+    traces = [
+        open_block_trace(name, limit=limit, seed=seed, block_size=block_size) for name in names
+    ]
+    uses = Counter(trace.name for trace in traces)
+    return [
+        replace(trace, name=name) if uses[trace.name] > 1 else trace
+        for name, trace in zip(names, traces, strict=True)
+    ]
+
+
+def parse_policies(names: Sequence[str]) -> tuple[str, ...]:
+    """Return what was typed, each once. Raises ConfigurationError for what is no policy's name."""
+    if not names:
+        return (_DEFAULT_POLICY,)
+    if ALL in names:
+        return all_policies()
+    return tuple(dict.fromkeys(require_eviction_policy(name) for name in names))
+
+
+def parse_capacity(text: str) -> int | None:
+    """Return the capacity that was typed; None for unlimited. Raises ConfigurationError."""
+    if text == UNLIMITED:
+        return None
+    digits = text.replace("_", "").replace(",", "")
+    if not (digits.isascii() and digits.isdigit() and int(digits)):
+        raise ConfigurationError(
+            f"--blocks {text!r} is no capacity: give a number of at least 1, or {UNLIMITED}"
+        )
+    return int(digits)
+
+
+def capacity_range(traces: Sequence[BlockTrace]) -> list[int]:
+    """Return capacities worth a look: 1, 2, 5, 10, ... from the longest request on, until all
+    blocks fit; the largest ones where they are many."""
+    least = max(trace.most_blocks for trace in traces)
+    enough = max(trace.num_distinct_blocks for trace in traces)
+    capacities: list[int] = []
+    power = 1
+    while not capacities or capacities[-1] < enough:
+        capacities.extend(step * power for step in _STEPS if step * power >= least)
+        power *= 10
+    while len(capacities) > 1 and capacities[-2] >= enough:
+        capacities.pop()
+    return capacities[-_MOST_CAPACITIES:]
+
+
+def capacity_text(num_blocks: int | None) -> str:
+    """Return a capacity for people."""
+    return UNLIMITED if num_blocks is None else f"{num_blocks:,}"
+
+
+def play(
+    traces: list[BlockTrace],
+    tasks: list[SimulationTask],
+    num_processes: int | None,
+    *,
+    is_shown: bool,
+) -> list[SimulationResult]:
+    """Run simulations and show how far they are."""
+    num_played = [0] * len(tasks)
+    total = sum(traces[task.trace_index].num_requests for task in tasks)
+    title = f"{len(tasks)} simulations" if len(tasks) > 1 else "simulation"
+    with WorkProgress(title, total, SystemClock(), is_shown=is_shown) as progress:
+
+        def show(task_index: int, num_requests: int) -> None:
+            num_played[task_index] = num_requests
+            played, elapsed_s = sum(num_played), progress.elapsed_s
+            progress.show(played, f"{played / elapsed_s:,.0f} requests/s" if elapsed_s else "")
+
+        return run_simulations(traces, tasks, num_processes, show)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line with a name. `is_bound`: it is what others are measured against."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    is_bound: bool = False
+
+
+def require_plots(path: Path) -> None:
+    """Raise ConfigurationError if nothing can be drawn to `path`."""
+    if path.suffix not in _ENDS:
+        raise ConfigurationError(
+            f"--plot {path}: pictures end with {', '.join(_ENDS[:-1])} or {_ENDS[-1]}: choose one"
+        )
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--plot {path}: there is no directory {path.parent}: make it")
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "--plot needs matplotlib, which is not installed: pip install 'kvcache[plots]'"
+        )
+
+
+def draw_curves(
+    path: Path, curves: Sequence[Curve], *, title: str, x_name: str, y_name: str
+) -> None:
+    """Draw all curves over a logarithmic x axis; raises ConfigurationError if that fails."""
+    require_plots(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
+
+    with matplotlib.rc_context({"svg.hashsalt": "kvcache", "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+        for curve in curves:
+            xs, ys = zip(*curve.points, strict=True)
+            form = "k--" if curve.is_bound else "o-"
+            axes.plot(xs, ys, form, label=curve.name, linewidth=1.4, markersize=3.5)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        numbers = FuncFormatter(lambda x, _: f"{x:,.10g}")
+        axes.xaxis.set_major_formatter(numbers)
+        axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.xaxis.set_minor_formatter(numbers)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        axes.set_title(title)
+        axes.set_xlabel(x_name)
+        axes.set_ylabel(y_name)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small")
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        try:
+            figure.savefig(path, metadata=metadata, dpi=150)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--plot {path}: cannot be written ({error.strerror or error}): name another file"
+            ) from error
+        finally:
+            pyplot.close(figure)
