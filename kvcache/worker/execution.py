@@ -56,7 +56,7 @@ DeferredCommand: TypeAlias = Zero | Copy | BlockTablePatch
 
 SETTLE_TIMEOUT_S = 1.0
 """How long a store or load is held up, and all messages behind it, by a transfer that must be over
-before what was put off for its blocks can be executed. The job fails then."""
+before the deferred commands of its blocks can be executed. The job fails then."""
 
 LONGEST_WAIT_S = 0.1
 
@@ -77,11 +77,11 @@ class CommandExecutor:
         engine: CopyEngine,
         on_news: Callable[[], None] | None,
     ) -> None:
-        """Allocate everything the plan says. `on_news` is called in another thread when a transfer
+        """Allocate all memory of the plan. `on_news` is called in another thread when a transfer
         has ended; without it, stores and loads run in the calling thread.
 
-        Raises ConfigurationError for a plan that cannot be meant, NotEnoughMemoryError when pool or
-        host pool do not fit.
+        Raises ConfigurationError for an invalid plan, NotEnoughMemoryError when pool or host pool
+        do not fit.
         """
         config = settings.kv_cache_config
         rule = ChecksumRule(settings.verify)
@@ -161,7 +161,7 @@ class CommandExecutor:
         return any(self.gate.is_running(c) for c in fenced) or not self._engine.is_compute_idle()
 
     def apply(self, message: StepCommands) -> None:
-        """Apply one validated message; what belongs into its forward is kept for that."""
+        """Apply one validated message; keep the commands of its forward."""
         for command in message.commands:
             match command:
                 case Label():
@@ -202,8 +202,10 @@ class CommandExecutor:
         return copy.wait(min(timeout_s, LONGEST_WAIT_S))
 
     def begin_forward(self, seq: int) -> PendingCopy | None:
-        """Open the forward of applied step `seq` and execute what waited for it; or return a
-        transfer that must be over before, changing nothing. RequestError if it may not begin."""
+        """Open the forward of applied step `seq` and execute its deferred commands; or return a
+        transfer that must be over before, changing nothing.
+
+        Raises RequestError if it may not begin."""
         if self._due and self._due[0][0] <= seq:
             raise RequestError(
                 f"forward {seq} of rank {self._rank}: this worker runs its content-checked forward "
@@ -226,7 +228,7 @@ class CommandExecutor:
             self.transfers.go_on()
 
     def run_due_forward(self) -> JobReport:
-        """Run the next content-checked forward; what goes wrong is in the report."""
+        """Run the next content-checked forward; the report says what went wrong."""
         seq, command = self._due.popleft()
         if self._checker is None:
             raise InvariantError(f"forward {seq} is due, but content checking is off")
@@ -287,7 +289,7 @@ class CommandExecutor:
             )
 
     def close(self) -> None:
-        """End what was started, as far as it ends in time."""
+        """Wait for running work, for a limited time."""
         if self.transfers.close():
             self._engine.close()  # waits for the device: without end while copies run
 
@@ -309,7 +311,7 @@ class CommandExecutor:
                 )
 
     def _start_copy(self, seq: int, job: Store | Load) -> None:
-        """Start a store or load, behind what was put off for its blocks."""
+        """Start a store or load, after executing the deferred commands of its blocks."""
         is_store = isinstance(job, Store)
         block_ids = job.sources if is_store else job.destinations
         try:
@@ -349,7 +351,7 @@ class DeferredCommands:
         history: BlockHistory,
         uses: TransferUses,
     ) -> None:
-        """Execute on these; `uses` says what transfers still do to which blocks."""
+        """Execute on these; `uses` says which blocks transfers read and write."""
         self._rows = rows
         self._tables = tables
         self._engine = engine

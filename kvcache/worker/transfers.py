@@ -230,7 +230,7 @@ class FileJobs:
     def _label(
         self, slots: Int32Array, generations: Generations, finished: FinishedFileJob
     ) -> None:
-        """Write down what fetched slots hold; what failed holds nothing."""
+        """Label fetched slots; withdraw those that failed."""
         is_awaited = self._labels.are_awaited(slots, generations).tolist()
         good: list[int] = []
         heads: list[FileHead] = []
@@ -286,7 +286,7 @@ class _RunningCopy:
 
 @dataclass(frozen=True, eq=False)
 class Copying:
-    """By what stores and loads are carried out, and which checksums they take and compare."""
+    """The engine and runner of stores and loads, and the rule for their checksums."""
 
     engine: CopyEngine
     runner: CopyRunner
@@ -296,7 +296,7 @@ class Copying:
 class TransferJobs:
     """Runs the jobs of one rank, in the order in which they are started.
 
-    `uses` says what stores and loads that run still do to which device blocks.
+    `uses` says which device blocks running stores and loads read and write.
     """
 
     def __init__(
@@ -307,8 +307,8 @@ class TransferJobs:
         labels: LabelTable,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Move between `pool`, whose blocks have `labels`, and `tiers`: jobs for one that is not
-        there fail with a message that says so. `now` says how long they take."""
+        """Move between `pool`, whose blocks have `labels`, and `tiers`. Jobs for a missing tier
+        fail. `now` is the clock for their durations."""
         self._pool = pool
         self._tiers = tiers
         self._host = tiers.host
@@ -350,7 +350,7 @@ class TransferJobs:
             self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def go_on(self) -> None:
-        """Look again whether jobs may begin: something else that they wait for is over."""
+        """Check again whether jobs may begin: a forward that they wait for is over."""
         if self._running:
             self._runner.go_on()
 
@@ -400,7 +400,7 @@ class TransferJobs:
         return ended
 
     def start_epoch(self) -> None:
-        """Report nothing of what has ended: its epoch is over. Nothing runs.
+        """Drop reports of ended jobs: their epoch is over. Nothing runs.
 
         Slots that were written and not sealed are forgotten: none of them will be sealed.
         """
@@ -428,9 +428,9 @@ class TransferJobs:
             self._host.labels.check()
 
     def close(self) -> bool:
-        """End what has begun, drop the rest, and give the tiers back; say whether it all ended.
+        """Wait for running copies, drop the rest, and close the tiers; say whether all ended.
 
-        Tiers that something may still copy to or from are left to the process's end.
+        Tiers that a copy may still use stay open until the process ends.
         """
         is_over = self._runner.close(CLOSE_TIMEOUT_S)
         if is_over:
@@ -490,7 +490,7 @@ class TransferJobs:
     # --- ending
 
     def _finish(self, copy: PendingCopy, result: CopyResult) -> JobReport:
-        """Let go of what a job held, write down what its slots hold, and return its report."""
+        """Release a job's blocks and slots, label the slots, and return its report."""
         running = self._running.pop(copy)
         job, slots = running.job, _slots(running.job)
         self._uses_of(job).remove(copy)

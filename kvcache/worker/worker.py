@@ -64,9 +64,9 @@ logger = get_logger(__name__)
 class KVCacheWorker:
     """One rank's tensors, block tables, labels and transfers.
 
-    `kv_caches[layer_name]` is what the model runner reads and writes, `block_tables[group]` the
-    table it reads them by, valid between `begin_forward` and `end_forward`. All methods may be
-    called from any thread.
+    The model runner reads and writes `kv_caches[layer_name]` by the table `block_tables[group]`,
+    which is valid between `begin_forward` and `end_forward`. All methods may be called from any
+    thread.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class KVCacheWorker:
         poll: Callable[[float], None] | None = None,
         on_news: Callable[[], None] | None = None,
     ) -> None:
-        """Allocate everything the plan says.
+        """Allocate all memory of the plan.
 
         `copy_engine` defaults to the one for the device. `poll(timeout_s)` receives messages and
-        hands them to `on_message`; give it where no thread does, and `begin_forward` calls it. With
-        `on_news`, called when one has ended, transfers run in a second thread.
+        passes them to `on_message`; `begin_forward` calls it. Pass it if no thread receives
+        messages. With `on_news`, transfers run in a second thread, which calls it when one ends.
 
         Raises:
-            ConfigurationError: the plan or the device cannot be meant.
+            ConfigurationError: the plan or the device is invalid.
             NotEnoughMemoryError: the pool or the host pool does not fit.
         """
         device = torch.device(settings.device)
@@ -108,7 +108,7 @@ class KVCacheWorker:
         self._last_hello_s: float | None = None
         self._is_introducing = True
         self._is_closed = False
-        self._wholeness = _Wholeness(settings.rank)
+        self._guard = _ChangeGuard(settings.rank)
         self._refused = _RefusedMessages()
 
     @property
@@ -133,12 +133,12 @@ class KVCacheWorker:
 
     @property
     def file_pool(self) -> FilePool | None:
-        """Who reads and writes the rank's files, None without a file tier."""
+        """The pool that reads and writes the rank's files, None without a file tier."""
         return self._executor.tiers.files
 
     @property
     def labels(self) -> LabelTable:
-        """What each block is labelled with. Changed by commands only."""
+        """The label of each block. Only commands change it."""
         return self._executor.labels
 
     @property
@@ -159,8 +159,8 @@ class KVCacheWorker:
     # --- messages
 
     def introduce(self) -> None:
-        """Introduce this process again, whether granted or not, until a coordinator grants it. Call
-        it when the process is connected to another coordinator, which cannot know it."""
+        """Introduce this process again until a coordinator grants it. Call it when the process is
+        connected to another coordinator, which does not know it."""
         with self._condition:
             self._is_introducing, self._last_hello_s = True, None
 
@@ -171,14 +171,14 @@ class KVCacheWorker:
     def on_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Obey messages that arrived together, in order, as `on_message` does one.
 
-        What they have applied is acknowledged once for all of them. What must not be obeyed is
-        counted and dropped, never raised: see `statistics`. An error all the same may leave tables
-        half changed: it is raised, and nothing is obeyed or read by them any more.
+        They are acknowledged together. A message that must not be obeyed is counted and dropped,
+        see `statistics`. Any other error is raised: it may leave tables half changed, so no later
+        message is obeyed.
 
         Raises ClusterError after such an error: end the process, another one takes its place.
         """
         self._executor.transfers.pause()
-        with self._lock, self._wholeness:
+        with self._lock, self._guard:
             if self._is_closed:
                 return []
             for message in messages:
@@ -190,13 +190,13 @@ class KVCacheWorker:
             return self._take_replies()
 
     def on_plain_steps(self, payloads: Sequence[bytes]) -> tuple[int, bytes]:
-        """Obey what comes first of `payloads`, not decoded yet, and brings no commands.
+        """Obey the first of `payloads`, still encoded, as long as they bring no commands.
 
-        Returns how many were obeyed and the encoded acknowledgement of all of them. The others are
-        for `on_messages`, and so are all while something else waits to be done or said.
+        Returns how many were obeyed and their encoded acknowledgement. Pass the others to
+        `on_messages`. Obeys none while other work or messages wait.
         """
         self._executor.transfers.pause()
-        with self._lock, self._wholeness:
+        with self._lock, self._guard:
             has_more_to_do = self._ready or self._outbox or len(self._reports)
             if has_more_to_do or self._is_closed or self._executor.has_ended_jobs:
                 return 0, b""
@@ -215,8 +215,8 @@ class KVCacheWorker:
             return num_obeyed, self._receiver.applied_payload()
 
     def on_unreadable(self, payload: bytes, reason: str) -> list[Message]:
-        """Take a payload that cannot be decoded, for `reason`; return what to answer: commands of
-        the present coordinator are rejected, or it would repeat them."""
+        """Take a payload that cannot be decoded, for `reason`; return the answers. Commands of the
+        present coordinator are rejected, or it would repeat them."""
         leading = leading_fields(payload)
         if leading is None or leading.kind is not StepCommands:
             return []
@@ -227,8 +227,8 @@ class KVCacheWorker:
             return [self._rejected(seq, reason)]
 
     def say_less(self, kind: str, reason: str) -> None:
-        """Leave out of messages of `kind` what the coordinator can do without: the last one could
-        not be sent or read, for `reason`, and would be repeated."""
+        """Leave optional parts out of messages of `kind`: the last one could not be sent or read,
+        for `reason`, and would be repeated."""
         logger.error("rank %d: a %s cannot travel: %s", self.settings.rank, kind, reason)
         with self._lock:
             self._refused.num_reports += 1
@@ -240,7 +240,7 @@ class KVCacheWorker:
     def on_tick(self) -> list[Message]:
         """Return due messages: introductions, reports that are not acknowledged, a heartbeat after
         silence. Also continues deferred work."""
-        with self._condition, self._wholeness:
+        with self._condition, self._guard:
             if self._is_closed:
                 return []
             self._advance()
@@ -260,18 +260,18 @@ class KVCacheWorker:
     # --- forwards
 
     def begin_forward(self, epoch: int, seq: int, timeout_s: float) -> None:
-        """Return when the forward of step `seq` may run on this rank.
+        """Wait until the forward of step `seq` may run on this rank.
 
-        Everything up to `seq` is applied then, and its table patches, zeroes and copies are
-        executed (on CUDA: queued on the current stream). Until `end_forward` no new coordinator is
-        obeyed.
+        On return, all messages up to `seq` are applied, and their table patches, zeroes and copies
+        are executed (on CUDA: queued on the current stream). No new coordinator is obeyed until
+        `end_forward`.
 
         Raises:
-            StaleEpochError: another epoch holds or is about to; also while waiting.
+            StaleEpochError: another epoch has begun or is about to; also while waiting.
             RequestError: another forward is open, this one has begun before, or its client was
-                given up.
+                fenced.
             DeadlineError: `seq` was not applied within `timeout_s`, or a transfer that uses its
-                blocks was not over; it may be asked for again.
+                blocks was not over. The call may be repeated.
         """
         deadline_s = self._clock.now() + timeout_s
         while True:
@@ -298,8 +298,8 @@ class KVCacheWorker:
                 self._poll(0.0 if copy else remaining_s)
 
     def end_forward(self, epoch: int, seq: int) -> None:
-        """Say that the forward of step `seq` is over (on CUDA: queued). What waited for its end
-        moves on; answers leave with the next `on_message` or `on_tick`.
+        """Say that the forward of step `seq` is over (on CUDA: queued). Work that waited for this
+        continues; the next `on_message` or `on_tick` returns the answers.
 
         Raises StaleEpochError for another epoch, RequestError when it is not open.
         """
@@ -310,7 +310,7 @@ class KVCacheWorker:
                     f"in epoch {self._receiver.epoch}"
                 )
             self._executor.end_forward(seq)
-            with self._wholeness:
+            with self._guard:
                 self._advance()
             self._condition.notify_all()
 
@@ -324,7 +324,7 @@ class KVCacheWorker:
 
         Call it after the replies of `on_message` have been sent: *applied* must not wait for bytes.
         """
-        with self._condition, self._wholeness:
+        with self._condition, self._guard:
             if self._is_closed:
                 return []
             self._run_due_forwards()
@@ -333,11 +333,10 @@ class KVCacheWorker:
     # --- labels, memory, statistics
 
     def keep_host_memory(self) -> str:
-        """Have the memory service of the node keep this rank's host memory again: a memory service
-        that was made again has nothing. Return why it does not, empty if it does, or there is
-        nothing to keep.
+        """Pass this rank's host memory to the node's memory service again, which has nothing after
+        a restart. Return why that failed; empty on success, or if there is nothing to keep.
 
-        Holds up no step: the memory service is waited for outside the lock.
+        Waits for the memory service outside the lock, so no step waits.
         """
         with self._condition:
             host, service = self.host_pool, self.settings.memory_service
@@ -388,7 +387,7 @@ class KVCacheWorker:
             self._executor.check(self._receiver.applied_seq)
 
     def close(self) -> None:
-        """Wait for what was started and stop obeying. May be called again."""
+        """Wait for running work and stop obeying. May be called again."""
         with self._condition:
             if self._is_closed:
                 return
@@ -426,7 +425,7 @@ class KVCacheWorker:
                 self._refused.num_foreign += 1
 
     def _on_grant(self, grant: Grant) -> None:
-        """Take a grant, now or when nothing of the old epoch runs any more."""
+        """Take a grant, or defer it while work of the old epoch runs."""
         epoch, was_put_off = self._receiver.epoch, self._receiver.pending_grant is not None
         reply = self._receiver.on_grant(grant, self._executor.is_busy)
         if reply is not None:
@@ -455,8 +454,9 @@ class KVCacheWorker:
             self._executor.start_epoch()
 
     def _on_commands(self, message: StepCommands) -> None:
-        """Pass a message through validation, first, so that an invalid copy of it does not take its
-        number, and through delivery; keep what may be applied now."""
+        """Validate a message, then pass it to delivery; keep messages that may be applied now.
+
+        Validation comes first, so that an invalid copy does not take the message's number."""
         is_ours = self._is_present(message.nonce, message.epoch)
         if is_ours and message.seq > self._receiver.applied_seq:
             try:
@@ -512,7 +512,7 @@ class KVCacheWorker:
     def _apply_ready(self) -> None:
         """Apply messages in order; a fence waits until no forward of its client runs.
 
-        Nothing is applied while a grant is put off: the old epoch is over already.
+        Nothing is applied while a grant is deferred: the old epoch is over already.
         """
         if self._receiver.pending_grant is not None:
             return
@@ -542,7 +542,7 @@ class KVCacheWorker:
         if len(self._reports):
             self._outbox.extend(self._reports.take_due(self._clock.now()))
         replies, self._outbox = self._outbox, []
-        # A refusal is for another coordinator: the present one hears nothing by it.
+        # A refusal goes to another coordinator, and is no sign of life for the present one.
         if any(type(reply) is not Refused for reply in replies):
             self._last_sent_s = self._clock.now()
         if self._num_waiting:
@@ -552,7 +552,7 @@ class KVCacheWorker:
     def _require_epoch(self, epoch: int) -> None:
         if self._is_closed:
             raise ClusterError(f"rank {self.settings.rank} is closed: no forward can begin")
-        self._wholeness.require()
+        self._guard.require()
         receiver = self._receiver
         if epoch != receiver.epoch or epoch == NO_EPOCH or receiver.pending_grant is not None:
             raise StaleEpochError(
@@ -572,7 +572,7 @@ class _RefusedMessages:
     num_reports: int = 0
 
 
-class _Wholeness:
+class _ChangeGuard:
     """Surrounds changes of tables: after an error in one, nothing may change or read them."""
 
     def __init__(self, rank: int) -> None:

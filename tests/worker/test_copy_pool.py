@@ -16,7 +16,7 @@ from kvcache.worker import CpuCopyEngine
 from kvcache.worker.copies import copy_pool
 from kvcache.worker.copies import task as copy_task
 from kvcache.worker.copies.copy_pool import CopyPool, CopyPriority
-from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HotMove
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, CpuBlockMove
 from tests.worker.test_copy_thread import make
 from tests.worker.test_row_mover import Memories
 from tests.worker.worker_support import block_bytes, fill_block, ids
@@ -184,10 +184,10 @@ class StartTogether:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
         self.threads: set[int] = set()
         self._together = threading.Barrier(num_threads)
-        monkeypatch.setattr(HotMove, "copy_piece", self._meeting(HotMove.copy_piece))
+        monkeypatch.setattr(CpuBlockMove, "copy_piece", self._meeting(CpuBlockMove.copy_piece))
 
     def _meeting(self, take: object) -> object:
-        def met(move: HotMove, *arguments: object) -> object:
+        def met(move: CpuBlockMove, *arguments: object) -> object:
             if threading.get_ident() not in self.threads:
                 self.threads.add(threading.get_ident())
                 self._together.wait(TIMEOUT_S)
@@ -206,7 +206,7 @@ def run(task: CopyTask, pool: CopyPool) -> CopyResult:
 def test_every_block_arrives_and_is_hashed_whoever_copies_it(
     pool: CopyPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(copy_task, "CPU_PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(copy_task, "HELPED_PIECES", 3)
     for seed in range(6):
         memories = Memories(seed, widths)
@@ -242,11 +242,11 @@ def test_every_block_arrives_and_is_hashed_whoever_copies_it(
 def test_one_thread_that_fails_ends_the_move(
     pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(copy_task, "CPU_PIECE_BYTES", 1 << 12)
     StartTogether(monkeypatch, 3)
-    meeting, copied = HotMove.copy_piece, []
+    meeting, copied = CpuBlockMove.copy_piece, []
 
-    def fail_in_a_helper(move: HotMove, first: int) -> None:
+    def fail_in_a_helper(move: CpuBlockMove, first: int) -> None:
         meeting(move, first)
         copied.append(first)
         if threading.current_thread().name == f"{NAME}-1":
@@ -254,7 +254,7 @@ def test_one_thread_that_fails_ends_the_move(
         assert failed.wait(TIMEOUT_S)
 
     failed = threading.Event()
-    monkeypatch.setattr(HotMove, "copy_piece", fail_in_a_helper)
+    monkeypatch.setattr(CpuBlockMove, "copy_piece", fail_in_a_helper)
     memories = Memories(1, (4096,))
     every = ids(*range(32))
     move = BlockMove(memories.device, memories.host, every, every, True)
@@ -301,7 +301,7 @@ def test_helpers_have_the_priority_of_copies(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_with_more_threads_keeps_every_byte_and_ends_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copy_task, "HOT_PIECE_BYTES", 64)
+    monkeypatch.setattr(copy_task, "CPU_PIECE_BYTES", 64)
     monkeypatch.setattr(copy_task, "HELPED_PIECES", 2)
     bench = make(copy_threads=3)
     bench.engine.copies_at_once = True

@@ -39,7 +39,7 @@ NUM_ROWS = 32
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "HOT_PIECE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(tasks, "CPU_PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(row_mover, "STREAMED_BYTES", PIECE_BYTES)
 
 
@@ -307,7 +307,7 @@ def test_what_goes_wrong_on_the_way_is_in_the_result(monkeypatch: pytest.MonkeyP
         raise MemoryError("no room")
 
     memories = Memories(1, (4096,))
-    monkeypatch.setattr(tasks.HotMove, "run", fail)
+    monkeypatch.setattr(tasks.CpuBlockMove, "run", fail)
     result = run(CopyTask(memories.move(to_host=True), CpuCopyEngine(), takes_checksums=True))
     assert "no room" in result.problem
 
@@ -317,5 +317,5 @@ def test_marks_for_other_blocks_than_those_that_move_are_refused(count: int) -> 
     memories = Memories(1, (4096,))
     before = [tensor.clone() for tensor in memories.host.tensors]
     with pytest.raises(ValueError, match=f"3 blocks, 3 slots, {count} marks: one for each"):
-        tasks.HotMove(whole_move(memories, 3), np.ones(count, np.bool_), CopyPool())
+        tasks.CpuBlockMove(whole_move(memories, 3), np.ones(count, np.bool_), CopyPool())
     assert all(map(torch.equal, memories.host.tensors, before))

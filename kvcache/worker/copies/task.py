@@ -1,8 +1,8 @@
 """One store or load: it copies the bytes in pieces, and takes or compares their checksums.
 
 transfers.py makes a task and reads its result in the worker's thread; everything else happens in
-the thread of runner.py. A task sees memory and ids only. If the CPU reaches both sides, `HotMove`
-copies and hashes in one pass. A task never raises: the result says what went wrong.
+the thread of runner.py. A task sees memory and ids only. If the CPU reaches both sides,
+`CpuBlockMove` copies and hashes in one pass. A task never raises: the result says what went wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE_BYTES = 1 << 26
 HELPED_PIECES = 4
 """Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
 
-HOT_PIECE_BYTES = 1 << 19
+CPU_PIECE_BYTES = 1 << 19
 """Copied at once; between pieces copies give way. A tenth of a millisecond or less."""
 
 
@@ -53,13 +53,14 @@ class BlockMove:
     to_host: bool
 
 
-class HotMove:
-    """Carries a move out, a piece of some blocks after another, and hashes what it copies."""
+class CpuBlockMove:
+    """Copies a move piece by piece, each of some blocks, and hashes the bytes."""
 
     def __init__(self, move: BlockMove, is_hashed: BoolArray, pool: CopyPool) -> None:
-        """Look at the ids, at least one; copy nothing yet. `is_hashed[i]` says
-        it of block `i`. `pool` copies, and gives way between copies of a piece's size. Raises
-        ValueError where there are not as many of these as blocks."""
+        """Check the ids, at least one; copy nothing yet. `is_hashed[i]` says whether block `i` is
+        hashed. `pool` copies, and gives way between pieces.
+
+        Raises ValueError if the arrays differ in length."""
         if not len(move.block_ids) == len(move.slots) == len(is_hashed):
             counts = len(move.block_ids), len(move.slots), len(is_hashed)
             raise ValueError("{} blocks, {} slots, {} marks: one for each".format(*counts))
@@ -79,7 +80,7 @@ class HotMove:
             for pair, start in zip(sides, starts, strict=False)
         ]
         self._written = [pair[1] if move.to_host else pair[0] for pair in sides]
-        self._step = min(len(is_hashed), max(1, HOT_PIECE_BYTES // max(self._widths, default=1)))
+        self._step = min(len(is_hashed), max(1, CPU_PIECE_BYTES // max(self._widths, default=1)))
 
     def run(self) -> Int64Array:
         """Copy everything; return the checksums of the blocks that are hashed, in order."""
@@ -89,7 +90,7 @@ class HotMove:
         def copy_pieces() -> None:
             """Copy while pieces are left: a thread with less of a processor copies less."""
             try:
-                for start in _each_taken(waiting):
+                for start in _take_each(waiting):
                     self.copy_piece(start)
             except Exception:
                 waiting.clear()  # no thread goes on
@@ -106,9 +107,9 @@ class HotMove:
         end = min(first + self._step, len(self._hashes.is_hashed))
         piece = PieceHashes(self._hashes, first, end)
         for mover, width in zip(self._movers, self._widths, strict=True):
-            for low in range(0, width, HOT_PIECE_BYTES):
+            for low in range(0, width, CPU_PIECE_BYTES):
                 self._pool.give_way()
-                high = min(width, low + HOT_PIECE_BYTES)
+                high = min(width, low + CPU_PIECE_BYTES)
                 if self._does_hash and self._can_hash:
                     mover.copy_hashed(piece, low, high)
                 else:
@@ -127,7 +128,7 @@ class HotMove:
                 hashes.digests[place] = state.intdigest()
 
 
-def _each_taken(waiting: deque[_Item]) -> Iterator[_Item]:
+def _take_each(waiting: deque[_Item]) -> Iterator[_Item]:
     """Yield items until none is left; each goes to one of the threads that ask."""
     while True:
         try:
@@ -173,11 +174,11 @@ class CopyTask:
 
     can_begin ──▶ begin ──▶ is_copied, until so ──▶ finish
 
-    A store with `takes_checksums` returns those of what was written. Of a slot that a load with a
-    `comparison` finds wrong no byte is left in its block. Where an engine copies, slots are
-    compared before, and nothing is copied once one was found. Where the processor does, what it
-    copies is hashed on the way, and zeroed where it was wrong: no forward reads a
-    load's blocks before it is over.
+    A store with `takes_checksums` returns the checksums of the bytes it wrote. A load with a
+    `comparison` leaves no byte of a wrong slot in a block. If an engine copies, the task compares
+    slots before, and copies nothing more once one is wrong. If the CPU copies, it hashes the bytes
+    in the same pass, and zeroes wrong blocks: no forward reads a load's blocks before it is
+    over.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class CopyTask:
             if not len(self._move.slots):
                 return
             if self._engine.copies_at_once:
-                self._copy_hot(pool)
+                self._copy_on_cpu(pool)
             else:
                 self._start_all()
         except Exception as error:  # the thread that runs this has other tasks
@@ -251,9 +252,9 @@ class CopyTask:
 
     # --- where the processor copies
 
-    def _copy_hot(self, pool: CopyPool) -> None:
+    def _copy_on_cpu(self, pool: CopyPool) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
-        found = HotMove(self._move, self._is_hashed, pool).run()
+        found = CpuBlockMove(self._move, self._is_hashed, pool).run()
         hashed = self._is_hashed.nonzero()[0]
         if self._comparison is None:
             self._checksums[hashed] = found

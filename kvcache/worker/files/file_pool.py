@@ -242,8 +242,8 @@ class FilePool:
             return self._condition.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Take nothing more, and end the lanes when what was submitted is done; say whether they
-        ended in time."""
+        """Refuse new work, and end the lanes when submitted work is done; say whether they ended
+        in time."""
         with self._condition:
             self._is_closed = True
             self._to_scan.clear()
@@ -346,7 +346,7 @@ class FilePool:
                 self._undone.pop(key, None)
 
     def _do(self, job: _Job, place: int, key: bytes, task: Callable[[], int]) -> None:
-        """Do one block of a job; whatever happens, the job gets on."""
+        """Do one block of a job; an error fails this block only."""
         num_bytes, failure = 0, None
         try:
             num_bytes = task()

@@ -44,8 +44,8 @@ MAX_ABOUT_BYTES = 4096
 
 @dataclass(frozen=True)
 class DiskAccess:
-    """By what a rank gets at its files: `make_files` is given the open directory, `make_lanes` how
-    many lanes there are to be. Tests hand in others, which fail and come late as they are told."""
+    """How a rank reaches its files: `make_files` takes the open directory, `make_lanes` the number
+    of lanes. Tests pass others, which fail or are late on demand."""
 
     make_files: Callable[[int], DirectoryFiles] = DirectoryFiles
     make_lanes: Callable[[int], Lanes] = ThreadLanes
@@ -57,7 +57,7 @@ class FileTierSettings:
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
     cannot be used does not start, or, unless `must_work`, starts without it and says why in every
-    job for it. `access` says by what it gets at the disk. The other fields are `StoreLimits`.
+    job for it. `access` says how it reaches the disk. The other fields are `StoreLimits`.
     """
 
     root: Path

@@ -308,11 +308,10 @@ def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = Non
 
 
 def keep_segment(segment: HostSegment, descriptor: int, service: MemoryServiceAddress) -> str:
-    """Have the memory service keep a segment, `descriptor` of it; return why it does not, empty if
-    it does.
+    """Pass a segment's `descriptor` to the memory service; return why that failed, or an
+    empty string.
 
-    May be called again, and from any thread: a memory service that has died and come back keeps
-    nothing.
+    May be called again, and from any thread: a memory service has nothing after a restart.
     """
     rank = segment.shape.rank
     try:

@@ -23,7 +23,7 @@ SYSTEM_ROOT = Path("/")
 
 
 def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
-    """Return the bytes that this process may still take, None where nothing says so.
+    """Return the bytes that this process may still take, None if no limit can be read.
 
     The least of what the machine has available and of what each control group around this process
     allows beyond its use. Files in a group's page cache that were not used lately count as free.
@@ -34,7 +34,7 @@ def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
 
 
 def require_memory(num_bytes: int, purpose: str, remedy: str, root: Path = SYSTEM_ROOT) -> None:
-    """Raise NotEnoughMemoryError unless `num_bytes` can be had; `purpose` says what for."""
+    """Raise NotEnoughMemoryError unless `num_bytes` are available, for `purpose`."""
     available = available_memory_bytes(root)
     if available is not None and num_bytes > available:
         raise NotEnoughMemoryError(
