@@ -289,7 +289,7 @@ def test_nothing_of_the_house_imports_integrations() -> None:
 
 
 @pytest.mark.parametrize("package", ["kvcache", "actors"])
-def test_nothing_that_is_installed_imports_what_is_not(package: str) -> None:
+def test_installed_modules_import_only_installed_ones(package: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in sources(package)

@@ -41,7 +41,7 @@ def test_arrays_are_changed_in_place() -> None:
     assert values.tolist() == [10, 20, 30]
 
 
-def test_what_is_read_may_be_read_only() -> None:
+def test_inputs_may_be_read_only() -> None:
     values = int32_array([1])
     values.flags.writeable = False
     assert add_to(int32_array([1]), values) == 2
@@ -91,7 +91,7 @@ def kept(directory: Path, ending: str) -> list[Path]:
     return sorted((directory / "__pycache__").glob(f"*.{ending}"))
 
 
-def test_what_is_kept_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cached_code_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="kvcache.base.compiled"):
         assert make(tmp_path, 1)(10) == 11
         (code,) = kept(tmp_path, "nbc")

@@ -222,7 +222,7 @@ def test_layers_that_keep_nothing_count_for_names_and_stages() -> None:
     assert [list(specs) for specs in layer_specs(config)] == [["layers.0"], ["layers.3"]]
 
 
-def test_cross_attention_may_stand_beside_the_layers_before_it() -> None:
+def test_cross_attention_may_extend_the_layers_before_it() -> None:
     data = plain(parallel={"pipeline_parallel_size": 3})
     cross = {"kind": "cross", **HEADS, "max_encoder_tokens": 9}
     data["model"]["layers"] = [

@@ -313,7 +313,7 @@ def test_an_item_that_ends_with_the_block_is_done_with_it():
         (0, 4, -1, "start_mm_idx is -1: pass an integer of at least 0"),
     ],
 )
-def test_extra_keys_of_what_is_no_block_are_refused(start, end, mm_idx, message):
+def test_extra_keys_of_an_invalid_block_are_refused(start, end, mm_idx, message):
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
         generate_block_hash_extra_keys(Request("r1", range(8)), start, end, mm_idx)
 

@@ -67,7 +67,7 @@ def test_ids_in_errors_are_escaped_and_shortened() -> None:
     assert len(spaced) < 10_000 and spaced.endswith("has 3 tokens: pass 4")
 
 
-def test_what_is_legible_stays_as_it_is() -> None:
+def test_legible_text_stays_as_it_is() -> None:
     for text in (
         "request \u00e4 \u8a71 \U0001f600",
         "/very/long" * 30,

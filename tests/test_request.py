@@ -97,7 +97,7 @@ def test_a_boolean_hides_nowhere_in_a_long_list(fill):
 
 
 @pytest.mark.parametrize("ids", [b"abcd", bytearray(b"abcd"), "1234", {1, 2}, 7, None, iter([1])])
-def test_what_is_no_sequence_of_integers_is_refused(ids):
+def test_values_that_are_not_integers_are_refused(ids):
     with refused(
         f"request r1: prompt token ids cannot be read from {type(ids).__name__}: "
         "pass a list, an array or a one-dimensional numpy array of integers"

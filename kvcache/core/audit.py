@@ -53,7 +53,7 @@ from kvcache.core.columns import (
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
 from kvcache.tenants import TenantLedger
-from kvcache.tenants.ledger import NOBODY
+from kvcache.tenants.ledger import UNOWNED
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore
@@ -271,7 +271,7 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
     c, owners = core.books.columns, tenants.owners
     tenants.check()
     is_used = (c.block[:, REF] != 0) | (c.block[:, NODE] != 0)
-    wrong = np.flatnonzero((owners != NOBODY) != is_used)
+    wrong = np.flatnonzero((owners != UNOWNED) != is_used)
     _require(not len(wrong), f"blocks {wrong[:5]} are used, or have a tenant, but not both")
     unheld: Counter[int] = Counter()
     for n, _, b, _ in core.contents():

@@ -57,7 +57,7 @@ from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import Label
 from kvcache.requests.request_content import parse_namespace_name
 from kvcache.tenants import TenantLedger, TenantStatistics
-from kvcache.tenants.ledger import NOBODY
+from kvcache.tenants.ledger import UNOWNED
 
 
 def first_of_each(values: Sequence[OffloadKey] | Sequence[int]) -> IndexArray:
@@ -718,7 +718,7 @@ class TierManager(OffloadingManager):
             theirs = self._table.distinct(slots[labels.namespaces[rows] == number])
             if len(theirs):
                 account = tenants.account(parse_namespace_name(name))
-                tenants.took(theirs[tenants.owners[theirs] == NOBODY], account)
+                tenants.took(theirs[tenants.owners[theirs] == UNOWNED], account)
 
     def _ready(self, keys: Sequence[OffloadKey]) -> IndexArray:
         """Return the addresses of the ready keys, each once."""

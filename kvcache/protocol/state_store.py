@@ -145,15 +145,15 @@ class FileStateStore:
 
     def save(self, state: SmallState, replaces: SmallState | None) -> None:
         """Replace the file atomically and durably, one process at a time; see `StateStore`."""
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             with self._locked():
                 require_saved(self.load(), replaces, f"state file {self.path}")
-                self._write(beside, state.to_bytes())
-                os.replace(beside, self.path)
+                self._write(temporary, state.to_bytes())
+                os.replace(temporary, self.path)
                 self._sync_directory()
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise ClusterError(
                 f"state file {self.path} cannot be written: {error}: free space or choose another "
                 "directory"

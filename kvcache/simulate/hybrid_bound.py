@@ -170,14 +170,14 @@ class _Room:
         num_tokens = int(self._trace.input_lengths[request])
         num_whole = num_tokens // self._column_tokens
         most_hit_tokens = num_seen * self._column_tokens
-        beside = sum(
+        extra = sum(
             ceil_div(num_tokens, spec.block_size)
             - spec.num_skipped_tokens(most_hit_tokens) // spec.block_size
             for spec in self._others
         )
-        beside += sum(ceil_div(num_tokens, spec.block_size) for spec in self._ordered)
-        needed = beside
-        beside -= num_whole * self.blocks_per_column
+        extra += sum(ceil_div(num_tokens, spec.block_size) for spec in self._ordered)
+        needed = extra
+        extra -= num_whole * self.blocks_per_column
         if needed > self._num_blocks:
             raise OutOfBlocksError(
                 f"{self._trace.place_of(request)}: the request of {num_tokens} tokens needs at "
@@ -185,7 +185,7 @@ class _Room:
             )
         if not self.blocks_per_column:
             return None
-        return (self._num_blocks - beside) // self.blocks_per_column
+        return (self._num_blocks - extra) // self.blocks_per_column
 
 
 class _Pool:

@@ -20,7 +20,7 @@ from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.base.errors import InvariantError
 from kvcache.policies import EvictionPolicy
 from kvcache.requests.request_content import Namespace
-from kvcache.tenants.shares import NOBODY_IN_PARTICULAR, TenantShare, TierShares
+from kvcache.tenants.shares import UNNAMED_TENANT, TenantShare, TierShares
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class TenantAccount:
         )
 
 
-NOBODY = 0
+UNOWNED = 0
 """Owner of blocks without content and references."""
 
 _SPARE_ACCOUNTS = 256
@@ -156,7 +156,7 @@ _Part = TypeVar("_Part")
 class TenantLedger:
     """The accounts of all tenants in one tier. Blocks are ids below `num_ids`.
 
-    Invariants: a block's owner is NOBODY exactly while it is free and empty. An account's
+    Invariants: a block's owner is UNOWNED exactly while it is free and empty. An account's
     `num_blocks` are the blocks it owns. `num_reserved` is the sum of the accounts'
     `num_reserved`. Named tenants are always known, others while they have blocks, and some longer.
     """
@@ -176,7 +176,7 @@ class TenantLedger:
         self._sweep_at = len(shares.named) + _SPARE_ACCOUNTS
         for name in shares.named:
             self._open(name)
-        self.served = self._open(NOBODY_IN_PARTICULAR)
+        self.served = self._open(UNNAMED_TENANT)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -322,7 +322,7 @@ class TenantLedger:
         else:
             for account, count in self._counts(block_ids):
                 self._move(account, -count, 0)
-        self.owners[index_array(block_ids)] = NOBODY
+        self.owners[index_array(block_ids)] = UNOWNED
 
     def evicted(self, block_ids: IndexArray) -> None:
         """Count these blocks, which are freed next, as evicted for the served tenant."""
@@ -346,7 +346,7 @@ class TenantLedger:
 
     def clear(self) -> None:
         """Make every block free and empty."""
-        self.owners[:] = NOBODY
+        self.owners[:] = UNOWNED
         for account in self._by_name.values():
             self._move(account, -account.num_blocks, -account.num_unheld)
 

@@ -17,7 +17,7 @@ from kvcache.requests.request_content import Namespace
 DEVICE_TIER = "device"
 """Name of the device tier."""
 
-NOBODY_IN_PARTICULAR = ""
+UNNAMED_TENANT = ""
 """Name of the tenant of requests without one."""
 
 _SHOWN_CHARACTERS = 12
@@ -73,7 +73,7 @@ class TierShares:
     def name_in(self, namespace: Namespace) -> str:
         """Return the tenant of a namespace."""
         name = namespace.salt if self.by_salt else namespace.tenant
-        return NOBODY_IN_PARTICULAR if name is None else name
+        return UNNAMED_TENANT if name is None else name
 
     def share_of(self, name: str) -> TenantShare:
         """Return the amounts of a tenant."""

@@ -116,7 +116,7 @@ def test_top_shows_one_look(engine: Engine) -> None:
     assert "hit rate" in run("top", "--interval", "0.2", "--for", "0.3")
 
 
-def test_what_is_in_use_is_cleared_by_a_drain_only(cluster: KVCacheCluster, engine: Engine) -> None:
+def test_blocks_in_use_are_cleared_only_by_a_drain(cluster: KVCacheCluster, engine: Engine) -> None:
     assert "no terminal to ask on: pass --yes" in run("clear", exit_code=2)
     assert "6 blocks are in use by running requests (2)" in run("clear", "--yes", exit_code=2)
     epoch = cluster.coordinator_statistics().manager.model_epoch  # type: ignore[union-attr]
@@ -144,7 +144,7 @@ def test_an_idle_cache_is_cleared_at_once(cluster: KVCacheCluster) -> None:
     assert drained["model_epoch"] == drained["model_epoch_before"] + 1
 
 
-def test_a_name_that_nobody_has_is_answered_with_those_there_are(cluster: KVCacheCluster) -> None:
+def test_an_unknown_name_is_answered_with_the_known_ones(cluster: KVCacheCluster) -> None:
     for command in (["usage"], ["top", "--once"], ["status"], ["stop"]):
         result = CliRunner().invoke(app, [*command, "--name", "none"])
         assert result.exit_code == 3

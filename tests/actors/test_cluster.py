@@ -91,7 +91,7 @@ def test_a_second_launch_under_the_name_is_refused_and_the_first_lives_on(
         client.wait_finished(client.step(EMPTY).step)
 
 
-def test_a_name_that_nobody_runs_under_is_an_error(ray_cluster: str) -> None:
+def test_an_unknown_name_is_an_error(ray_cluster: str) -> None:
     with pytest.raises(NotRunningError, match="no cluster named 'nobody' is running"):
         KVCacheCluster.connect("nobody")
 
@@ -210,7 +210,7 @@ def test_whatever_is_not_ours_is_counted_and_the_cluster_lives_on(shared: KVCach
         fake.close()
 
 
-def test_workers_count_what_is_no_message_for_them(launch: Any, make_config: Any) -> None:
+def test_workers_count_messages_that_are_not_for_them(launch: Any, make_config: Any) -> None:
     from actors.embedding import EmbeddedWorker
     from actors.transport.local import LocalServer
     from kvcache.planner import plan_cluster
@@ -261,7 +261,7 @@ def test_tensor_and_pipeline_parallel_ranks_serve_a_hybrid_and_leave_nothing(
     traces.check(config.name)
 
 
-def test_a_detached_cluster_is_stopped_by_whoever_finds_it(
+def test_any_process_can_stop_a_detached_cluster(
     ray_cluster: str, make_config: Any, traces: Any
 ) -> None:
     config = make_config(parallel={"tensor_parallel_size": 1})

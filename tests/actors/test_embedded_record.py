@@ -52,7 +52,7 @@ def test_a_record_comes_back_as_it_was_with_the_configuration(make_config: MakeC
         {"version": "1"},
     ],
 )
-def test_what_is_no_record_is_refused(make_config: MakeConfig, change: dict[str, Any]) -> None:
+def test_invalid_records_are_refused(make_config: MakeConfig, change: dict[str, Any]) -> None:
     fields = {**fields_of(make_record(make_config())), **change}
     with pytest.raises(MalformedMessageError) as caught:
         EmbeddedRecord.from_bytes(json.dumps(fields).encode(), "c")

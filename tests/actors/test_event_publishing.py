@@ -93,7 +93,7 @@ def become_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> None:
     cluster.coordinator.manager.check()
 
 
-def test_a_follower_knows_what_is_cached_and_what_was_evicted(cluster: LocalCluster) -> None:
+def test_a_follower_knows_cached_and_evicted_blocks(cluster: LocalCluster) -> None:
     index = PrefixIndex()
     with follow(cluster) as subscriber, cluster.client() as client:
         for i in range(6):
@@ -183,7 +183,7 @@ def test_a_publisher_that_stands_still_delays_no_step(cluster: LocalCluster) -> 
         become_exact(cluster, subscriber)
 
 
-def test_what_the_publisher_does_not_take_is_stated_anew() -> None:
+def test_a_publisher_that_falls_behind_gets_the_whole_state() -> None:
     config = config_of(events={"queue_bytes": "1KiB"})
     with LocalCluster(config) as cluster, follow(cluster) as subscriber, cluster.client() as client:
         process_id = statistics(cluster)["process_id"]
@@ -240,7 +240,7 @@ def test_two_sockets_cannot_be_at_one_place() -> None:
         config_of(events={"endpoint": place, "replay_endpoint": place})
 
 
-def test_without_events_nobody_is_told() -> None:
+def test_without_events_nothing_is_published() -> None:
     with LocalCluster(config_of(events={"enabled": False})) as cluster:
         assert cluster.coordinator.statistics().events is None
 

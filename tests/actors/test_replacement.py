@@ -208,7 +208,7 @@ def test_workers_that_hang_while_the_coordinator_restarts_are_replaced(
     assert not psutil.pid_exists(before.ranks[1].process_id)
 
 
-def test_a_coordinator_that_finds_nobody_says_that_the_cluster_is_over(
+def test_a_coordinator_without_workers_reports_that_the_cluster_has_ended(
     launch: Any, make_config: Any, traces: Any, tmp_path: Path
 ) -> None:
     cluster = launch(
@@ -363,7 +363,7 @@ def test_an_engine_hands_over_another_actor_for_one_that_is_lost(
         ray.kill(engine)
 
 
-def test_what_is_waited_for_is_named_with_its_age(launch: Any, make_config: Any) -> None:
+def test_waits_are_reported_with_their_age(launch: Any, make_config: Any) -> None:
     deadlines = {"worker_silence_s": 1.0, "worker_kill_s": 0.0}
     cluster = launch(make_config(deadlines=deadlines))
     with cluster.client() as client:
@@ -431,7 +431,7 @@ def test_a_process_that_took_a_lost_ones_place_ends_with_the_driver_too(
     traces.check(config.name)
 
 
-def test_the_command_line_names_what_is_stuck_and_says_so_by_its_exit_code(
+def test_the_command_line_names_stuck_waits_and_exits_with_1(
     launch: Any, make_config: Any, ray_cluster: str
 ) -> None:
     cluster = launch(make_config(deadlines={"worker_silence_s": 1.0, "worker_kill_s": 0.0}))

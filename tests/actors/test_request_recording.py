@@ -126,7 +126,7 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
     assert str(np.asarray(next(iter(Readings())).token_ids)[0]) not in path.read_text()
 
 
-def test_the_command_records_what_is_served_until_ctrl_c(
+def test_the_command_records_served_requests_until_ctrl_c(
     shared: KVCacheCluster, ray_cluster: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "recorded.jsonl"

@@ -212,7 +212,7 @@ def test_who_sends_what_cannot_be_read_is_answered_counted_and_logged(
     assert f"a message of {peer.address} cannot be read: {reason}" in caplog.messages
 
 
-def test_nobody_is_answered_before_there_is_a_coordinator() -> None:
+def test_no_message_is_answered_before_there_is_a_coordinator() -> None:
     transport = Recorder()
     service = CoordinatorService(transport, VirtualClock(), MAX_BYTES, tick_s=1.0)
     transport.put(Inbound(client_peer("a"), b"nothing"))
@@ -247,7 +247,7 @@ def broken(*_: object) -> list[Outgoing]:
         ),
     ],
 )
-def test_an_error_in_a_decision_costs_the_books_and_no_other_message(
+def test_an_error_in_a_decision_costs_the_state_and_no_other_message(
     monkeypatch: pytest.MonkeyPatch, method: str, peer: Peer, message: Message, what: str
 ) -> None:
     decider = Decider("why")
@@ -265,7 +265,7 @@ def test_an_error_in_a_decision_costs_the_books_and_no_other_message(
     assert decider.errors == [reason]
 
 
-def test_an_error_of_a_look_at_the_clock_costs_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_tick_costs_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     decider, clock = Decider(), VirtualClock()
     service = CoordinatorService(Recorder(), clock, MAX_BYTES, tick_s=1.0)
     service.open(decider, [])
@@ -275,7 +275,7 @@ def test_an_error_of_a_look_at_the_clock_costs_the_books(monkeypatch: pytest.Mon
     assert decider.errors == ["a look at the clock: MemoryError: no room"]
 
 
-def test_books_that_cannot_be_dropped_are_not_served_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_cannot_be_dropped_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     decider = Decider("why")
     decider.num_vain_drops = 2
     service, transport = make_service(decider)

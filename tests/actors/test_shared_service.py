@@ -155,7 +155,7 @@ def test_workers_are_served_by_turns_and_their_news_reach_clients(site: Site) ->
     worker.close()
 
 
-def test_what_is_no_message_of_the_client_is_counted_and_dropped(site: Site) -> None:
+def test_messages_that_are_not_the_clients_are_counted_and_dropped(site: Site) -> None:
     client = site.client("a")
     client.send(b"\xc1 no message")
     client.send(encode(Attach("somebody-else", 1)))
@@ -243,7 +243,7 @@ def test_clients_are_told_of_the_end_when_the_sockets_are_gone(site: Site) -> No
     assert reasons(client) == [(8, "closed")] * 2
 
 
-def test_whoever_stood_still_looks_around_before_anything_is_served(site: Site) -> None:
+def test_after_a_pause_the_state_store_is_read_before_anything_is_served(site: Site) -> None:
     client = site.client("a")
     site.check_takeover = lambda: site.service.end(SupersededError("taken over meanwhile"))
     site.clock.advance(STALL_S)

@@ -8,7 +8,7 @@ from actors.stall_aware_clock import StallAwareClock
 from kvcache.base.clock import VirtualClock
 
 
-def test_short_pauses_count_and_of_a_long_one_only_what_is_usual() -> None:
+def test_short_pauses_count_and_of_a_long_one_only_the_usual_part() -> None:
     machine = VirtualClock(100.0)
     clock = StallAwareClock(machine, 1.0)
     started_s = clock.now()
@@ -20,7 +20,7 @@ def test_short_pauses_count_and_of_a_long_one_only_what_is_usual() -> None:
     assert clock.now() - started_s == 2.75
 
 
-def test_a_pause_is_skipped_once_whoever_asks_first() -> None:
+def test_a_pause_is_skipped_once_whichever_caller_asks_first() -> None:
     machine = VirtualClock(100.0)
     clock = StallAwareClock(machine, 1.0)
     started_s = clock.now()

@@ -150,14 +150,14 @@ def test_a_forked_process_cannot_use_the_client_that_it_inherits(
 
 
 @pytest.mark.parametrize("name", ["", "\ud800", 7, "n" * 201], ids=repr)
-def test_a_name_of_which_no_client_id_can_be_made_is_refused(
+def test_a_name_that_makes_no_valid_client_id_is_refused(
     make_config: MakeConfig, name: Any
 ) -> None:
     with pytest.raises(ConfigurationError, match="client_name is "):
         KVCacheClient(Dialer(make_config()), name)
 
 
-def test_a_client_that_nobody_answers_closes_after_a_while_and_says_so(
+def test_a_client_without_answers_closes_after_a_while_and_says_so(
     make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     dialer = Dialer(make_config(transport={"resend_s": 0.02, "heartbeat_s": 0.04}))

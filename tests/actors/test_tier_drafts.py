@@ -34,7 +34,7 @@ WIDE_WINDOW = layer("sliding_window", num_kv_heads=4, window_tokens=40)
         pytest.param([FULL, WIDE_WINDOW], 32, 25, marks=pytest.mark.long, id="unequal blocks"),
     ],
 )
-def test_what_is_loaded_is_hit_but_for_the_end_of_it(
+def test_a_loaded_prefix_is_hit_except_for_its_end(
     layers: list[dict[str, Any]], block_tokens: int, memory: int, tmp_path: Path
 ) -> None:
     config = tier_config(

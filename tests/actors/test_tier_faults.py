@@ -153,7 +153,7 @@ def test_a_disk_that_cannot_be_read_rests_and_has_lost_nothing(
         assert player.disk.num_forgotten == 0
 
 
-def test_a_full_disk_stores_nothing_more_and_what_is_there_is_found(tmp_path: Path) -> None:
+def test_a_full_disk_stores_no_more_blocks_and_serves_those_it_has(tmp_path: Path) -> None:
     with serving(tmp_path) as player:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

@@ -182,7 +182,7 @@ def test_one_server_listens_locally_without_keys_and_elsewhere_with_them(
 
 
 @pytest.mark.parametrize("kind", ["no keys", "keys of another cluster", "own keys"])
-def test_without_the_keys_nobody_gets_in(cleanup: ExitStack, kind: str) -> None:
+def test_connections_without_the_keys_are_refused(cleanup: ExitStack, kind: str) -> None:
     keys, other = generate_curve_keys(), generate_curve_keys()
     server = make_server(cleanup, keys)
     address = server.bind(network_address("127.0.0.1"), True)
@@ -199,7 +199,7 @@ def test_without_the_keys_nobody_gets_in(cleanup: ExitStack, kind: str) -> None:
     assert [i.payload for i in receive_until(server, bool)] == [b"hello"]
 
 
-def test_what_is_not_ours_is_counted_and_the_next_message_arrives(cleanup: ExitStack) -> None:
+def test_foreign_payloads_are_counted_and_the_next_message_arrives(cleanup: ExitStack) -> None:
     server = make_server(cleanup)
     endpoint = Endpoint(server.bind(local_address(), False))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -265,7 +265,7 @@ def test_what_cannot_be_delivered_is_counted(cleanup: ExitStack, near: MakeAddre
         server.send([WorkerAddress(0)], b"anybody?")
 
 
-def test_all_processes_of_a_rank_get_what_is_for_the_rank(
+def test_all_processes_of_a_rank_get_the_ranks_messages(
     cleanup: ExitStack, near: MakeAddress
 ) -> None:
     server = make_server(cleanup)
@@ -413,7 +413,7 @@ def test_a_peer_that_is_cut_off_connects_again(cleanup: ExitStack) -> None:
     assert receive_one(peer) == b"welcome back"
 
 
-def test_what_a_slow_peer_does_not_read_waits_up_to_a_limit_and_nobody_with_it(
+def test_messages_for_a_slow_peer_wait_up_to_a_limit_and_delay_no_other(
     cleanup: ExitStack,
 ) -> None:
     limits = ZmqLimits(10**6, high_water_mark=8)

@@ -41,7 +41,7 @@ def test_a_process_is_silent_since_it_was_heard_last() -> None:
     assert watch.look({}, 14.0) == {}
 
 
-def test_a_listener_that_stood_still_itself_takes_nobody_for_silent() -> None:
+def test_a_listener_that_was_stopped_itself_takes_no_rank_for_silent() -> None:
     watch = SilenceWatch(look_s=1.0)
     watch.look({0: ("p", 5.0)}, 10.0)
     assert watch.look({0: ("p", 5.0)}, 1000.0) == {0: 2.0}
@@ -114,7 +114,7 @@ def test_a_call_of_ray_starts_no_cluster_in_the_process_of_the_tests() -> None:
         ray.get_actor("nobody")
 
 
-def test_processes_that_die_again_and_again_are_made_ever_more_slowly_and_not_for_ever(
+def test_processes_that_die_repeatedly_are_replaced_at_growing_intervals_and_not_forever(
     make_config: Any,
 ) -> None:
     config = make_config(deadlines={"replacement_s": 100.0})

@@ -77,12 +77,12 @@ def _play(supervisor: ChaosSupervisor, schedule: Schedule, folder: Path) -> Outc
     _await(supervisor.is_settled, "settle")
     with KVCacheClient(dialer, "again") as client:
         outcome.count(play_game(config, length, client, schedule.game))
-    _check_books(supervisor)
+    _check_state(supervisor)
     outcome.num_epochs = supervisor.reports()["coordinator"]["epoch"]
     return outcome
 
 
-def _check_books(supervisor: ChaosSupervisor) -> None:
+def _check_state(supervisor: ChaosSupervisor) -> None:
     """Check that nothing is in progress, all blocks are free, and the state is consistent."""
     wrong: list[str] = []
     give_up_s = time.monotonic() + QUIET_S

@@ -97,7 +97,7 @@ def be_worker(config: ClusterConfig, rank: int, control: Control, trigger: Fault
 def plan_of(config: ClusterConfig, worker: EmbeddedWorker | None = None) -> Plan:
     """Return the plan, which every process makes for itself: all ranks are alike here."""
     num_ranks = config.parallel.num_ranks
-    workers = [EmbeddedWorker(config, rank, connect_nobody) for rank in range(num_ranks)]
+    workers = [EmbeddedWorker(config, rank, refuse_connection) for rank in range(num_ranks)]
     if worker is not None:
         workers[0] = worker
     reports = [one.report(HERE, (), num_ranks) for one in workers]
@@ -115,7 +115,7 @@ def connect(
     return transport
 
 
-def connect_nobody(*_: object) -> PeerTransport:
+def refuse_connection(*_: object) -> PeerTransport:
     """For workers that only report what they keep."""
     raise ClusterError("no process is there")
 

@@ -333,9 +333,9 @@ class ChaosSupervisor:
 
     def _publish(self, address: str) -> None:
         """Tell all processes where the coordinator listens now."""
-        beside = self._directory / f"{ENDPOINT_FILE}.new"
-        beside.write_text(address)
-        beside.replace(self._directory / ENDPOINT_FILE)
+        temporary = self._directory / f"{ENDPOINT_FILE}.new"
+        temporary.write_text(address)
+        temporary.replace(self._directory / ENDPOINT_FILE)
         for worker in self._workers_there():
             worker.control.send({"do": "attach", "address": address})
 

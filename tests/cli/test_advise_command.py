@@ -73,7 +73,7 @@ def test_a_configuration_says_how_large_a_token_is() -> None:
     assert gib_per_block * 2**30 == pytest.approx(512 * per_token)
 
 
-def test_what_is_typed_wrong_is_refused_with_a_remedy() -> None:
+def test_invalid_options_are_refused_with_a_remedy() -> None:
     assert refused(*LOAD, *PRICES, *SIZE, "--budget", "-1") == (
         "--budget is -1.0: give an amount above 0"
     )

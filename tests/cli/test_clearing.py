@@ -39,7 +39,7 @@ def test_anything_else_is_no(answer: str, monkeypatch: pytest.MonkeyPatch) -> No
         confirm("chat", MANAGER, drain=False)
 
 
-def test_where_nobody_can_be_asked_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     with pytest.raises(ConfigurationError, match="no terminal to ask on: pass --yes"):
         confirm("chat", MANAGER, drain=False)

@@ -135,7 +135,7 @@ def test_the_exit_code_says_what_kind_of_error_it_was(error: BaseException, code
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_output_that_nobody_reads_is_nothing_wrong(form: tuple[str, ...]) -> None:
+def test_a_closed_reader_of_the_output_is_no_error(form: tuple[str, ...]) -> None:
     command = [*KVCACHE, "plan", "--config", "cpu_tp2", *form]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

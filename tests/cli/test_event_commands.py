@@ -142,7 +142,7 @@ def event_of(line: dict[str, Any]) -> WireEvent:
     )
 
 
-def test_a_dump_states_what_is_cached(cluster: LocalCluster, client: KVCacheClient) -> None:
+def test_a_dump_has_the_whole_state(cluster: LocalCluster, client: KVCacheClient) -> None:
     shown, _ = run("events", "dump", *addresses(cluster))
     lines = [json.loads(line) for line in shown.splitlines()]
     assert lines[0]["type"] == "AllBlocksCleared"

@@ -169,7 +169,7 @@ def test_what_cannot_be_planned_is_one_line(
     assert error == f"kvcache: {message.replace('LLAMA', str(llama))}\n"
 
 
-def test_an_unknown_model_is_one_line_with_what_is_missing(tmp_path: Path) -> None:
+def test_an_unknown_model_is_one_line_with_the_missing_fields(tmp_path: Path) -> None:
     path = write(tmp_path, {"model_type": "novel", "num_hidden_layers": 3})
     _, error = run("--hf-config", path, "--memory", "1GiB", exit_code=2)
     assert error.startswith(

@@ -109,7 +109,7 @@ def test_lengths_and_newest_are_those_of_the_chains() -> None:
     assert top.newest[0].block_hash == short_hash(last_stored)
 
 
-def test_rates_count_what_came_and_not_what_was_told_anew() -> None:
+def test_rates_count_new_events_and_not_snapshots() -> None:
     followed, tally = Followed(1), EventTally(10.0)
     stored = removed = events = 0
     for _ in range(40):

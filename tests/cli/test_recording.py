@@ -143,7 +143,7 @@ def test_it_ends_with_a_whole_line_before_the_file_is_too_large(path: Path) -> N
     assert path.stat().st_size <= 200
 
 
-def test_a_coordinator_that_restarts_is_waited_for_but_not_for_ever(tmp_path: Path) -> None:
+def test_a_coordinator_that_restarts_is_waited_for_but_not_forever(tmp_path: Path) -> None:
     away = DeadlineError("the coordinator gave no answer within 10 s")
     cluster = FakeCluster([request(5.0)], away, away, [request(3.0)], [])
     _, lines = cluster.record(tmp_path / "a.jsonl")
@@ -171,7 +171,7 @@ def test_a_file_that_exists_is_left_alone(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "mine"
 
 
-def test_a_name_by_which_nobody_would_know_a_trace_is_refused(path: Path) -> None:
+def test_a_name_without_a_suffix_of_traces_is_refused(path: Path) -> None:
     with pytest.raises(TraceError, match=r"names of traces end with .jsonl or .jsonl.gz"):
         FakeCluster([]).record(path.with_suffix(".json"))
     assert not path.with_suffix(".json").exists()

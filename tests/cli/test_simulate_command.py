@@ -190,7 +190,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
     )
 
 
-def test_what_is_typed_wrong_is_refused_with_a_remedy(trace: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_refused_with_a_remedy(trace: Path, tmp_path: Path) -> None:
     assert refused(trace, "-p", "lra").startswith(
         "unknown eviction policy 'lra': choose one of arc, "
     )

@@ -183,7 +183,7 @@ def test_what_cannot_be_cached_is_refused() -> None:
     assert pool.num_cached_blocks == 0
 
 
-def test_a_window_gives_back_what_nobody_reads() -> None:
+def test_a_window_frees_blocks_that_are_read_no_more() -> None:
     pool = BlockPool(9)
     manager = SlidingWindowManager(window(5), pool, 0)
     manager.allocate_new_blocks("a", Reservation(0, 16, 0))

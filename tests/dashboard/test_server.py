@@ -84,7 +84,7 @@ def test_pages_that_read_nothing_make_room_for_others(port: int) -> None:
     [b"\0\1\2 / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n"],
     ids=["bytes", "long header"],
 )
-def test_what_is_no_request_is_answered_and_leaves_no_traceback(
+def test_invalid_requests_are_answered_without_a_traceback(
     port: int, request_bytes: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ask(port, request_bytes) as asking:

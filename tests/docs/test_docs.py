@@ -132,7 +132,7 @@ def test_modules_in_pages_take_their_arguments() -> None:
 
 
 @pytest.mark.parametrize(("page", "text"), [*blocks("bash"), *blocks("sh")])
-def test_what_is_sent_by_curl_is_json(page: Path, text: str) -> None:
+def test_curl_sends_json(page: Path, text: str) -> None:
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     for before, word in pairwise(words):
         if before == "-d":

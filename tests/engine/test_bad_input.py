@@ -199,7 +199,7 @@ def test_all_samples_of_a_request_are_aborted(params: dict[str, int], num_steps:
         require_nothing_is_held(engine)
 
 
-def test_whoever_stops_reading_a_stream_has_aborted_it() -> None:
+def test_closing_a_stream_aborts_its_request() -> None:
     with launch() as engine:
         closed = engine.stream(engine.add_request(PROMPT, SamplingParams(max_tokens=100)))
         next(closed)

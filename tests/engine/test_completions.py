@@ -82,7 +82,7 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
         ({"model": None}, "model", "model is missing: name 'tiny'"),
     ],
 )
-def test_what_is_not_served_is_refused_by_field(
+def test_unsupported_fields_are_refused_by_name(
     changes: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(CompletionError) as refused:

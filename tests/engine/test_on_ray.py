@@ -67,7 +67,7 @@ def test_two_stages_of_two_ranks_survive_their_coordinator(ray_cluster: str) -> 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tensor_size", [1, 2])
-def test_lost_ranks_are_replaced_and_nobody_who_reads_notices(
+def test_lost_ranks_are_replaced_without_a_reader_noticing(
     ray_cluster: str, tensor_size: int
 ) -> None:
     with launch_on_ray(

@@ -59,7 +59,7 @@ def test_ranks_may_outnumber_heads() -> None:
 
 @pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.parametrize("name", ALL_MODELS)
-def test_a_lost_coordinator_is_not_noticed_by_whoever_reads(name: str, is_pipelined: bool) -> None:
+def test_a_lost_coordinator_is_not_noticed_by_a_reader(name: str, is_pipelined: bool) -> None:
     soon = {"deadlines": {"reattach_s": 0.1}}  # the new coordinator waits for clients that are gone
     with launch(name, is_pipelined=is_pipelined, sections=soon) as engine:
         executor = engine.executor

@@ -166,7 +166,7 @@ def test_who_goes_away_has_their_request_aborted(server: Server) -> None:
     assert status == 200
 
 
-def test_what_is_refused_says_why_in_the_format_of_the_api(server: Server) -> None:
+def test_refusals_have_a_reason_in_the_format_of_the_api(server: Server) -> None:
     for changes, param in (
         ({"prompt": ""}, "prompt"),
         ({"n": 0}, "n"),

@@ -57,7 +57,7 @@ def world() -> Iterator[World]:
     made.context.term()
 
 
-def test_whoever_reads_slowly_gets_all_of_it_in_order(world: World) -> None:
+def test_a_slow_reader_gets_everything_in_order(world: World) -> None:
     payload = b"x" * 50_000
     world.answer(10 * QUEUED_MESSAGES, payload)
     world.hand_over_all()

@@ -118,7 +118,7 @@ def begun(link: Link, first_seq: int = 5, *, now_s: float = 0.0) -> LinkedEventF
     return feed
 
 
-def test_an_epoch_begins_with_what_is_labelled_and_what_tiers_hold() -> None:
+def test_an_epoch_begins_with_labelled_blocks_and_tier_contents() -> None:
     link = Link()
     begun(link)
     assert link.held() == {"GPU": 2, "CPU": 1}
@@ -189,7 +189,7 @@ def test_numbers_are_above_those_of_the_epoch_and_of_every_publisher_before() ->
         assert link.publisher.last_seq >= lowest
 
 
-def test_numbers_of_a_cluster_that_was_launched_anew_are_above_those_of_the_one_before() -> None:
+def test_a_new_launch_numbers_events_above_the_last_one() -> None:
     first, second = Link(), Link()
     feed = begun(first, 1 << 40, now_s=1_800_000_000.0)
     for _ in range(100):

@@ -35,7 +35,7 @@ def test_they_equal_every_sequence_of_the_same_digests_and_hash_like_the_tuple(c
     assert tuple(reversed(one)) == plain[::-1]
 
 
-def test_they_differ_from_other_digests_and_from_what_is_no_sequence_of_digests() -> None:
+def test_they_differ_from_other_digests_and_from_other_sequences() -> None:
     one = packed(3)
     others: list[Any] = [packed(4), packed(3, 8), digests(2), digests(4), (), None, one.data]
     assert not any(one == other for other in others)
@@ -96,7 +96,7 @@ def test_events_of_packed_and_plain_digests_are_the_same() -> None:
         ),
     ],
 )
-def test_what_is_no_row_of_digests_is_refused(data: Any, size: Any, message: str) -> None:
+def test_bytes_that_are_not_packed_digests_are_refused(data: Any, size: Any, message: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         PackedDigests(data, size)
     assert str(caught.value) == message

@@ -172,7 +172,7 @@ def is_running(process_id: int) -> bool:
         return False
 
 
-def test_requests_do_not_gather_while_nobody_is_there() -> None:
+def test_requests_do_not_pile_up_without_a_publisher() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -76,7 +76,7 @@ def test_only_the_first_full_group_is_told_and_is_group_0() -> None:
     assert made.last_seq == 101
 
 
-def test_what_is_held_is_answered_batch_by_batch() -> None:
+def test_kept_batches_are_answered_one_by_one() -> None:
     made = publisher(history_batches=3)
     for low in range(1, 6):
         made.publish(1.0, [stored(low, group=1)])
@@ -86,7 +86,7 @@ def test_what_is_held_is_answered_batch_by_batch() -> None:
 
 
 @pytest.mark.parametrize("seq", [0, 102, 108, 2**63])
-def test_what_is_not_held_is_answered_with_everything(seq: int) -> None:
+def test_requests_for_dropped_batches_are_answered_with_the_whole_state(seq: int) -> None:
     made = publisher(history_batches=3)
     for low in range(1, 6):
         made.publish(1.0, [stored(low, group=1)])
@@ -133,7 +133,7 @@ def test_a_request_without_delimiter_is_served_too() -> None:
         [b"me", b"", SEQUENCE.pack(1), b""],
     ],
 )
-def test_what_is_no_request_is_counted(request_frames: list[bytes]) -> None:
+def test_invalid_requests_are_counted(request_frames: list[bytes]) -> None:
     made = publisher()
     before = made.statistics()
     assert made.answer(request_frames, 2.0) == []
@@ -184,7 +184,7 @@ def test_an_event_that_is_none_publishes_nothing() -> None:
     assert made.statistics() == before
 
 
-def test_removing_what_is_not_there_is_counted() -> None:
+def test_removals_of_unknown_blocks_are_counted() -> None:
     made = publisher()
     made.publish(1.0, [removed_in_group_1(4)])
     assert made.statistics().num_unknown_removals == 1

@@ -11,7 +11,7 @@ TARGETS = make_targets()
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_decoder_takes_what_is_good(name: str) -> None:
+def test_a_decoder_accepts_valid_input(name: str) -> None:
     if name == "calls":
         return  # what is good depends on what was called before
     for data in TARGETS[name].good:

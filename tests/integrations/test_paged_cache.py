@@ -131,7 +131,7 @@ def test_a_crop_into_found_blocks_leaves_them_as_they_are(llama: Any) -> None:
         torch.testing.assert_close(found, logits_of(llama, both, None)[:, 20:])
 
 
-def test_drafts_are_found_by_nobody(llama: Any) -> None:
+def test_drafts_are_never_hit(llama: Any) -> None:
     ids = prompt(24, 1)
     with make_store(llama) as store, store.open(ids) as cache:
         cache.activate_past_recording()
@@ -187,7 +187,7 @@ def test_a_forward_that_fails_leaves_the_cache_as_it_was(llama: Any) -> None:
         torch.testing.assert_close(logits_of(llama, ids, cache), whole[:, 40:])
 
 
-def test_a_reset_cache_begins_anew(llama: Any) -> None:
+def test_a_reset_cache_starts_empty(llama: Any) -> None:
     with make_store(llama) as store, store.open(prompt(20, 1)) as cache:
         logits_of(llama, prompt(20, 1), cache)
         cache.reset()

@@ -171,7 +171,7 @@ def test_layers_that_attend_in_chunks_keep_as_much_as_a_window() -> None:
         require_nothing_held(store)
 
 
-def test_turns_on_one_cache_compute_what_is_new(model: Any) -> None:
+def test_turns_on_one_cache_compute_only_new_tokens(model: Any) -> None:
     with make_store(model) as store, store.open() as cache:
         ids = prompt(17, 1)
         for turn in range(3):

@@ -125,7 +125,7 @@ def test_a_slot_that_holds_another_block_is_not_loaded(name: str) -> None:
     memory.close()
 
 
-def test_what_is_forgotten_is_gone_for_the_next_process_too(name: str) -> None:
+def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
     memory.store(stored((0, 1, 2), (5, 6, 7)))
     memory.load(StepCommands(2, sealed=(0, 1, 2)))

@@ -290,7 +290,7 @@ def begun(**options: Any) -> WireRules:
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_breaks_no_rule(name: str) -> None:
+def test_valid_messages_break_no_rule(name: str) -> None:
     begun().on_live(RIGHT[name])
 
 

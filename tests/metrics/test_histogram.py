@@ -30,7 +30,7 @@ def test_each_bucket_counts_the_values_up_to_its_bound() -> None:
         assert sample.sum == pytest.approx(sum(values))
 
 
-def test_what_is_taken_back_was_never_counted() -> None:
+def test_a_count_that_is_undone_was_never_counted() -> None:
     histogram = Histogram((1.0, 2.0))
     histogram.observe_many(np.array([0.5, 2.0, 7.0]))
     histogram.observe_many(np.array([2.0]), -1)

@@ -150,7 +150,7 @@ def test_statistics_become_samples_with_the_labels_that_were_declared() -> None:
     assert values[known.IS_RUNNING, ("x",)] == 1
 
 
-def test_growth_of_a_count_that_begins_anew_is_all_of_it() -> None:
+def test_growth_of_a_count_that_was_reset_is_its_value() -> None:
     growth = CounterGrowth()
     steps = [Sample(known.RESENT, value, ("x",)) for value in (3.0, 3.0, 7.0, 2.0)]
     assert [growth.since_last(sample) for sample in steps] == [3.0, 0.0, 4.0, 2.0]

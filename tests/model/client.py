@@ -152,7 +152,7 @@ def notice(model: Model, state: State) -> State:
     """Let clients notice, in order, which of their steps have ended on every rank."""
     if not state.steps:
         return state
-    state = _refuse_for_ever(model, state)
+    state = _refuse_forever(model, state)
     changed = True
     while changed:
         changed = False
@@ -174,7 +174,7 @@ def notice(model: Model, state: State) -> State:
     return state
 
 
-def _refuse_for_ever(model: Model, state: State) -> State:
+def _refuse_forever(model: Model, state: State) -> State:
     """A forward that a rank will never begin counts as failed there."""
     ranks = []
     for rank in state.ranks:

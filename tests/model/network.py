@@ -93,7 +93,7 @@ def _forget_in(model: Model, state: State, stream: Stream) -> State:
         steps=tuple(steps),
         coordinators=tuple(
             [
-                _shift_books(c, past, applied) if c.nonce == nonce and c.epoch == epoch else c
+                _shift_tables(c, past, applied) if c.nonce == nonce and c.epoch == epoch else c
                 for c in coordinators
             ]
         ),
@@ -122,7 +122,7 @@ def _shift_rank(rank: Rank, stream: Stream, past: dict[int, int], by: int) -> Ra
     )
 
 
-def _shift_books(coordinator: Coordinator, past: dict[int, int], by: int) -> Coordinator:
+def _shift_tables(coordinator: Coordinator, past: dict[int, int], by: int) -> Coordinator:
     ledgers = []
     for ledger in coordinator.ledgers:
         answer, fence_seq = ledger.answer, ledger.fence_seq

@@ -54,7 +54,7 @@ def test_a_removed_rule_is_missed(scenario: Scenario) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", cases(UNSAFE))
-def test_what_is_missed_is_the_rule_and_not_the_size(scenario: Scenario) -> None:
+def test_the_missing_rule_and_not_the_size_causes_the_violation(scenario: Scenario) -> None:
     found = explore(Model(Rules(), scenario.sizes))
     assert found.problem == "", "\n".join(trace(Model(Rules(), scenario.sizes), found.path))
 

@@ -18,7 +18,7 @@ def on_disk(num_keys: int) -> tuple[TierHierarchy, list[OffloadKey]]:
     return tiers, keys
 
 
-def test_what_could_not_be_read_is_still_there_and_only_what_is_lost_is_forgotten() -> None:
+def test_unread_files_are_kept_and_only_lost_ones_are_dropped() -> None:
     tiers, keys = on_disk(3)
     fetch = tiers.plan_fetch(keys, NOW_S)
     assert fetch is not None
@@ -74,7 +74,7 @@ def test_rests_grow_up_to_a_bound_until_the_disk_serves() -> None:
 
 
 @pytest.mark.parametrize(("num_lost", "does_serve"), [(1, True), (0, False)])
-def test_a_disk_that_says_what_is_wrong_with_a_file_serves(num_lost: int, does_serve: bool) -> None:
+def test_a_disk_that_reports_the_problem_of_a_file_serves(num_lost: int, does_serve: bool) -> None:
     tiers, keys = on_disk(2)
     assert rests(tiers, NOW_S) == FIRST_REST_S
     fetch = tiers.plan_fetch(keys, NOW_S)

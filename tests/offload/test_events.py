@@ -99,7 +99,7 @@ def test_a_tier_can_say_all_that_it_holds_again() -> None:
     assert found.token_ids.tolist() == label.token_ids[SIZE:].tolist()
 
 
-def test_what_is_said_again_has_parents_first() -> None:
+def test_repeated_events_have_parents_first() -> None:
     tier, label = make_tier(num_slots=8), chain_label(5)
     backwards = label_rows(label, np.array([4, 2, 3, 0, 1]))
     tier.adopt(label_keys(backwards), None, backwards)

@@ -137,7 +137,7 @@ def test_a_tensor_that_is_not_rows_of_bytes_is_refused(array: npt.NDArray[np.int
         CanonicalKVCacheTensor(Pages(array))
 
 
-def test_references_to_what_is_not_there_are_refused() -> None:
+def test_references_to_missing_tensors_are_refused() -> None:
     tensor = CanonicalKVCacheTensor(Pages(np.zeros((4, 8), np.int8)))
     other = CanonicalKVCacheTensor(Pages(np.zeros((5, 8), np.int8)))
     with pytest.raises(ConfigurationError) as caught:

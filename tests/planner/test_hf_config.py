@@ -63,7 +63,7 @@ def without(config: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != name}
 
 
-def test_null_says_that_there_is_none_and_silence_what_is_known_of_the_architecture() -> None:
+def test_null_means_none_and_a_missing_field_means_the_architectures_default() -> None:
     silent = without(public.MISTRAL_7B, "sliding_window")
     assert kinds_of(silent) == "32 sliding_window"
     assert kinds_of({**silent, "model_type": "mixtral"}) == "32 full"
@@ -161,7 +161,7 @@ def test_ranks_beyond_the_groups_of_a_state_keep_a_whole_group() -> None:
     assert state.to_dict()["shapes"] == ((2816, 3), (32, 80, 128))
 
 
-def test_whisper_reads_the_encoder_beside_its_own_tokens() -> None:
+def test_whisper_reads_the_encoder_in_addition_to_its_own_tokens() -> None:
     cluster = cluster_from_hf_config(public.WHISPER_LARGE_V3, HFChoices(4, 2))
     first, *_, last = layer_specs(cluster)
     assert list(first)[:2] == ["layers.0", "layers.0.cross"]

@@ -318,7 +318,7 @@ def test_any_pages_end_up_equal_and_keep_their_content(specs: list[KVCacheSpec])
 # ---------------------------------------------------------------------------------------------
 
 
-def test_windows_become_full_attention_and_what_is_lost_is_warned_of() -> None:
+def test_windows_become_full_attention_with_a_warning() -> None:
     warnings: list[str] = []
     unified = unify_hybrid_kv_cache_specs(model("fwfw"), warnings.append)
     assert unified == model("frfr", r=replace(FULL, sliding_window=128))
@@ -369,7 +369,7 @@ def test_layers_that_cannot_become_one_are_refused(
         unify_hybrid_kv_cache_specs(specs)
 
 
-def test_functions_that_warn_log_when_nobody_collects(caplog: pytest.LogCaptureFixture) -> None:
+def test_functions_log_warnings_by_default(caplog: pytest.LogCaptureFixture) -> None:
     unify_hybrid_kv_cache_specs(model("fw"))
     assert [record.name for record in caplog.records] == ["kvcache.planner"]
 

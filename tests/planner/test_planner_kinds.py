@@ -160,7 +160,7 @@ def test_kinds_that_cannot_be_combined_into_one_are_named(pattern: str, message:
     assert str(caught.value) == f"{message}: leave disable_hybrid_kv_cache_manager off"
 
 
-def test_chunks_become_full_attention_and_what_is_lost_is_warned_of() -> None:
+def test_chunks_become_full_attention_with_a_warning() -> None:
     warnings: list[str] = []
     unified = unify_hybrid_kv_cache_specs(model("fcf"), warnings.append)
     assert [spec.kind for spec in unified.values()] == ["full"] * 3

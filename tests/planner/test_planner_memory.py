@@ -54,7 +54,7 @@ def test_memory_of_a_request_is_summed_over_layers() -> None:
     assert max_memory_usage_bytes(options(), [FULL, WINDOW]) == 21 * PAGE
 
 
-def test_a_request_of_full_length_must_fit_beside_the_null_block() -> None:
+def test_a_request_of_full_length_must_fit_together_with_the_null_block() -> None:
     check_enough_kv_cache_memory(options(), model("ff"), 11 * 2 * PAGE)
     message = (
         "rank 0: a request of 160 tokens needs 180224 bytes (11 blocks of 16384 bytes, the null "
@@ -218,7 +218,7 @@ def test_a_window_smaller_than_a_block_still_needs_two_of_them() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, PAGE - 1, PAGE])
-def test_one_block_is_the_null_block_and_serves_nobody(memory: int) -> None:
+def test_a_single_block_is_the_null_block_and_serves_no_request(memory: int) -> None:
     for length in ("auto", 1, 160):
         with pytest.raises(NotEnoughMemoryError, match="not even one token fits; give rank 0 more"):
             get_kv_cache_config(options(length), model("f"), memory)

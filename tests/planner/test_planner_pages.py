@@ -181,7 +181,7 @@ def test_cached_states_are_kept_where_blocks_of_the_others_end() -> None:
     assert block_sizes(FULL, state(3 * PAGE, block_size=100)) == [48, 144]  # 3 * 48, not below 100
 
 
-def test_states_that_nobody_can_start_from_stay_as_they_are() -> None:
+def test_states_that_cannot_be_hit_stay_as_they_are() -> None:
     assert block_sizes(FULL, state(3 * PAGE, mamba_cache_mode="none")) == [48, 16]
 
 

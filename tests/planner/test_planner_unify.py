@@ -176,7 +176,7 @@ def test_every_rank_counts_in_every_tier(field: str, smallest: int) -> None:
         assert {getattr(config, other) for other in others} == {64}
 
 
-def test_tensors_are_laid_out_anew_for_fewer_blocks() -> None:
+def test_tensors_are_laid_out_again_for_fewer_blocks() -> None:
     options = replace(OPTIONS, layout="layer_first")
     large = get_kv_cache_config(options, model("ff"), 90 * 2 * PAGE)
     small = get_kv_cache_config(options, model("ff"), 50 * 2 * PAGE)

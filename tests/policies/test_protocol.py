@@ -19,7 +19,7 @@ def test_all_but_lru_tell_contents_apart() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_order_is_what_is_chosen_one_by_one(name: str) -> None:
+def test_the_order_equals_choosing_one_by_one(name: str) -> None:
     policy, _ = make_policy(name)
     policy.insert(range(20))
     use(policy, 3, 5, 3, 3, 11, 12, 5)
@@ -30,7 +30,7 @@ def test_the_order_is_what_is_chosen_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_put_back_stands_where_it_stood(name: str) -> None:
+def test_entries_that_are_put_back_keep_their_places(name: str) -> None:
     policy, _ = make_policy(name)
     policy.insert(range(20))
     use(policy, 3, 5, 3, 3, 11, 12, 5)

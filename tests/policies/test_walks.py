@@ -46,14 +46,14 @@ def walk(policy: str, configuration: str, seed: int, num_operations: int) -> Wal
 
 
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_core_keeps_its_books_under_every_policy(policy: str) -> None:
+def test_a_core_stays_consistent_under_every_policy(policy: str) -> None:
     for seed, configuration in enumerate(WALKED[:3]):
         walk(policy, configuration, seed, NUM_OPERATIONS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_core_keeps_its_books_under_every_policy_for_long(policy: str) -> None:
+def test_a_core_stays_consistent_under_every_policy_for_long(policy: str) -> None:
     for seed in (10, 11):
         for configuration in WALKED:
             walk(policy, configuration, seed, NUM_LONG_OPERATIONS)

@@ -552,7 +552,7 @@ class Cluster:
             self._step_on()
         assert self.coordinator.phase is Phase.RUNNING, self._describe()
         assert self._are_departed_forgotten(), self._describe()
-        self._check_books()
+        self._check_state()
         attached = set(self.engines)
         # Write-through continues without steps, and a disk that hangs takes its time.
         for _ in range(600 if self.scenario.num_disk_blocks else 60):
@@ -563,7 +563,7 @@ class Cluster:
             if self._is_quiet():
                 break
             self._step_on()
-        self._check_books()
+        self._check_state()
         statistics = self.coordinator.statistics()
         if statistics.offload is not None:
             self.num_loaded_tokens += statistics.offload.num_loaded_tokens
@@ -612,7 +612,7 @@ class Cluster:
             self._deliver(delivery.sender, delivery.receiver, delivery.payload)
         self._tick()
 
-    def _check_books(self) -> None:
+    def _check_state(self) -> None:
         self.coordinator.check()
         for engine in self.engines.values():
             assert engine.session.failures == (), engine.session.failures

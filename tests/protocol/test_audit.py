@@ -117,7 +117,7 @@ def test_a_label_of_another_content_is_withdrawn_from_all_ranks() -> None:
         assert compute(client, "b") < 48
 
 
-def test_a_label_nobody_knows_of_is_withdrawn() -> None:
+def test_an_unknown_label_is_withdrawn() -> None:
     with LocalCluster(config("sample")) as cluster, cluster.client() as client:
         compute(client, "a")
         tables = [worker.worker.labels for worker in cluster.workers]
@@ -133,7 +133,7 @@ def test_a_label_nobody_knows_of_is_withdrawn() -> None:
         assert not tables[0].is_labelled(60)
 
 
-def test_books_that_do_not_add_up_are_made_anew_from_what_the_ranks_hold() -> None:
+def test_inconsistent_state_is_rebuilt_from_the_labels() -> None:
     with LocalCluster(config("on")) as cluster, cluster.client() as client:
         compute(client, "a")
         core: Any = cluster.coordinator.manager

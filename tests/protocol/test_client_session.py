@@ -158,7 +158,7 @@ def test_progress_only_grows() -> None:
     assert bench.session.bytes_checked == 100
 
 
-def test_what_is_answered_and_finished_is_acknowledged() -> None:
+def test_answered_and_finished_steps_are_acknowledged() -> None:
     bench = Bench()
     bench.submit()
     bench.answer(1)
@@ -168,7 +168,7 @@ def test_what_is_answered_and_finished_is_acknowledged() -> None:
     assert bench.session.on_tick() == []
 
 
-def test_what_is_repeated_comes_with_what_may_have_been_lost_with_it() -> None:
+def test_a_repeated_step_comes_with_messages_that_may_be_lost_too() -> None:
     """A coordinator that has not heard its answers acknowledged may have no room for the step."""
     bench = Bench()
     bench.submit()
@@ -239,7 +239,7 @@ def test_an_old_refusal_in_the_same_epoch_is_asked_about_before_it_is_believed()
     assert bench.session.state is SessionState.VOID
 
 
-def test_a_coordinator_that_begins_anew_because_all_was_lost_is_believed_when_it_insists() -> None:
+def test_a_coordinator_that_lost_all_state_is_believed_when_it_repeats_itself() -> None:
     bench = Bench(is_attached=False)
     bench.session.attach()
     bench.session.on_message(attached(epoch=5))

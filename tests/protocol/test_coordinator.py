@@ -500,7 +500,7 @@ def test_detaching_is_confirmed_as_often_as_it_is_asked_for() -> None:
     assert [item.message for item in out] == [Detached("c", 1)]
 
 
-def test_an_introduction_that_arrives_after_the_farewell_attaches_nobody() -> None:
+def test_an_attach_that_arrives_after_the_detach_has_no_effect() -> None:
     bench = Bench().run()
     out = bench.coordinator.on_client_message(Detach("late", 0))
     assert [item.message for item in out] == [Detached("late", 1)]

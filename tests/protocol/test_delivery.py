@@ -48,7 +48,7 @@ def test_messages_are_handed_out_once_and_in_order() -> None:
     assert receiver.applied_seq == 3
 
 
-def test_a_repeat_of_what_is_not_applied_yet_gets_no_answer() -> None:
+def test_a_repeat_of_an_unapplied_message_gets_no_answer() -> None:
     receiver = make_receiver()
     receiver.on_commands(commands(1))
     assert receiver.on_commands(commands(1)).replies == ()
@@ -151,7 +151,7 @@ def test_a_full_window_refuses_and_every_rank_must_acknowledge() -> None:
     assert (window.applied_by_all, len(window), window.is_full) == (2, 1, False)
 
 
-def test_an_answer_counts_for_nobody_else() -> None:
+def test_an_answer_counts_for_no_other_rank() -> None:
     window = make_window()
     with pytest.raises(StaleEpochError, match="rank 0 process q in epoch 1"):
         window.on_applied(0, "q", 1, 1, 0.0)
@@ -170,7 +170,7 @@ def test_numbers_must_follow_each_other() -> None:
         window.append(commands(2), 0.0)
 
 
-def test_what_is_not_acknowledged_is_repeated_by_the_clock_to_whom_it_concerns() -> None:
+def test_unacknowledged_messages_are_repeated_by_the_clock_to_their_ranks() -> None:
     window = make_window()
     window.on_applied(0, "p", 1, 3, 0.5)
     window.on_applied(1, "q", 1, 1, 0.5)

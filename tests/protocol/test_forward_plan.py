@@ -97,7 +97,7 @@ def test_tokens_are_told_once_and_again_when_their_step_failed() -> None:
     assert (finished.verify_slots.tolist(), finished.verify_lengths.tolist()) == ([3], [10])
 
 
-def test_external_tokens_are_written_because_nobody_else_does() -> None:
+def test_external_tokens_are_written_because_no_forward_does() -> None:
     request = make_request()
     planner = ForwardPlanner(lambda request_id: request)
     new = NewRequest("r", request.all_token_ids, 8, num_external_computed_tokens=4)

@@ -276,7 +276,7 @@ def play(seed: int, call_share: float) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("call_share", [0.0, 0.5])
-def test_whatever_a_client_sends_is_answered_and_harms_nobody(call_share: float) -> None:
+def test_whatever_a_client_sends_is_answered_and_harms_no_other(call_share: float) -> None:
     totals = [play(seed, call_share) for seed in range(25)]
     assert sum(served for served, _ in totals) > 250
     assert sum(refused for _, refused in totals) > 250

@@ -66,7 +66,7 @@ def test_a_message_of_anything_else_has_another_header(other: Message) -> None:
     assert MessageHeader(Ack, "nonce", "process", 3, 7).number(encode(other)) is None
 
 
-def test_what_is_torn_or_has_something_else_in_place_of_the_number_is_not_read() -> None:
+def test_truncated_messages_and_those_without_a_number_are_not_read() -> None:
     header = MessageHeader(Ack, "nonce", "process", 3, 7)
     payload = encode(APPLIED)
     for end in range(len(payload)):
@@ -149,7 +149,7 @@ def test_an_envelope_carries_what_the_codec_carries(message: Message) -> None:
             assert msgpack.unpackb(encode(taken)) == msgpack.unpackb(broken)
 
 
-def test_an_envelope_leaves_alone_what_is_unusual_or_cannot_travel() -> None:
+def test_an_envelope_declines_unusual_and_invalid_values() -> None:
     envelope = envelope_of(Progress("", 0, 0, 0), 5)
     progress = Progress("client", 1, 2, 3)
     assert envelope.pack(progress) == encode(progress)

@@ -63,7 +63,7 @@ def test_the_same_seed_does_the_same() -> None:
     assert play(faults)[1] != play(faults, seed=2)[1]
 
 
-def test_what_is_under_way_to_a_party_that_is_gone_is_lost() -> None:
+def test_messages_in_flight_to_a_dead_peer_are_lost() -> None:
     clock = VirtualClock()
     network = FaultyNetwork(clock, random.Random(1), NetworkFaults())
     network.send("a", "b", b"x")

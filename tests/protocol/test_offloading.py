@@ -175,7 +175,7 @@ def test_a_cache_that_is_emptied_meanwhile_takes_nothing_over() -> None:
     assert bench.offloading.has_work  # ranks are told to forget it
 
 
-def test_nobody_waits_for_ever_for_what_a_rank_does_not_tell() -> None:
+def test_no_request_waits_forever_for_a_rank_that_does_not_report() -> None:
     bench = Bench()
     bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
     bench.clock.advance(6.0)
@@ -250,7 +250,7 @@ def test_files_of_a_cache_that_is_emptied_meanwhile_are_removed(model_epoch: int
     assert bench.discarded_files() == 3
 
 
-def test_what_is_taken_over_is_told_though_no_step_comes() -> None:
+def test_adopted_contents_are_published_without_a_step() -> None:
     bench, told = Bench(has_files=True), []
     bench.manager.tiers.emit = told.append  # type: ignore[method-assign]
     (labels,) = Bench().computed()

@@ -286,7 +286,7 @@ def test_with_a_draft_model_nothing_is_swapped() -> None:
     assert bench.preempt() == []
 
 
-def test_only_what_is_complete_is_kept() -> None:
+def test_only_tokens_of_complete_steps_are_kept() -> None:
     bench = Bench()
     slot = bench.run(tokens=TOKENS[:28])
     bench.decode(slot)
@@ -357,7 +357,7 @@ def test_a_store_that_ends_late_brings_nothing_back() -> None:
 
 
 @pytest.mark.parametrize("how", ["finish", "client", "reset"])
-def test_whoever_goes_leaves_nothing_in_host_memory(how: str) -> None:
+def test_a_request_that_ends_leaves_nothing_in_host_memory(how: str) -> None:
     bench = Bench()
     bench.run()
     bench.preempt()
@@ -390,7 +390,7 @@ def test_a_tail_that_is_being_loaded_when_its_request_finishes_goes_when_the_loa
     assert bench.offloading.tiers.num_open_jobs == 0
 
 
-def test_a_tail_that_was_loaded_for_nobody_does_not_count() -> None:
+def test_a_tail_whose_request_has_ended_does_not_count() -> None:
     bench = Bench()
     bench.run()
     bench.preempt()
@@ -484,7 +484,7 @@ def test_ranks_wait_before_a_block_that_is_still_stored_is_written() -> None:
     assert not [c for c in bench.told if isinstance(c, Unlabel)]
 
 
-def test_a_tail_that_belongs_to_nobody_is_noticed() -> None:
+def test_a_tail_without_a_request_is_noticed() -> None:
     bench = Bench()
     bench.run()
     bench.preempt()

@@ -42,7 +42,7 @@ def test_the_last_state_saved_is_found(store: StateStore) -> None:
     assert store.load() == STATE
 
 
-def test_who_did_not_see_what_is_saved_saves_nothing(store: StateStore) -> None:
+def test_a_coordinator_that_did_not_read_the_saved_state_saves_nothing(store: StateStore) -> None:
     store.save(SmallState(epoch=1), None)
     for replaces in (None, SmallState(epoch=2)):
         with pytest.raises(SupersededError, match=r"another coordinator has begun"):

@@ -165,7 +165,7 @@ def test_a_file_that_is_not_discarded_turns_the_simulation_red(
 
 
 @pytest.mark.long
-def test_a_scan_that_another_coordinator_began_is_begun_anew(
+def test_a_scan_of_another_coordinator_starts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scan = FilePool.scan

@@ -203,7 +203,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_step(is_call: bool) ->
         unchecked(Progress("c", 1, 1, 2**63)),
     ],
 )
-def test_what_is_no_answer_to_a_step_of_this_client_changes_nothing(payload: bytes) -> None:
+def test_an_answer_to_no_step_of_this_client_changes_nothing(payload: bytes) -> None:
     session = attached_session()
     step = session.submit(StepRequest()).step
     assert session.on_unreadable(payload, "why") == []

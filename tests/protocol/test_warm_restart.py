@@ -299,7 +299,7 @@ def test_one_rank_that_names_a_client_twice_does_not_speak_for_the_other() -> No
     assert attach(bench, "c").applied_step == 0
 
 
-def test_who_has_not_come_back_is_fenced_so_that_nobody_waits_for_him_again() -> None:
+def test_a_client_that_did_not_return_is_fenced_and_not_awaited_again() -> None:
     bench = returning(ClientStep("c", 7), ClientStep("gone", 7), reattach_s=3.0)
     attach(bench, "c")
     bench.clock.advance(3.1)
@@ -446,7 +446,7 @@ def test_a_client_that_does_not_come_back_is_waited_for_no_longer_than_configure
     assert [r.client_id for r in only(bench.coordinator.on_tick(), StepResult)] == ["c"]
 
 
-def test_after_a_cold_start_nobody_is_waited_for() -> None:
+def test_after_a_cold_start_no_client_is_awaited() -> None:
     bench = Bench(saved())
     granted(bench)
     for rank in (0, 1):
@@ -471,7 +471,7 @@ def test_what_one_client_comes_back_for_is_not_taken_by_another_one() -> None:
     bench.coordinator.check()
 
 
-def test_a_request_that_comes_back_with_other_tokens_gets_what_is_right_for_them() -> None:
+def test_a_request_that_returns_with_other_tokens_gets_their_blocks() -> None:
     bench = returning(ClientStep("c", 7))
     attach(bench, "c")
     changed = (*PROMPT[:9], 7, *PROMPT[10:])

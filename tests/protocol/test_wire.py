@@ -311,7 +311,7 @@ def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bo
 @pytest.mark.parametrize("cls", (*MESSAGES, *COMMANDS), ids=lambda cls: cls.__name__)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_what_is_encoded_is_exactly_what_is_decoded(cls: type[Any], data: st.DataObject) -> None:
+def test_decode_returns_exactly_the_encoded_messages(cls: type[Any], data: st.DataObject) -> None:
     value = data.draw(instances(cls) | usual(cls))
     for _ in range(data.draw(st.integers(0, 2))):
         value = data.draw(damaged(value))
@@ -536,7 +536,7 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(packed: list[object], said: str) -> None:
+def test_the_error_names_the_problem(packed: list[object], said: str) -> None:
     with pytest.raises(MalformedMessageError) as caught:
         decode(msgpack.packb(packed))
     assert str(caught.value) == said
@@ -608,13 +608,15 @@ def step_of(tokens: list[Any]) -> StepRequest:
         (Ping("\ud800", 1), "Ping.nonce is '\\ud800': pass text that UTF-8 can encode"),
     ],
 )
-def test_what_nobody_could_read_is_refused_when_it_is_encoded(message: Any, said: str) -> None:
+def test_messages_that_no_receiver_could_read_are_refused_by_encode(
+    message: Any, said: str
+) -> None:
     with pytest.raises(MalformedMessageError) as caught:
         encode(message)
     assert str(caught.value) == said
 
 
-def test_arrays_are_views_that_nobody_can_change() -> None:
+def test_arrays_are_read_only_views() -> None:
     message = decode(encode(StepCommands("n", "f", 1, 1, "", 0, (Copy(*[int32_array([1])] * 2),))))
     assert isinstance(message, StepCommands)
     copy = message.commands[0]

@@ -173,7 +173,7 @@ def test_a_namespace_keeps_its_adapter_and_its_salt() -> None:
     ],
     ids=["tokens", "parent", "keys"],
 )
-def test_a_block_beside_a_unit_that_says_otherwise_is_none_of_it(
+def test_a_block_that_contradicts_a_unit_does_not_belong_to_it(
     spoil: Callable[[BlockLabel], BlockLabel],
 ) -> None:
     labels = chain_of(1, 2, 3)

@@ -75,7 +75,7 @@ def test_ranks_whose_arrays_are_equal_are_not_looked_at_block_by_block() -> None
     assert agreed_labels([one, other]) is one.labels
 
 
-def test_nothing_is_agreed_upon_by_nobody_or_in_digests_of_two_lengths() -> None:
+def test_no_ranks_or_different_digest_lengths_agree_on_nothing() -> None:
     label = some_label(random.Random(0), 1)
     short = replace(label, digest=bytes(16), parent_digest=bytes(16))
     assert not len(agreed_labels([]).block_ids)

@@ -144,7 +144,7 @@ def test_a_difference_names_record_step_client_and_what_differs(
         assert f", step {message.step} of {message.client_id}; " in str(difference)
 
 
-def test_other_books_at_the_end_are_named_part_by_part(copied: list[Path]) -> None:
+def test_differences_of_the_final_state_are_named_part_by_part(copied: list[Path]) -> None:
     change(
         copied[-1],
         lambda r: isinstance(r, StateReached),

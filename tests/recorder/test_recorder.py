@@ -127,7 +127,7 @@ def test_records_wait_in_memory_until_a_tick_finds_them_old_enough(served: Serve
     assert one.replay().num_steps == 3
 
 
-def test_only_the_owner_may_read_what_is_written(served: Serve) -> None:
+def test_only_the_owner_may_read_the_files(served: Serve) -> None:
     one = served()
     modes = {stat.S_IMODE(path.stat().st_mode) for path in one.directory.iterdir()}
     assert (modes, stat.S_IMODE(one.directory.stat().st_mode)) == ({0o600}, 0o700)
@@ -221,7 +221,7 @@ def test_a_full_disk_stops_the_recording_and_nothing_else(
         assert (report.num_records, report.notes) == (statistics.num_records, ())
 
 
-def test_the_next_epoch_is_recorded_again_and_what_is_missing_is_said(served: Serve) -> None:
+def test_the_next_epoch_is_recorded_again_and_lost_records_are_reported(served: Serve) -> None:
     disk = Disk()
     one = served(open_file=disk.open)
     one.serve(5)

@@ -115,7 +115,7 @@ def test_a_segment_that_was_only_begun_is_left_out(copied: list[Path]) -> None:
 # --- what is no recording -------------------------------------------------------------------------
 
 
-def test_what_is_no_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_an_invalid_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a recording, so to speak, but not one of ours\n" * 9)
     empty = tmp_path / "empty"

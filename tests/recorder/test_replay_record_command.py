@@ -53,7 +53,7 @@ def test_a_difference_is_shown_and_exit_code_1(copied: list[Path]) -> None:
     assert report["difference"]["path"] == str(copied[-1])
 
 
-def test_what_is_left_out_is_said(copied: list[Path]) -> None:
+def test_omissions_are_reported(copied: list[Path]) -> None:
     copied[0].unlink()
     shown, _ = run(copied[0].parent, "--no-progress")
     assert "note: records " in shown

@@ -98,7 +98,7 @@ def test_a_preempted_request_is_one_request_and_counts_on_in_its_next_slot() -> 
     assert served.taken() == [("a", 1.0, 3), ("b", 1.0, 0), ("c", 3.0, 0)]
 
 
-def test_a_forks_child_is_no_request_and_its_tokens_are_nobodys() -> None:
+def test_a_forks_child_is_not_a_request_of_the_recording() -> None:
     served = Served()
     served.taken()
     (a,) = served.step(new=(prompt("a"),))
@@ -139,7 +139,7 @@ def test_the_end_tells_of_all_that_still_run_and_keeps_nothing() -> None:
     assert served.tracer.finish("me").requests == ()
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted() -> None:
+def test_waiting_requests_are_bounded_and_lost_ones_counted() -> None:
     served = Served(limits=TracerLimits(most_requests=3, most_tokens=35))
     served.taken()
     served.step(new=tuple(prompt(name) for name in "abcd"))

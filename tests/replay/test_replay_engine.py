@@ -241,7 +241,7 @@ def test_everything_finishes_in_a_tiny_pool(seed: int, specs: tuple[KVCacheSpec,
     assert_nothing_leaks(stepper.manager)
 
 
-def test_under_pressure_whoever_came_last_is_preempted_and_resumed_first() -> None:
+def test_under_pressure_the_last_request_is_preempted_and_resumed_first() -> None:
     # Each of the two fits alone; together they run out of blocks while decoding.
     workload = listed(
         (tokens_of((0, 30)), 40), (tokens_of((500, 30)), 40), (tokens_of((900, 4)), 1)
@@ -284,7 +284,7 @@ def test_of_several_preempted_requests_the_one_that_came_first_is_resumed_first(
     ]
 
 
-def test_nobody_overtakes_a_request_that_waits_for_room() -> None:
+def test_no_request_overtakes_one_that_waits_for_room() -> None:
     # r1 does not fit beside r0; the small ones behind it would.
     small = [(tokens_of((2000 + 100 * i, 4)), 2) for i in range(14)]
     workload = listed((tokens_of((0, 40)), 9), (tokens_of((500, 60)), 2), *small)

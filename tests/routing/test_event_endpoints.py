@@ -10,7 +10,7 @@ from kvcache.base.errors import ConfigurationError, NotRunningError
 STATISTICS = {"endpoint": "tcp://0.0.0.0:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}
 
 
-def test_what_is_bound_everywhere_is_looked_for_on_its_host() -> None:
+def test_an_address_bound_on_all_interfaces_is_looked_for_on_its_host() -> None:
     found = endpoints_in(STATISTICS, "c", 2.0, host="10.0.0.7")
     assert found == EventEndpoints("tcp://10.0.0.7:5557", "tcp://127.0.0.1:5657", 2.0)
     assert endpoints_in(STATISTICS, "c").endpoint == "tcp://0.0.0.0:5557"

@@ -276,7 +276,7 @@ def test_requests_load_their_replica_until_they_end(scene: Scene) -> None:
     assert [one.name for one in scene.router.rank(prompt)] == ["c", "a", "b"]
 
 
-def test_prompts_that_nobody_knows_spread(scene: Scene) -> None:
+def test_unknown_prompts_are_spread(scene: Scene) -> None:
     settle(scene)
     chosen = []
     for i in range(6):

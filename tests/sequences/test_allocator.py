@@ -358,7 +358,7 @@ def test_swapping_in_needs_room_for_all_blocks() -> None:
     allocator.check()
 
 
-def test_only_what_is_swapped_out_is_swapped_in_and_once() -> None:
+def test_only_swapped_out_blocks_are_swapped_in_and_only_once() -> None:
     allocator = make_allocator(3)
     block = allocator.allocate_immutable_block(None, [1, 2, 3, 4])
     with pytest.raises(BlockError, match="is not swapped out: only such a block is swapped in"):

@@ -94,7 +94,7 @@ def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
     manager.check()
 
 
-def test_a_block_whose_bytes_are_not_confirmed_takes_nobodys_place() -> None:
+def test_a_block_whose_bytes_are_not_confirmed_evicts_no_other() -> None:
     manager = make_manager(
         HYBRID,
         merge_duplicates=True,

@@ -56,7 +56,7 @@ def test_a_hit_is_worth_the_prefill_it_saves_less_its_transfer() -> None:
     assert Speeds(10**9).worth(BYTES_PER_TOKEN) == (1.0, 0.0, 0.0)
 
 
-def test_money_is_not_spent_on_what_helps_nobody() -> None:
+def test_money_is_not_spent_on_useless_memory() -> None:
     cache = best(memory(5_000))["device"]
     assert cache.num_blocks is not None
     assert 950 <= cache.num_blocks <= 1_150  # the curve is level behind 1,000
@@ -125,7 +125,7 @@ def test_too_little_money_for_the_longest_request_is_refused() -> None:
     assert best(memory(10.0), least=10)["device"].num_blocks == 10
 
 
-def test_what_is_advised_is_what_was_measured() -> None:
+def test_the_advice_equals_the_simulation() -> None:
     trace = open_block_trace("agents", limit=150)
     size = trace.most_blocks
     caches = [SimulatedCache("lru", size), SimulatedCache("lru", size, 4 * size)]

@@ -26,7 +26,7 @@ def test_blocks_are_numbered_in_order_of_appearance(tmp_path: Path) -> None:
     assert [trace.most_hits_of(i) for i in range(3)] == [1, 2, 0]
 
 
-def test_what_is_written_is_read_as_the_same(tmp_path: Path) -> None:
+def test_a_written_trace_reads_as_the_same(tmp_path: Path) -> None:
     shape = ConversationShape(num_conversations=3, document_tokens=(100, 300))
     trace = read_block_trace(Conversations(shape))
     assert trace.block_size == 16
@@ -81,7 +81,7 @@ def test_tenants_share_nothing(tmp_path: Path) -> None:
     assert trace.blocks.tolist() == [0, 1, 2, 3, 0, 1]
 
 
-def test_a_limit_ends_before_what_is_broken_behind_it(tmp_path: Path) -> None:
+def test_a_limit_ends_before_a_later_broken_line(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "trace.jsonl", trace_line(600, [1, 2]), "{")
     assert open_block_trace(str(path), limit=1).num_requests == 1
 

@@ -136,7 +136,7 @@ def test_what_tiers_cannot_serve_is_refused_before_anything_is_played(trace: Blo
     )
 
 
-def test_a_request_that_does_not_fit_beside_its_groups_is_named_with_its_line(
+def test_a_request_that_does_not_fit_with_its_groups_is_named_with_its_line(
     trace: BlockTrace,
 ) -> None:
     with pytest.raises(OutOfBlocksError, match=r"^trace.jsonl, line \d+: the request of .* more$"):

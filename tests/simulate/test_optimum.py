@@ -81,7 +81,7 @@ def test_without_a_limit_every_block_that_comes_back_is_hit(tmp_path: Path) -> N
     assert (count.num_hit_blocks, count.num_evictions) == (0 + 2 + 1 + 0, 0)
 
 
-def test_what_is_never_asked_for_again_goes_first(tmp_path: Path) -> None:
+def test_blocks_that_are_never_needed_again_go_first(tmp_path: Path) -> None:
     """Of two blocks the one that comes back stays, whatever goes through the other."""
     requests = [(5, [0, 1]), (4, [2]), (4, [3]), (4, [4]), (5, [0, 5])]
     trace = block_trace(tmp_path / "trace.jsonl", requests)

@@ -190,7 +190,7 @@ def test_requests_far_apart_find_in_tiers_what_they_find_one_after_another(
         assert min(two) > 0
 
 
-def test_books_add_up_while_requests_run_above_tiers(tmp_path: Path) -> None:
+def test_state_is_consistent_while_requests_run_above_tiers(tmp_path: Path) -> None:
     trace = timed_trace(tmp_path / "trace.jsonl", 9, pause_s=2.0)
     counter = RunningCounter(
         trace,

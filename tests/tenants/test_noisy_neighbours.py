@@ -132,7 +132,7 @@ def test_a_running_request_that_outgrows_its_tenants_limit_is_told_so() -> None:
     manager.check()
 
 
-def test_weights_share_what_nobody_is_guaranteed() -> None:
+def test_weights_share_the_blocks_without_a_guarantee() -> None:
     manager = make(heavy=TenantConfig(weight=3.0), light=TenantConfig(weight=1.0))
     traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
     count_tenants(manager, traffic, seed=1)
@@ -142,7 +142,7 @@ def test_weights_share_what_nobody_is_guaranteed() -> None:
     assert abs(heavy.num_held_blocks - 60) <= 4
 
 
-def test_pins_have_limits_that_say_what_is_pinned_and_what_helps() -> None:
+def test_pin_limits_name_the_pinned_blocks_and_the_remedy() -> None:
     manager = make(alice=TenantConfig(max_pinned=5, limit=12))
     for first in (1, 2):
         request = Request(f"r{first}", [first] * 16, tenant="alice")

@@ -109,7 +109,7 @@ class Site:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_each_tenant_is_counted_in_each_tier_what_the_books_had_for_it(seed: int) -> None:
+def test_each_tenants_hits_are_counted_in_each_tier(seed: int) -> None:
     rng = random.Random(seed)
     names = ("a", "b", "c")
     site = Site(FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 40, 120))
