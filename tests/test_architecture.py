@@ -1,4 +1,4 @@
-"""The import rule of the house, checked by reading the sources."""
+"""The import rule, checked by reading the sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("integrations",),
 )
 
-# The same rule inside the packages that are made of many parts.
+# The same rule inside packages with many modules.
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
         ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "guard"),
@@ -153,7 +153,7 @@ def sources(package: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Names:
-    """What a source names: modules it imports, what it imports from modules, attributes."""
+    """The names in a source: imported modules, names imported from modules, attributes."""
 
     modules: tuple[str, ...]
     imported: tuple[str, ...]

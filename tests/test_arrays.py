@@ -1,4 +1,4 @@
-"""What is asked of many ids at once, against the same asked of each."""
+"""Checks of many ids at once, against the same check of each."""
 
 from __future__ import annotations
 

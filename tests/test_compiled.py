@@ -1,4 +1,4 @@
-"""Compiled functions: what they take and refuse, and nowhere to keep them."""
+"""Compiled functions: accepted and refused types, and missing caches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_code_of_another_source_is_not_taken_for_this_ones(tmp_path: Path) -> No
     (old,) = kept(tmp_path, "nbc")
     code = old.read_bytes()
     assert make(tmp_path, 2)(10) == 12
-    old.write_bytes(code)  # as if whoever wrote the new list had ended before the code
+    old.write_bytes(code)  # as if the writer had died after the new list
     assert make(tmp_path, 2)(10) == 12
     assert make(tmp_path, 1)(10) == 11
 

@@ -1,4 +1,4 @@
-"""Configuration files: the ones that come along, and every way in which one can be wrong."""
+"""Configuration files: the packaged ones, and all ways to be invalid."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ STATES = {"kind": "mamba", "state_shapes": [[64, 3], [64, 16]]}
 
 
 def one_layer(layer: dict[str, Any], tensor_parallel_size: int = 2) -> list[KVCacheSpec]:
-    """What each rank keeps of a model with one such layer."""
+    """The specs that each rank has of a model with one such layer."""
     data = plain(parallel={"tensor_parallel_size": tensor_parallel_size})
     data["model"]["layers"] = [layer]
     return [specs["layers.0"] for specs in layer_specs(parse_config(data))]
@@ -708,7 +708,7 @@ def test_waits_that_depend_on_each_other_follow_from_a_few(
         assert deadlines.worker_kill_s < deadlines.held_up_s <= deadlines.lost_s
         assert deadlines.forward_s > deadlines.lost_s
         assert deadlines.labels_s > deadlines.worker_kill_s
-    # What is derived is as good as what is written: a copy of it says the same.
+    # Derived values count as written ones: a copy has the same.
     assert DeadlinesConfig(**deadlines.model_dump()) == deadlines
 
 

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there."""
+"""The README's code runs unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests: tokens in, tokens back, and every mistake refused with nothing changed."""
+"""Requests: appending and removing tokens, and mistakes that are refused and change nothing."""
 
 from __future__ import annotations
 

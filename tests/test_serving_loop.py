@@ -1,4 +1,4 @@
-"""Threads that serve: what errors cost them, and what their statistics say."""
+"""Threads that serve: the cost of errors, and the statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Turns:
-    """Turns that do what they are told, one after the other, and wait when there is no more."""
+    """Turns with given effects, one after the other; they wait when there are no more."""
 
     def __init__(self, *actions: Callable[[], object]) -> None:
         self.actions = list(actions)

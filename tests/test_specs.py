@@ -1,4 +1,4 @@
-"""Specs: sizes by hand arithmetic, merging, refusals, and the way to plain values and back."""
+"""Specs: sizes by hand arithmetic, merging, refusals, and conversion to plain values and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tools/structure.py` says of the code is so."""
+"""The reports of `tools/structure.py` are correct."""
 
 from __future__ import annotations
 

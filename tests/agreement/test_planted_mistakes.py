@@ -1,4 +1,4 @@
-"""The suite itself: it sees broken cores."""
+"""Tests of the suite itself: it finds broken cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SEEDS = 12
 
 
 def first_failure(planted: Planted, cores: Sequence[str]) -> str | None:
-    """Walk until something is found; say what."""
+    """Walk until a difference is found; return its message."""
     for seed in range(MOST_SEEDS):
         for name in planted.configurations:
             configuration = configuration_named(name)

@@ -1,4 +1,4 @@
-"""Crowds of clients that come, work and go in every way: nothing of any of them stays behind.
+"""Crowds of clients that come, work and leave in every way: no trace of any of them remains.
 
 Longer, by hand: `python -m tests.attack.test_client_crowds 0:200` plays the mixed crowd by seeds.
 """
@@ -42,7 +42,7 @@ def prompt(client_id: str, number: int = 0) -> NewRequest:
 
 
 async def connect(cluster: CrowdedCluster, count: int) -> list[AsyncKVCacheClient]:
-    """Return attached clients with a request each, and steps under way."""
+    """Return attached clients with a request each, and steps in flight."""
     clients = [await AsyncKVCacheClient.connect(cluster) for _ in range(count)]
     first = [await c.submit(StepRequest(new=(prompt(c.client_id),))) for c in clients]
     await asyncio.gather(*(c.wait_result(n) for c, n in zip(clients, first, strict=True)))
@@ -160,7 +160,7 @@ def test_a_client_whose_connection_ends_goes_on_with_what_it_has() -> None:
 
 
 async def play(cluster: CrowdedCluster, chance: random.Random) -> None:
-    """Live as a client does: attach, step, call, close."""
+    """Act like a client: attach, step, call, close."""
     client = await AsyncKVCacheClient.connect(cluster)
     try:
         for number in range(chance.randint(1, 4)):
@@ -180,7 +180,7 @@ def open_files() -> int:
 
 
 async def cancel_somewhere(cluster: CrowdedCluster, chance: random.Random) -> None:
-    """Begin to play, and be cancelled at some moment, perhaps twice."""
+    """Start a client's work, and cancel it at some moment, perhaps twice."""
     playing = asyncio.ensure_future(play(cluster, chance))
     for _ in range(chance.randint(1, 2)):
         for _ in range(chance.randrange(60)):
@@ -199,7 +199,7 @@ def test_clients_that_are_cancelled_anywhere_leave_nothing(kind: str) -> None:
         await asyncio.get_running_loop().run_in_executor(None, cluster.await_nothing_left)
 
     with CrowdedCluster(kind) as cluster:
-        asyncio.run(crowd(cluster))  # the executor's threads, and what else is made once
+        asyncio.run(crowd(cluster))  # creates the executor's threads and other singletons
         before = open_files()
         asyncio.run(crowd(cluster))
         assert wait_until(lambda: open_files() <= before, DEADLINE_S)
@@ -242,7 +242,7 @@ def test_clients_that_are_killed_leave_nothing_and_others_keep_everything(kind: 
 
 
 def mixed_crowd(cluster: CrowdedCluster, seed: int) -> None:
-    """Threads and event loops, cancelled ones among them, while coordinators come and go."""
+    """Threads and event loops, some of them cancelled, while coordinators come and go."""
     chance = random.Random(seed)
     num_restarts = chance.choice((0, 0, 1, 3))
 
@@ -254,7 +254,7 @@ def mixed_crowd(cluster: CrowdedCluster, seed: int) -> None:
             for i in range(chance.randint(1, 24))
         ]
         for outcome in await asyncio.gather(*lives, return_exceptions=True):
-            # An epoch that ends makes steps void; a client that is told so may go.
+            # The end of an epoch makes steps void; a client that learns of it may leave.
             assert outcome is None or isinstance(outcome, StaleEpochError), outcome
         await asyncio.get_running_loop().run_in_executor(None, done.wait, DEADLINE_S)
 

@@ -1,4 +1,4 @@
-"""The crowds of test_client_crowds.py on a real cluster: what is left is asked of the actor."""
+"""The crowds of test_client_crowds.py on a real cluster: the actor is asked for leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
-    """A cluster with room for the crowd. A client that is merely silent keeps what it has."""
+    """A cluster with room for the crowd. A client that is merely silent is not given up."""
     config = build_config(
         "crowd",
         cache={"memory_per_rank": "4MiB"},

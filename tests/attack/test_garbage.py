@@ -1,4 +1,4 @@
-"""Garbage on every socket, and broken messages behind it: honest peers are served, nothing ends."""
+"""Garbage on every socket, then broken messages: honest peers are served, and nothing ends."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_memory_service_keeps_what_it_has_under_garbage(cleanup: ExitStack) ->
 
 
 class Answers:
-    """Answers clients, and believes no worker."""
+    """Answers clients, and accepts no worker."""
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         return []
@@ -114,7 +114,7 @@ class Answers:
         return []
 
     def on_client_lost(self, client_id: str) -> None:
-        """It is answered again when it is heard again."""
+        """A client is answered again when it sends again."""
 
     def on_tick(self) -> list[Outgoing]:
         return []
@@ -153,7 +153,7 @@ def test_a_coordinators_sockets_serve_under_garbage(cleanup: ExitStack, kind: st
 
 
 def ask(friend: UnixPeer | ZmqPeer) -> object:
-    """Return the answer to a message, which is sent again where it was lost."""
+    """Return the answer to a message, which is repeated if it was lost."""
     answers: list[object] = []
 
     def is_answered() -> bool:
@@ -229,6 +229,6 @@ def test_a_message_that_causes_an_error_is_found(
 
 
 def test_good_packets_are_good() -> None:
-    """What is broken was good before: attacks begin where honest peers do."""
+    """Broken payloads were valid before: attacks start from honest messages."""
     assert all(msgpack.unpackb(good)[0] == 1 for good in targets()["memory service"].good)
     assert all(decode(good) is not None for good in targets()["messages"].good)

@@ -1,5 +1,4 @@
-"""The memory service of a node is killed, or stands still: it comes back, and memory is kept
-again."""
+"""The memory service of a node is killed or stopped: it restarts, and memory is kept again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong types at every public border: our error, an unchanged state, books that add up."""
+"""Wrong types at every public interface: our error, an unchanged and consistent state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.attack.type_table import (
 
 
 def problems_of(subject: Subject, case: Case, step: int = 1) -> list[str]:
-    """Drive one callable with every wrong value of every parameter; say what went wrong."""
+    """Call one callable with every wrong value of every parameter; return the problems."""
     found: list[str] = []
     world = subject.make()
     for name, kind in case.kinds.items():
@@ -53,7 +53,7 @@ def problems_of(subject: Subject, case: Case, step: int = 1) -> list[str]:
 
 
 def _problem_of(call: Callable[[], object], expected: type[KVCacheError]) -> str:
-    """Call what must be refused; say what is wrong with how it was."""
+    """Make a call that must be refused; return the problem if it was not."""
     try:
         result = call()
     except expected as error:
@@ -115,7 +115,7 @@ def test_other_forms_of_a_good_value_act_like_it(subject: Subject, case: Case) -
 
 
 def _plain(result: object) -> object:
-    """What can be compared of a result, its type included: 5 is not np.int64(5)."""
+    """The comparable part of a result, including its type: 5 is not np.int64(5)."""
     if isinstance(result, (int, float, str, bytes, type(None))):
         return type(result), result
     if isinstance(result, (list, tuple)):
@@ -160,7 +160,7 @@ def test_no_exemption_is_out_of_date_or_idle() -> None:
 
 
 def test_what_others_implement_is_driven_where_the_package_implements_it() -> None:
-    """Abstract classes have no borders of their own: each has a class here that has them."""
+    """Abstract classes have no interface of their own: each has a class here that implements it."""
     classes = [value for value in exported().values() if inspect.isclass(value)]
     concrete = [cls for cls in classes if not is_implemented_by_others(cls)]
     bare = {
@@ -174,4 +174,4 @@ def test_what_others_implement_is_driven_where_the_package_implements_it() -> No
 
 
 LEFT_TO_OTHERS = {"HashFn", "OffloadingHandler", "OffloadingSpec"}
-"""Abstract, and implemented by others, or by what has no public name of its own."""
+"""Abstract, and implemented by others, or by classes without a public name."""

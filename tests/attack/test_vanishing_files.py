@@ -1,4 +1,4 @@
-"""Files that vanish and change under a tier, in short; `vanishing_files.py` says how to go on."""
+"""Files that vanish and change under a tier, briefly; `vanishing_files.py` runs longer."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RAY_SEEDS = (0, 1)
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[ForkServer]:
-    """What forks the processes of all schedules."""
+    """The fork server of all schedules."""
     with ForkServer() as made:
         yield made
 

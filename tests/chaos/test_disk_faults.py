@@ -1,4 +1,4 @@
-"""A cluster on Ray whose disk fails while it plays: it goes on, and serves nothing that is wrong.
+"""A cluster on Ray whose disk fails during a replay: it continues, and serves no wrong byte.
 
 Every forward compares every byte it reads; statistics and the log say what happened.
 """
@@ -22,20 +22,20 @@ from tests.conftest import SCRATCH
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.chaos]
 
 PROMPTS = range(8)
-"""Six or seven of them are found in files only, when all have been played."""
+"""After all prompts were played, six or seven of them are only in files."""
 
 OTHERS = range(100, 110)
 LOG_S = 30.0
 
 
 def nothing(disk: Disk) -> None:
-    """There is nothing to repair."""
+    """Does nothing: there is nothing to repair."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a disk, what undoes it, and what is told of it: the kinds of problems that
-    ranks count, and words of the log."""
+    """A fault of a disk, its repair, and its reports: the kinds of problems that ranks count, and
+    words of the log."""
 
     strike: Callable[[Disk], None]
     repair: Callable[[Disk], None]
@@ -74,7 +74,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 class Player:
-    """Plays prompts on a cluster, and asks it how its tiers are."""
+    """Plays prompts on a cluster, and reads the state of its tiers."""
 
     def __init__(self, cluster: Any, client: Any) -> None:
         self.cluster, self.client = cluster, client
@@ -87,7 +87,7 @@ class Player:
         return found
 
     def problems(self) -> Counter[str]:
-        """Return how often what was wrong with files, over all ranks."""
+        """Return counts of file problems, over all ranks."""
         counts: Counter[str] = Counter()
         for worker in self.cluster.statistics().workers:
             counts += Counter(dict(worker.transfers.files.problems))
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(
             fault.strike(disk)
         except NotHereError as error:
             pytest.skip(f"THIS FAULT OF A DISK IS NOT TESTED: {error}")
-        # One after the other, while what the one before has left is on its way to the disk.
+        # One prompt after the other, while the one before is still being written to the disk.
         for number in (*OTHERS, *PROMPTS, *OTHERS):
             play(client, number)
         settle(client, player.statistics)
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(
 
 
 def await_logged(words: str) -> None:
-    """Wait until some process of the cluster has written this."""
+    """Wait until a process of the cluster has logged this."""
     logs = SCRATCH / "ray" / "session_latest" / "logs"
     give_up_s = time.monotonic() + LOG_S
     while not any(words in path.read_text(errors="replace") for path in logs.glob("worker-*")):

@@ -1,4 +1,4 @@
-"""What pages show as output is what commands print: its lines, or its shape if it is measured."""
+"""Output in pages equals that of the commands: its lines, or its shape if it is measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = {
     ("docs/operations.md", "evictions/s"),
     ("docs/operations.md", "is ready after"),
 }
-"""Blocks that are output, by something in them; all others without a language are drawings."""
+"""Marks of blocks that are output; all other blocks without a language are drawings."""
 DRAWN = ("──", "│", "[", "▶", "block table", "free list", "get_computed_blocks")
 
 
@@ -41,7 +41,7 @@ def printed(*arguments: str | Path, columns: int = 80) -> str:
 
 
 def cells(line: str) -> list[str]:
-    """Return what a line of a table says."""
+    """Return the cells of a line of a table."""
     return [cell.strip() for cell in re.split(r"[│┃]|  +", line) if cell.strip()]
 
 

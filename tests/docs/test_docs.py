@@ -1,4 +1,4 @@
-"""Pages say what is so: links lead somewhere, code and commands exist, generated pages are new."""
+"""Pages are correct: links lead somewhere, code and commands exist, generated pages are new."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     for match in LINK.finditer(FENCE.sub("", page.read_text("utf-8"))):
         target = match[1] or match[2]
         if re.match(r"[a-z]+:", target):
-            continue  # the network is not asked
+            continue  # no network in tests
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         if not file.exists() or (anchor and anchor not in anchors_of(file)):
@@ -106,7 +106,7 @@ def test_commands_in_pages_exist_with_their_options(page: Path, text: str) -> No
 
 
 OURS = ("tests", "examples", "bench", "tools")
-"""Beginnings of the names of modules in this tree that pages say to run."""
+"""Prefixes of modules in this tree that pages run."""
 
 
 @pytest.mark.launches
@@ -149,12 +149,12 @@ def test_commands_named_in_sentences_exist(page: Path) -> None:
 
 @cache
 def whole_command() -> Any:
-    """The command line, made once: that takes as long as a hundred questions to it."""
+    """The command line, made once, as that takes as long as a hundred calls of it."""
     return get_command(app)
 
 
 def parse_command(words: list[str], line: str) -> None:
-    """Fail unless the command line itself takes the words, values and all. Nothing is done."""
+    """Fail unless the command line accepts the words. Nothing is executed."""
     command = whole_command()
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):

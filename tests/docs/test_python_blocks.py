@@ -1,4 +1,4 @@
-"""Python in pages runs as it stands there, all of it; what it leaves open is given to it."""
+"""Python in pages runs unchanged; names that a page does not define are provided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = {
     ("docs/transformers.md", "PagedCacheStore("): "here",
     ("examples/engine/README.md", "Engine.launch("): "here",
 }
-"""What a block is known by, and where it is run."""
+"""The start of a block, and the page where it is."""
 
 
 def block(page: str, mark: str) -> Any:

@@ -1,4 +1,4 @@
-"""Attention on pages: CUDA says what the CPU says, and what lies behind a row is not read."""
+"""Attention on pages: CUDA equals CPU, and pages after a row are not read."""
 
 from __future__ import annotations
 

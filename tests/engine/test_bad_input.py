@@ -1,4 +1,4 @@
-"""What cannot be served fails alone, with a reason, and everybody else goes on."""
+"""Invalid requests fail alone, with a reason, and all others continue."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_closing_a_stream_aborts_its_request() -> None:
 @pytest.mark.parametrize("is_pipelined", [False, True])
 def test_a_request_that_can_never_fit_fails_alone(is_pipelined: bool) -> None:
     with launch(num_blocks=34, no_room_s=0.0, is_pipelined=is_pipelined) as engine:
-        # Somebody else's pins, which nobody frees.
+        # Pins of another client, which are never released.
         pinned = engine.add_request(tokens(0, 120), SamplingParams(max_tokens=1))
         run(engine)
         engine.executor.client.pin_prefix(tokens(0, 120), ttl_s=600.0)

@@ -1,4 +1,4 @@
-"""A published Llama's format: its weights, its config, and what comes out, next to transformers."""
+"""A published Llama's format: its weights, its config and its output, against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of completions: what is read, what is refused and how, what is answered."""
+"""Bodies of completions: parsing, refusals, answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests can ask for beside tokens: namespaces, beams, stops, text, streams."""
+"""Features of requests besides tokens: namespaces, beams, stops, text, streams."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_equal_prompts_that_are_computed_at_once_end_in_the_same_blocks(merges: 
             engine.step()
         first, second = (manager.get_block_ids(sequence.key)[0] for sequence in samples)
         shared = [mine == yours for mine, yours in zip(first, second, strict=False)]
-        # The first chunk is found; those behind it are computed by both at the same time.
+        # The first chunk is hit; both compute the later ones at the same time.
         assert shared[:3] == [True] * 3
         assert shared[3:11] == [merges] * 8
         assert not all(shared), "the last block is written by both"

@@ -1,4 +1,4 @@
-"""After any number of requests every block is free or cached, and nobody is remembered."""
+"""After any number of requests every block is free or cached, and no request is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model says on blocks what it says without them."""
+"""Every model generates the same with and without blocks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_drafts_change_nothing_that_is_said(name: str, is_pipelined: bool) -> No
 def test_drafts_may_be_right_up_to_any_token(
     name: str, is_pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that knows what comes, and errs after 0, 1, 2, 3 tokens in turn."""
+    """A drafter that knows the output, and errs after 0, 1, 2, 3 tokens in turn."""
     prompts = [tokens(seed, 21 + seed) for seed in range(3)]
     params = SamplingParams(max_tokens=30, num_draft_tokens=3)
     whole = [[*prompt, *expected(name, prompt, params)] for prompt in prompts]

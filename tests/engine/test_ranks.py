@@ -1,4 +1,4 @@
-"""Several ranks say what one says, and a lost coordinator changes nothing of it."""
+"""Several ranks generate the same as one, also after the loss of a coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The completions server over HTTP: answers, streams, prefixes, refusals, and who goes away."""
+"""The completions server over HTTP: answers, streams, prefixes, refusals, disconnects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Server:
             return response.status, json.loads(response.read())
 
     def running(self) -> int:
-        """How many sequences run or wait, on all replicas that answer in a few asks."""
+        """How many sequences run or wait, on all replicas that answer in a few requests."""
         seen = {}
         for _ in range(8):
             statistics = self.engines.statistics.remote().result()
@@ -91,7 +91,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def expected(prompt: str, **params: Any) -> str:
-    """What an engine of the same model says in this process."""
+    """The output of an engine with the same model in this process."""
     config = EngineConfig(model=MODEL, name="expected")
     with Engine.launch(config) as engine:
         request_id = engine.add_request(ByteTokenizer().encode(prompt), SamplingParams(**params))
@@ -135,7 +135,7 @@ def test_several_choices_of_one_prompt(server: Server) -> None:
 
 
 def test_questions_go_where_their_document_is_cached(server: Server) -> None:
-    """Whatever the router knows by now: soon every question finds the document."""
+    """Whatever the router knows at first, soon every question hits the document."""
     numbers = iter(range(10_000))
 
     def finds_the_document() -> bool:

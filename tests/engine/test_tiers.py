@@ -1,4 +1,4 @@
-"""What left the device comes back from host memory and from files, and says the same."""
+"""Blocks that return from host memory and from files give the same output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engine.support import (
 )
 
 MODELS_WITH_TIERS = ("llama", "gemma-hybrid", "latent")
-"""Those without states: tiers refuse them."""
+"""Models without states: tiers refuse those with states."""
 
 PROMPTS = [tokens(seed, 60) for seed in range(10)]
 
@@ -35,7 +35,7 @@ def tiers(engine: Engine) -> Any:
 
 
 def store_all(engine: Engine) -> None:
-    """Wait until nothing is on its way down: what is evicted before that is computed again."""
+    """Wait until all stores have ended: blocks evicted earlier would be computed again."""
     assert isinstance(engine.executor, LocalExecutor)
     deadline_s = time.monotonic() + 60
     while any(
@@ -84,7 +84,7 @@ def test_a_prompt_comes_back_from_files_also_in_the_next_engine(name: str, tmp_p
 @pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize("name", MODELS_WITH_TIERS)
 def test_a_swapped_request_goes_on_where_it_was(name: str, is_pipelined: bool) -> None:
-    # Of different lengths, so that whoever gives way has a block that is partly filled.
+    # Of different lengths, so that the preempted request has a partly filled block.
     prompts = [tokens(seed, 30 + seed) for seed in range(6)]
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=1)
     sections = {"offload": {"host_memory_per_rank": "4MiB", "swap": "always"}}

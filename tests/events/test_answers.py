@@ -1,4 +1,4 @@
-"""Answers: whoever reads slowly gets all of it, and costs neither time nor memory meanwhile."""
+"""Answers: a slow reader gets all of them, and costs neither time nor memory meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class World:
             pass
 
     def read(self) -> list[int]:
-        """Read until everything is handed over and nothing comes any more."""
+        """Read until everything was sent and nothing more arrives."""
         found: list[int] = []
         give_up_s = time.monotonic() + PATIENCE_S
         while self.answers or self.client.poll(200):
@@ -66,7 +66,7 @@ def test_a_slow_reader_gets_everything_in_order(world: World) -> None:
 
 
 def test_of_long_messages_one_waits_in_the_socket(world: World) -> None:
-    """What the system buffers is not counted: these are longer than that."""
+    """System buffers are not counted: these messages are longer than them."""
     world.answer(50, 16 * LONG)
     world.hand_over_all()
     assert len(world.answers) == 1

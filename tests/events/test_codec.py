@@ -1,4 +1,4 @@
-"""Cache events as payloads: what they decode to, for every kind of event and both encodings."""
+"""Cache events as payloads: their decoded values, for every kind of event and both encodings."""
 
 from __future__ import annotations
 

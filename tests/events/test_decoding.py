@@ -1,4 +1,4 @@
-"""Payloads from outside: what is right is read as it was meant, everything else is an error."""
+"""Payloads from outside: valid ones are decoded, all others are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator tells its publisher: exact however it meets what ranks have not been told."""
+"""A coordinator's messages to its publisher: exact, even while commands are not sent yet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK = 4
 
 @dataclass
 class Link:
-    """A way to a publisher that is told everything when the test says so."""
+    """A link to a publisher that needs the whole state when the test says so."""
 
     needs_state: bool = True
     last_seq: int = -1
@@ -61,7 +61,7 @@ class Link:
         return {}
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: there is nothing to close."""
 
     def held(self) -> dict[str, int]:
         return self.publisher.statistics().num_blocks
@@ -137,7 +137,7 @@ def test_what_happened_before_an_epoch_does_not_count() -> None:
 @pytest.mark.parametrize("num_flushes", [0, 1, 2])
 @pytest.mark.parametrize("message", [None, Fence("client")])
 def test_what_ranks_are_told_later_is_stated_now(num_flushes: int, message: Command | None) -> None:
-    """Events go out at once, labels with the next message: a statement between them has both."""
+    """Events are sent at once, labels with the next message: a snapshot in between has both."""
     link = Link(needs_state=False)
     feed = begun(link)
     feed.emit(stored(3))

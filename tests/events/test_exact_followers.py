@@ -1,4 +1,4 @@
-"""Whatever is lost, whoever comes late and whatever restarts: every follower becomes exact."""
+"""Whatever is lost, late or restarted: every follower becomes exact."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def play(seed: int) -> None:
 
 
 def compare_matches(world: World, index: PrefixIndex) -> None:
-    """Prompts along cached chains, and off them, have the leading blocks that are there."""
+    """Prompts along cached chains, and off them, match the cached leading blocks."""
     cache, choice = world.cache, world.choice
     for _ in range(5):
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""Removals of one step are one event, and what a clear has removed is not removed again."""
+"""Removals of one step are one event, and blocks that a clear removed are not removed again."""
 
 from __future__ import annotations
 

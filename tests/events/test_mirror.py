@@ -1,4 +1,4 @@
-"""A mirror and an index stay as small as what is cached, whatever they are told."""
+"""A mirror and an index stay as small as the cache, whatever the events are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests in one piece of memory behave like any sequence of the same digests."""
+"""Packed digests behave like any sequence of the same digests."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ WIDE_TOKENS = (1 << 16, 1 << 31)
 
 
 class Events:
-    """Random events beside the plain structure that routers are to read."""
+    """Random events, with the plain structure that routers shall read."""
 
     def __init__(self, seed: int, tokens: tuple[int, int]) -> None:
         self.random = np.random.default_rng(seed)
@@ -120,7 +120,7 @@ def test_packed_and_plain_digests_give_the_same_bytes(encoding: Any) -> None:
 
 
 def test_a_payload_does_not_depend_on_those_before_it_however_large_they_were() -> None:
-    """Memory is used again: between payloads, and within one that outgrows it."""
+    """Memory is reused: between payloads, and within one that outgrows it."""
     codec = EventCodec(GROUPS)
     events = Events(3, WIDE_TOKENS)
     small, plain = events.stored()

@@ -1,4 +1,4 @@
-"""The publisher's process: where it is bound, when it ends, and who does not delay whom."""
+"""The publisher's process: its addresses, its end, and independence of slow clients."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_requests_do_not_pile_up_without_a_publisher() -> None:
 
 
 def test_answers_do_not_delay_what_happens(link: ProcessLink) -> None:
-    """Everybody who asks for everything at once waits; a new event passes them."""
+    """Clients that request everything at once wait; a new event overtakes them."""
     begin(link, 100)
     for low in range(1, 2001):
         link.send(batch(low))

@@ -1,4 +1,4 @@
-"""A publisher: numbers, what can be asked for again, and snapshots of everything."""
+"""A publisher: numbers, batches that can be requested again, and snapshots of the state."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ TARGETS = make_targets()
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_decoder_accepts_valid_input(name: str) -> None:
     if name == "calls":
-        return  # what is good depends on what was called before
+        return  # validity depends on earlier calls
     for data in TARGETS[name].good:
         TARGETS[name].read(data)
 

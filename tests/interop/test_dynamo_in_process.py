@@ -1,7 +1,7 @@
-"""Dynamo's selection service and radix tree, followed in process, answer what our own index does.
+"""Dynamo's selection service and radix tree, in process, answer like our own index.
 
-The service subscribes by itself, as it does inside Ray Serve's KV-aware router. The tree is fed by
-a subscriber that decodes with vLLM's types and hashes with Dynamo's own function.
+The service subscribes by itself, as in Ray Serve's KV-aware router. A subscriber feeds the tree,
+decoding with vLLM's types and hashing with Dynamo's own function.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def answers(
 
 
 def become_equal(router: RouterProcess, *clusters: PublishedCluster) -> None:
-    """Return when the service knows of all clusters, workers 1, 2, ..., what we know."""
+    """Wait until the service knows the same of all clusters, workers 1, 2, ..., as we do."""
     found: list[Any] = []
     prompts = [prompt for cluster in clusters for prompt in cluster.questions()]
-    # A prompt of less than a block has nothing that could be asked for.
+    # A prompt of less than a block has nothing to query.
     prompts = [p for p in prompts if len(p.token_ids) >= clusters[0].block_size]
 
     def are_equal() -> bool:

@@ -1,8 +1,7 @@
-"""Dynamo's indexer, subscribed to a cluster under load, answers what our own index answers.
+"""Dynamo's indexer, subscribed to a cluster under load, answers like our own index.
 
-Held against each other: leading tokens of every prompt that was played, on the device, in host
-memory and in files, under every salt and adapter there is; and the hashes of all blocks that are
-cached, medium by medium.
+Compared are the leading tokens of every played prompt, on the device, in host memory and in files,
+under every salt and adapter; and the hashes of all cached blocks, medium by medium.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def differences(cluster: PublishedCluster, indexer: DynamoIndexer) -> list[str]:
 
 
 def become_equal(cluster: PublishedCluster, indexer: DynamoIndexer) -> None:
-    """Return when both know the same of a cluster that is quiet, by all that can be asked."""
+    """Wait until both know the same of a quiet cluster, by all possible queries."""
     cluster.settle()
     found: list[str] = ["not asked yet"]
 
@@ -97,7 +96,7 @@ def test_who_misses_a_stretch_asks_for_it(
         assert differences(cluster, indexer), "nothing was lost: this shows nothing"
         indexer.resume()
         become_equal(cluster, indexer)
-        # The answer was the stretch itself where it is held, and everything otherwise.
+        # The answer had the missed batches if they are kept, and the whole state otherwise.
         statistics = cluster.statistics()
         is_held = history_batches > 2
         assert (statistics["num_replays"] > before["num_replays"]) == is_held
@@ -188,8 +187,8 @@ def test_one_block_per_event_is_the_same_to_it(start_indexer: StartIndexer) -> N
 def test_positions_are_read_as_well_but_salted_blocks_are_passed_over(
     start_indexer: StartIndexer,
 ) -> None:
-    """It has no place for a salt among positions. What it reads there makes it drop the event, so
-    that salted blocks are not found; they are never taken for others."""
+    """It has no position for a salt. What it reads there makes it drop the event, so that salted
+    blocks are not found; they are never taken for others."""
     indexer = start_indexer()
     tokens = np.arange(160, dtype=np.int32)
     with PublishedCluster(9, encoding="array", salts=(None,)) as cluster:

@@ -1,6 +1,6 @@
 """Payloads of vLLM are read by us, and ours by vLLM's types, to equal values.
 
-The types are declared as vLLM documents them and held against payloads that vLLM has encoded.
+The types are declared as in vLLM's documentation and compared with payloads that vLLM has encoded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def typed_fields(event: Any) -> dict[str, Any]:
 
 
 def require_equal(payload: bytes, encoding: str) -> int:
-    """Both decoders say the same of a payload; return how many events it has."""
+    """Compare both decoders' events of a payload; return how many there are."""
     ours = decode_batch(payload)
     theirs = msgspec.msgpack.decode(payload, type=BATCHES[encoding])
     assert (ours.time_s, ours.data_parallel_rank) == (theirs.ts, theirs.data_parallel_rank)

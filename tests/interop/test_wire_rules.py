@@ -1,8 +1,8 @@
-"""Everything that a cluster publishes under random load is as routers demand it.
+"""Everything that a cluster publishes under random load follows the routers' rules.
 
-The rules are in `wire_rules.py`, one by one with the router that needs them. They are held against
-recorded frames, live and asked for; what they add up to is what we know. Planted mistakes show that
-each of them can be broken.
+The rules are in `wire_rules.py`, one by one with the router that needs them. They are checked on
+recorded frames, live and requested ones, and the resulting state is compared with ours. Planted
+mistakes show that each rule can be broken.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def record(cluster: PublishedCluster) -> FrameRecorder:
 
 
 def follow(cluster: PublishedCluster, recorder: FrameRecorder, rules: WireRules) -> None:
-    """Hold all that has been published against the rules, and what it adds up to against ours."""
+    """Check all published messages against the rules, and the resulting state against ours."""
     cluster.settle()
     assert cluster.subscriber.last_seq is not None
     recorder.follow(rules, cluster.subscriber.last_seq)
@@ -92,14 +92,14 @@ def test_a_cluster_under_load_breaks_no_rule(
                 cluster.settle()
                 assert cluster.client.reset_prefix_cache()
             follow(cluster, recorder, rules)
-        # All that was said is said again to who asks, in either form of a request.
+        # All messages are repeated on request, in either form of a request.
         seen = dict(rules.payloads)
         for request in ((b"", first), (first,)):
             again = WireRules(16, encoding, one_block)
             assert [again.on_reply(reply) for reply in recorder.ask(*request)][-1]
             assert seen.items() <= again.payloads.items()
             assert again.media == rules.media
-        # Who asks for more than is held gets everything, under the newest number.
+        # A request for a dropped batch gets the whole state, under the newest number.
         anew = WireRules(16, encoding, one_block)
         (snapshot, _) = recorder.ask(b"", number(0))
         anew.on_reply(snapshot)
@@ -124,7 +124,7 @@ def test_a_publisher_that_restarts_breaks_no_rule() -> None:
         cluster.load(4)
         follow(cluster, recorder, rules)
         assert rules.num_events["AllBlocksCleared"] >= 2
-        # The first batch of the new one states everything, for who is subscribed already.
+        # The new publisher's first batch has the whole state, for existing subscribers.
         anew = WireRules(16)
         for reply in recorder.ask(b"", cluster.first_number()):
             anew.on_reply(reply)

@@ -1,4 +1,4 @@
-"""Every small configuration of the house: launched on Ray, played on, every byte checked."""
+"""Every small configuration: launched on Ray, with a replay that checks every byte."""
 
 from __future__ import annotations
 

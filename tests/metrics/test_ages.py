@@ -1,4 +1,4 @@
-"""Ages of what is hit and evicted, with a clock that tests move."""
+"""Ages of hit and evicted blocks, with a clock that tests move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard asks for what there is: every series is exposed, with the labels it is asked by."""
+"""The dashboard queries only series that are exposed, with labels that they have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def queries() -> list[Any]:
 
 
 def used(expr: str) -> list[tuple[str, set[str]]]:
-    """Return the series of an expression, each with the labels it is chosen by."""
+    """Return the series of an expression, each with the labels that select it."""
     return [
         (name, {match[1] for match in LABEL.finditer(selector)})
         for name, selector in SERIES.findall(expr)

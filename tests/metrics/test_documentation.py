@@ -1,4 +1,4 @@
-"""What the documentation says there is, is what is declared."""
+"""The documentation's metrics are the declared ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets against the plain definition of them."""
+"""Buckets against their plain definition."""
 
 from __future__ import annotations
 

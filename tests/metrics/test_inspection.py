@@ -1,4 +1,4 @@
-"""Who holds which block, for how long, and which pins hold."""
+"""Which requests use which block, idle times, and pins."""
 
 from __future__ import annotations
 

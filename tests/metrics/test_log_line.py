@@ -1,4 +1,4 @@
-"""The line for people."""
+"""The summary line."""
 
 from __future__ import annotations
 

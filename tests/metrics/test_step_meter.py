@@ -77,7 +77,7 @@ def test_a_step_that_waits_for_ranks_has_waited_in_the_queue() -> None:
     bench.rank_applied(0, 2)
     bench.rank_applied(1, 2)
     assert counts(bench.meter.queue) == (1, 1, 2, 2)
-    bench.ask(2)  # a stored answer is no step
+    bench.ask(2)  # a stored answer is not a step
     assert counts(bench.meter.decision)[-1] == 2
 
 

@@ -1,4 +1,4 @@
-"""The protocol's model, explored: safe with all rules, in trouble without any one of them."""
+"""The protocol's model, explored: no violation with all rules, one without any of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.model.scenarios import BACKED, SAFE, UNSAFE, Scenario, scenario_named
 from tests.model.sizes import BUDGET, Model, Sizes
 
 RULES_OFF_BY_DESIGN = {"again", "lost", "doubled"}
-"""Kinds of actions that only happen where the rule against them is off."""
+"""Kinds of actions that happen only if the rule against them is off."""
 
 
 QUICK_SAFE = {"a worker and the coordinator die", "pipelined steps, one fails"}
-"""Of the profiles with all rules, those that every test run explores."""
+"""The profiles with all rules that every test run explores."""
 
 
 def cases(scenarios: tuple[Scenario, ...], quick: set[str] | None = None) -> list[object]:
-    """Return the scenarios as parameters; marked are the long ones, and those not in `quick`."""
+    """Return the scenarios as parameters; long ones, and those not in `quick`, are marked."""
     return [
         pytest.param(
             s,

@@ -24,7 +24,7 @@ def test_a_stage_whose_node_is_gone_is_replaced_on_another_one() -> None:
 
 
 def play(script: str, timeout_s: float) -> str:
-    """Run a script beside this file with a folder of its own; return what it printed."""
+    """Run a script of this directory with a directory of its own; return its output."""
     Path("/tmp/ray").mkdir(exist_ok=True)  # Ray's test cluster writes its address there
     with tempfile.TemporaryDirectory(prefix="kvm-", dir="/tmp") as scratch:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A disk that does not serve: what it has is not forgotten, and it is left alone for a while."""
+"""A disk that fails: its contents are kept, and it rests for a while."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_disk_that_rests_is_not_asked_and_is_asked_again_afterwards() -> None:
 
 
 def rests(tiers: TierHierarchy, now_s: float) -> float:
-    """Let the disk rest, and return for how long it does."""
+    """Let the disk rest, and return for how long."""
     tiers.rest_disk("it does not answer", now_s)
     for quarters in range(1, 1000):
         tiers.expire(now_s + quarters * 0.25)

@@ -1,4 +1,4 @@
-"""What tiers tell of what they hold."""
+"""Events of tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file tier that is full makes room: what its slots may hold, its files may take."""
+"""A full file tier makes room: its files may take as much as its slots."""
 
 from __future__ import annotations
 

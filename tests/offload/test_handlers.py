@@ -1,4 +1,4 @@
-"""A tier from outside: its books and what copies for it, brought by one spec."""
+"""An external tier: a spec with its manager and its handlers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvcache.offload import (
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """A tensor as far as it is asked."""
+    """The necessary part of a tensor."""
 
     array: npt.NDArray[np.int8]
 

@@ -1,4 +1,4 @@
-"""Host memory above a disk: what goes where, and when."""
+"""Host memory above a disk: which blocks move, and when."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_no_file_has_is_spilled_before_it_is_evicted() -> None:
     assert places(tiers, new) == [Place.NOWHERE] * 3
     job = tiers.plan_spills(NOW_S)
     assert job is not None
-    # Of one chain the tail goes first; as many as the store found missing.
+    # The tail of a chain goes first; as many as the store lacked.
     assert list(job.keys) == [old[3], old[2], old[1]]
     assert tiers.plan_store(new, NOW_S) is None
     tiers.spilled(job.job_id, ok=True)
@@ -184,7 +184,7 @@ def test_whether_there_is_something_to_spill_is_known_without_a_step() -> None:
     while tiers.has_spills:
         job = tiers.plan_spills(NOW_S)
         assert job is not None
-        assert not tiers.has_spills  # there is no room for more, or no more
+        assert not tiers.has_spills  # no room for more, or nothing more to spill
         tiers.spilled(job.job_id, ok=True)
         spilled += job.keys
     assert spilled == keys
@@ -299,7 +299,7 @@ def test_a_disk_that_does_not_answer_is_left_alone() -> None:
     assert job is not None
     tiers.expire(NOW_S + 1e6)
     assert places(tiers, keys) == [Place.HOST] * 2
-    # The other slot is dirty, but nobody will ever spill it.
+    # The other slot is dirty, but will never be spilled.
     assert store(tiers, make_keys(2, first=5)) == make_keys(1, first=5)
     assert tiers.plan_spills(NOW_S) is None
     tiers.spilled(job.job_id, ok=True)

@@ -47,7 +47,7 @@ DEADLINES = Deadlines(store_s=5.0, load_s=5.0, spill_s=8.0, fetch_s=8.0)
 
 
 class Walk:
-    """A hierarchy and the bytes that it is about."""
+    """A hierarchy and its simulated bytes."""
 
     def __init__(self, seed: int, tenants: TenantsConfig | None = None) -> None:
         self.rng = rng = random.Random(seed)
@@ -135,8 +135,7 @@ class Walk:
         return {} if statistics is None else {each.name: each for each in statistics.tenants}
 
     def compare_tenants(self, tier: str, before: dict[str, TenantStatistics], tenant: str) -> None:
-        """What one tenant stored took nothing of what others are guaranteed, and no more than its
-        limit."""
+        """A tenant's stores took nothing of others' guarantees, and no more than its limit."""
         after = self.slots_of_tenants(tier)
         for name, had in before.items():
             now = after.get(name, had)
@@ -147,7 +146,7 @@ class Walk:
                 self.num_taken += lost
 
     def resume(self) -> None:
-        """Load what is there of a request, fetch what is not."""
+        """Load the part of a request in host memory, fetch the rest."""
         keys = self.request()
         self.hierarchy.touch(keys)
         hits = self.hierarchy.look_up(keys)
@@ -257,7 +256,7 @@ class Walk:
 
 
 def some_of(num_seeds: int, *, quick: int) -> list[Any]:
-    """The first seeds in every run, the others where there is time."""
+    """The first seeds in every run, the others in long runs."""
     more = [pytest.param(seed, marks=pytest.mark.long) for seed in range(quick, num_seeds)]
     return [*range(quick), *more]
 
@@ -266,7 +265,7 @@ def some_of(num_seeds: int, *, quick: int) -> list[Any]:
 def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     walk = Walk(seed)
     play(walk)
-    # With a few slots it may be that nothing stayed until it was wanted.
+    # With few slots, it may be that no block stayed until it was needed.
     assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots <= 5
 
 

@@ -1,4 +1,4 @@
-"""Tiers by name, and what cannot be meant."""
+"""Tiers by name, and invalid options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operations on a tier, beside a slow model of it, `check()` after each."""
+"""Random operations on a tier and on a slow model of it, with `check()` after each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_STEPS = 250
 
 
 class Walk:
-    """One tier and its model; every operation is done to both."""
+    """One tier and its model; every operation is applied to both."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -131,7 +131,7 @@ class Walk:
         self.model.forget(keys)
 
     def mistake(self) -> None:
-        """Something that must be refused and must change nothing."""
+        """A call that must be refused and change nothing."""
         wrong = self.rng.choice(self.every)
         call, is_refused = self.rng.choice(
             [

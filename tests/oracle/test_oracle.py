@@ -1,4 +1,4 @@
-"""A few walks of every kind beside the peer's manager, where its environment is."""
+"""A few walks of every kind against the peer's manager, if its environment exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def peer_environment() -> Path | None:
-    """Where the peer is: `KVCACHE_PEER`, or what `make bench-peer` builds."""
+    """The peer's environment: `KVCACHE_PEER`, or that of `make bench-peer`."""
     named = os.environ.get("KVCACHE_PEER")
     environment = Path(named) if named else ROOT / ".venv-peer"
     return environment if (environment / "bin" / "python").exists() else None
@@ -37,7 +37,7 @@ def peer() -> Iterator[Peer]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """A refused reset is logged as a warning, and here it is part of every walk."""
+    """A refused reset is logged as a warning, and belongs to every walk here."""
     logger = logging.getLogger("kvcache")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Plans of published models, every number worked out by hand beside it.
+"""Plans of published models, with every number worked out by hand.
 
 A page of attention holds `2 * tokens * heads of the rank * head size * bytes of an element`; a
 block is a page per pool, and there are as many pools as layers in the largest group. Dtypes are of
@@ -30,7 +30,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Golden:
-    """What is planned, and what must come out."""
+    """A model, a deployment, and the expected plan."""
 
     config: dict[str, Any]
     choices: HFChoices
@@ -231,7 +231,7 @@ PLANS = {
         groups=(
             # A state: 6144 * 3 * 2 = 36864, and 64 * 80 * 128 * 4 (float32) = 2621440: 2658304.
             # 16 tokens: 2 * 16 * 4 * 128 * 2 = 32768. 2658304 /^ 32768 = 82: 1312 tokens, 2686976.
-            # One state a request, and nobody starts from it: its block size does not matter.
+            # One state a request, which cannot be hit: its block size does not matter.
             Group("mamba", (4, 4, 4, 4, 4, 4, 3), 16, 2_686_976, 2_658_304, 1),
             Group("full", (4,), 1312, 2_686_976, 2_686_976, 100),  # 131072 /^ 1312
         ),

@@ -1,4 +1,4 @@
-"""From a published config.json to layers: each architecture, and what is left open."""
+"""From a published config.json to layers: each architecture, and missing fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.planner import public_models as public
 
 
 def specs_of(config: dict[str, Any], tensor_parallel_size: int = 1) -> list[KVCacheSpec]:
-    """What the first rank keeps, layer by layer."""
+    """The specs of the first rank, layer by layer."""
     choices = HFChoices(tensor_parallel_size)
     return list(layer_specs(cluster_from_hf_config(config, choices))[0].values())
 
@@ -73,7 +73,7 @@ def test_null_means_none_and_a_missing_field_means_the_architectures_default() -
     assert (
         kinds_of({**silent, "num_key_value_heads": None, "attention_chunk_size": None}) == "4 full"
     )
-    # A value around the language model's fields counts where these say null.
+    # Outer fields count if the language model's fields are null.
     inner = {**text, "num_hidden_layers": 4, "torch_dtype": None}
     assert kinds_of({**silent, "text_config": inner}) == "3 chunked_local, full"
 
@@ -235,7 +235,7 @@ def test_llama_may_say_what_its_layers_read() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# What is made of it
+# Configurations from it
 # ---------------------------------------------------------------------------------------------
 
 

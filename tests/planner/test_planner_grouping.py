@@ -32,7 +32,7 @@ WINDOW = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, sliding_
 
 @dataclass(frozen=True)
 class StateSpec(FullAttentionSpec):
-    """A kind from outside that can be neither resized, padded, nor stood in for."""
+    """An external kind that can be neither resized, padded, nor replaced."""
 
     kind = "state"
 
@@ -47,7 +47,7 @@ class StateSpec(FullAttentionSpec):
 
 
 def model(pattern: str, **kinds: KVCacheSpec) -> dict[str, KVCacheSpec]:
-    """Layers `l.0`, `l.1`, ... of the kinds that the letters of `pattern` stand for."""
+    """Layers `l.0`, `l.1`, ... of the kinds in the letters of `pattern`."""
     known = {"f": FULL, "w": WINDOW, **kinds}
     return {f"l.{index}": known[letter] for index, letter in enumerate(pattern)}
 

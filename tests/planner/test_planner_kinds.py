@@ -92,7 +92,7 @@ def test_a_request_of_full_length_takes_its_blocks_and_the_null_block(
 
 
 def test_every_kind_together_adds_up() -> None:
-    # One layer of each kind: one pool, and the sum of all blocks above beside the null block.
+    # One layer of each kind: one pool, with all blocks above and the null block.
     plan = plan_kv_cache(options(), [model("fwcxmsa")], [237 * PAGE])
     assert plan.num_blocks == 237
     assert plan.max_concurrency == 237 / (100 + 13 + 12 + 7 + 100 + 1 + 3)
@@ -174,7 +174,7 @@ def test_chunks_become_full_attention_with_a_warning() -> None:
 
 def test_padding_of_pages_and_of_groups_is_what_a_request_wastes() -> None:
     # Pages of 8192: a state of 5000 bytes and three layers of attention, each 16 tokens. Groups of
-    # one layer: 1 + 3 * 10 blocks for 160 tokens, of which only the state's is not full.
+    # one layer: 1 + 3 * 10 blocks for 160 tokens; only the state's is not full.
     state = MambaSpec(16, shapes=((5000,),), dtypes=("int8",))
     plan = plan_kv_cache(options(160), [{**model("fff"), "l.3": state}], [100 * PAGE])
     report = report_plan(plan)

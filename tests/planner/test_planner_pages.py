@@ -1,4 +1,4 @@
-"""Pages of one size where one kind keeps a state: worked examples, and a slow search beside it."""
+"""Pages of one size with a kind that keeps a state: worked examples, and a slow search."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_pages_suit_the_elements_of_states() -> None:
 
 @dataclass(frozen=True)
 class FixedSpec(FullAttentionSpec):
-    """A kind from outside that can be neither resized nor padded."""
+    """An external kind that can be neither resized nor padded."""
 
     kind = "fixed"
 

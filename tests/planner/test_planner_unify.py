@@ -1,4 +1,4 @@
-"""Plans of many ranks made one: minima, order, layout, fingerprints, and refusals."""
+"""Plans of many ranks unified: minima, order, layout, fingerprints, and refusals."""
 
 from __future__ import annotations
 

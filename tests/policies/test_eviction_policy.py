@@ -1,4 +1,4 @@
-"""Eviction policies by name, and what every one of them promises."""
+"""Eviction policies by name, and their common guarantees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells the hazard policy from the others: it learns, and never falls far behind LRU."""
+"""The hazard policy: it learns, and never falls far behind LRU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.policies.books import WrittenBook, evict, name_of
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 MOST_BELOW_LRU = 0.001
 FIRST_REQUESTS = 200
-"""From so many requests on; of fewer, a block is more than that."""
+"""From this many requests on; with fewer, a block is more than that."""
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 
 
@@ -48,7 +48,7 @@ def hit_rate(workload: Workload, num_blocks: int, policy: str) -> float:
 
 
 def most_below_lru(workload: Workload, num_blocks: int) -> float:
-    """Return by how much hazard's rate is below LRU's where it is most, after any request."""
+    """Return the largest difference by which hazard's rate is below LRU's, after any request."""
     lru = hits_by_request(workload, num_blocks, "lru")
     lost = lru[:, 0] - hits_by_request(workload, num_blocks, "hazard")[:, 0]
     return float((lost / lru[:, 1])[FIRST_REQUESTS - 1 :].max())
@@ -110,7 +110,7 @@ def test_what_lru_would_have_let_go_may_always_go_and_is_won_when_it_is_hit() ->
 
 
 class Loop:
-    """Contents used one after another, round and round: more than there is room for."""
+    """Contents used one after another in a loop, more than fit."""
 
     def __init__(self, num_entries: int) -> None:
         self.book = WrittenBook()
@@ -207,7 +207,7 @@ def test_hit_rates_on_the_conversation_trace(num_blocks: int, expected: float) -
 
 
 def test_contents_forgotten_in_use_do_not_make_lrus_cache_larger() -> None:
-    """Nobody says that they have gone; LRU with more room than there is would seem to win."""
+    """No signal says that they have gone; LRU with more room than exists would seem to win."""
     manager = make_manager(FULL, 201, eviction_policy="hazard")
 
     def serve(name: str, tokens: list[int], *, is_forgotten: bool = False) -> int:
@@ -229,6 +229,6 @@ def test_contents_forgotten_in_use_do_not_make_lrus_cache_larger() -> None:
 
 
 def test_who_is_next_is_not_known_without_choosing() -> None:
-    """Its lines are no queues of ranks, so a tier that looks ahead has to choose and put back."""
+    """Its lines are not queues of ranks, so a tier that looks ahead must choose and put back."""
     assert not isinstance(HazardPolicy(4, WrittenBook()), LooksAhead)
     assert isinstance(ARCPolicy(4, WrittenBook()), LooksAhead)

@@ -1,4 +1,4 @@
-"""Who may go next, known without choosing."""
+"""The next victims, known without choosing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.policies.books import WrittenBook, evict, make_policy, use
 from tests.policies.test_protocol import WITH_MEMORY
 
 RANKED = sorted({*WITH_MEMORY} - {"hazard"})
-"""Policies that know who is next without choosing. What `hazard` takes depends on the time."""
+"""Policies that know the next victims without choosing. `hazard` depends on the time."""
 
 QUEUES = sorted({*RANKED} - {"s3fifo"})
-"""Of these, policies that take the first of one of their lines. `s3fifo` lets some of them stay."""
+"""Of these, policies that evict the first of a line. `s3fifo` lets some of them stay."""
 
 NUM_ENTRIES = 60
 
@@ -26,7 +26,7 @@ def looking_ahead(policy: EvictionPolicy) -> Callable[[int], list[int]]:
 
 
 def walk(policy: EvictionPolicy, book: WrittenBook, rng: random.Random) -> None:
-    """Change something: entries come, are used, go, go and come back, or are forgotten."""
+    """Apply an operation: insert, use, evict, evict and put back, or drop entries."""
     inside = policy.order()
     match rng.randrange(5):
         case 0:

@@ -1,4 +1,4 @@
-"""What tells each policy from the others, on a few entries."""
+"""The differences between policies, on a few entries."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_lfu_with_ageing_lets_go_of_what_was_popular_once() -> None:
     for entry in range(2, 7):
         policy.insert([entry])
         victims += evict(policy, 1)
-    # Each victim makes new ones worth more, until the first one's four uses are no more than that.
+    # Each victim raises the value of new ones, until the first one's four uses are no more than
+    # that.
     assert victims == [2, 3, 4, 1, 5]
 
 
@@ -97,7 +98,7 @@ def test_arc_gives_room_to_the_side_whose_evicted_contents_come_back() -> None:
         book.hold(entry, content)
         policy.insert([entry])
     policy.insert([30, 31])
-    # Three came back that were used once: that many of such may stay now.
+    # Three contents that were used once came back: that many of such may stay now.
     assert policy.order()[:2] == [8, 0]
 
 

@@ -1,4 +1,4 @@
-"""Policies from outside that fail: the books stay right, and the cache goes on as LRU."""
+"""External policies that fail: the state stays consistent, and the cache continues with LRU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = ("insert", "remove", "discard", "choose", "put_back", "order")
 
 
 class Sound(LRUPolicy):
-    """From outside, and keeps to the protocol."""
+    """An external policy that keeps to the protocol."""
 
 
 class Raising(LRUPolicy):
@@ -55,7 +55,7 @@ ANSWERS: dict[str, Callable[[list[int]], object]] = {
 
 
 class Lying(LRUPolicy):
-    """Chooses what it cannot have."""
+    """Chooses invalid victims."""
 
     answer = ""
 
@@ -65,7 +65,7 @@ class Lying(LRUPolicy):
 
 
 def play(policy: Any) -> KVCacheManager:
-    """Serve and reset requests on a small pool whose `lru` is `policy`; all books are checked."""
+    """Serve and reset requests on a small pool whose `lru` is `policy`; checks all state."""
 
     def make(settings: CoreSettings) -> FlatCore:
         return FlatCore(replace(settings, policies={"lru": policy}))

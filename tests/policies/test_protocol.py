@@ -1,4 +1,4 @@
-"""What every policy promises its owner."""
+"""The common guarantees of all policies."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(na
 
 
 class Churn:
-    """Ever new contents, some of which are used, forgotten while in use, or come back."""
+    """New contents, some of which are used, dropped while in use, or come back."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.policy, self.book = make_policy(name, capacity)
@@ -126,7 +126,7 @@ class Churn:
         self.num_served += count
 
     def footprint_bytes(self) -> int:
-        """Return what the policy takes; names are not counted, as the book holds them too."""
+        """Return the policy's memory, without names, which the book holds too."""
         return footprint_bytes((self.policy, self.book)) - footprint_bytes(self.book)
 
 

@@ -1,7 +1,7 @@
 """Every policy in the core: random walks of whole managers, and hit rates on a real trace.
 
-The walks check after every operation that the books add up, that no cached block has lost the one
-it continues, and that blocks hold what their tokens demand; at the end, that no block was lost.
+After every operation the walks check that the state is consistent, that no cached block has lost
+its parent, and that blocks hold what their tokens demand; at the end, that no block was lost.
 """
 
 from __future__ import annotations

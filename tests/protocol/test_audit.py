@@ -1,4 +1,4 @@
-"""Audits of a running cluster: what ranks know is compared and withdrawn; service goes on."""
+"""Audits of a running cluster: labels are compared and dropped, and service continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def config(mode: str) -> ClusterConfig:
 
 
 def compute(client: KVCacheClient, name: str, num_tokens: int = 64) -> int:
-    """Compute a request and let it finish; return how many of its tokens were found."""
+    """Compute a request and let it finish; return how many of its tokens were hit."""
     tokens = np.arange(num_tokens, dtype=np.int32)
     result = client.step(StepRequest(new=(NewRequest(name, tokens, num_tokens),)))
     client.wait_finished(result.step)
@@ -56,7 +56,7 @@ def compute(client: KVCacheClient, name: str, num_tokens: int = 64) -> int:
 
 
 def other_label(block_id: int, byte: bytes) -> Label:
-    """Return a label of 16 tokens that nobody has computed."""
+    """Return a label of 16 tokens that were never computed."""
     return replace(
         label(block_id, byte * 32),
         parent_digests=b"p" * 32,

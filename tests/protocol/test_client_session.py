@@ -169,7 +169,7 @@ def test_answered_and_finished_steps_are_acknowledged() -> None:
 
 
 def test_a_repeated_step_comes_with_messages_that_may_be_lost_too() -> None:
-    """A coordinator that has not heard its answers acknowledged may have no room for the step."""
+    """A coordinator without acknowledgements of its answers may have no room for the step."""
     bench = Bench()
     bench.submit()
     bench.answer(1)

@@ -99,7 +99,7 @@ def label_report(
 
 
 class Bench:
-    """A coordinator of two ranks and the hands that feed it."""
+    """A coordinator of two ranks, and helpers that feed it."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Bench:
         seen_by: Callable[[VirtualClock], Clock] = lambda machine: machine,
         **changes: Any,
     ) -> None:
-        """`seen_by` returns the coordinator's clock, made of the machine's."""
+        """`seen_by` makes the coordinator's clock from the machine's."""
         self.clock = VirtualClock()
         self.store = store or MemoryStateStore()
         settings = CoordinatorSettings(2, "plan", resend_s=1.0, heartbeat_s=2.0)
@@ -133,7 +133,7 @@ class Bench:
         return self.coordinator.on_worker_message(rank, Hello(process, rank, highest, "plan"))
 
     def granted(self, rank: int) -> list[Outgoing]:
-        """Let a rank grant the epoch; when all have, let every one of them say it holds nothing."""
+        """Let a rank grant the epoch; after all have, each reports that it holds nothing."""
         message = Granted("n", self.processes[rank], rank, self.coordinator.epoch)
         out = self.coordinator.on_worker_message(rank, message)
         for asked in only(out, CollectLabels):
@@ -144,7 +144,7 @@ class Bench:
         return out
 
     def labels(self, rank: int, *labels: BlockLabel, **changes: Any) -> list[Outgoing]:
-        """Let a rank say what its 24 blocks hold."""
+        """Let a rank report its 24 blocks."""
         report = label_report(
             rank, self.processes[rank], self.coordinator.epoch, labels, NUM_BLOCKS
         )
@@ -159,7 +159,7 @@ class Bench:
         return self.coordinator.on_worker_message(rank, replace(message, **changes))
 
     def run(self) -> Bench:
-        """Bring everything up, with one client `c`."""
+        """Start everything, with one client `c`."""
         self.coordinator.start()
         for rank in (0, 1):
             self.hello(rank)
@@ -482,7 +482,7 @@ def test_a_client_that_leaves_is_fenced_before_its_blocks_are_freed() -> None:
 
 
 def assert_gone(out: Any) -> None:
-    """The client is told that its id is not let in any more."""
+    """The client learns that its id cannot attach any more."""
     (answer,) = only(out, Unattached)
     assert answer.is_final and "use a new client id" in answer.reason
 
@@ -524,7 +524,7 @@ LOST: dict[str, Any] = {"heartbeat_s": 2.0, "reattach_s": 3.0, "worker_silence_s
 
 
 def running(bench: Bench) -> int:
-    """Let ranks apply all there is; return how many requests run."""
+    """Let ranks apply everything; return how many requests run."""
     for rank in (0, 1):
         bench.applied(rank, bench.coordinator.statistics().last_seq)
     manager = bench.coordinator.manager

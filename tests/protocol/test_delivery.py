@@ -1,4 +1,4 @@
-"""Windows and receivers: exactly once, in order, bounded, and nobody's word for another's."""
+"""Windows and receivers: exactly once, in order, bounded, each rank for itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_receiver(epoch: int = 1, max_buffered: int = 4) -> CommandReceiver:
 
 
 def take(receiver: CommandReceiver, message: StepCommands) -> tuple[list[int], list[object]]:
-    """Pass a message on and apply what is ready; return the numbers and the other replies."""
+    """Pass a message on and apply ready ones; return the numbers and the other replies."""
     received = receiver.on_commands(message)
     for ready in received.ready:
         receiver.confirm_applied(ready.seq)

@@ -1,4 +1,4 @@
-"""The content of a forward: told once, rolled back, and different where contents differ."""
+"""The content of a forward: sent once, rolled back, and different for different contents."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Steps and calls that cannot be meant, mixed with good ones: refused or served, never fatal.
+"""Invalid steps and calls, mixed with valid ones: refused or served, never fatal.
 
-Whatever a client sends, it gets an answer, the books add up, and no rank refuses what the
-coordinator made of it: a message that a rank refuses would be repeated for ever.
+Whatever a client sends, it gets an answer, the state stays consistent, and no rank refuses the
+resulting commands: a message that a rank refuses would be repeated forever.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Cluster:
         return manager
 
     def tell(self, message: Any) -> None:
-        """Take what a client says that checks nothing before it sends."""
+        """Take messages of a client that checks nothing."""
         payload = unchecked(message)
         try:
             told = self.coordinator.on_client_message(cast(Any, decode(payload)))

@@ -1,5 +1,5 @@
-"""What a schedule leaves in the log: a line for each thing that happens to a cluster, with ids, and
-few lines however much a peer sends."""
+"""The log of a schedule: a line for each event of a cluster, with ids, and few lines however much a
+peer sends."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def lines(caplog: pytest.LogCaptureFixture, pattern: str) -> list[str]:
 
 
 def require_one(caplog: pytest.LogCaptureFixture, *patterns: str) -> None:
-    """Every pattern matches exactly one line."""
+    """Check that every pattern matches exactly one line."""
     for pattern in patterns:
         assert len(lines(caplog, pattern)) == 1, (pattern, lines(caplog, pattern), caplog.text)
 
@@ -196,7 +196,7 @@ def test_a_rank_that_is_silent_is_told_once_and_when_it_is_back(
 
 
 class BrokenStore(MemoryStateStore):
-    """A state that can be saved as long as nobody says otherwise."""
+    """A state that can be saved unless the test says otherwise."""
 
     is_broken = False
 
@@ -226,7 +226,7 @@ def test_a_state_that_cannot_be_saved_is_told_once(caplog: pytest.LogCaptureFixt
 def test_every_rest_of_a_tier_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Schedules before this one, in the same seconds, may have used up a place's lines.
+    # Earlier schedules, in the same seconds, may have used up the limit of a line.
     monkeypatch.setattr(LineLimit, "filter", lambda self, record: True)
     counts: Counter[str] = Counter()
     begin, look = DiskRest.begin, DiskRest.look

@@ -1,4 +1,4 @@
-"""The short ways: they take only what the long way would take, and leave everything else to it."""
+"""The fast decoders accept only what wire.py would, and leave all else to it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_nothing_is_taken_before_a_grant_or_while_one_is_put_off_or_over_a_gap()
     receiver.on_commands(plain(2))
     assert receiver.take_plain(encode(plain(1))) is None
     receiver = make_receiver()
-    receiver.on_commands(plain(1))  # handed out, not applied yet
+    receiver.on_commands(plain(1))  # returned, not applied yet
     assert receiver.take_plain(encode(plain(2))) is None
     receiver = make_receiver()
     assert receiver.on_grant(Grant("m", "p", 2, "f"), True) is None

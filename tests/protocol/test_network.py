@@ -1,4 +1,4 @@
-"""The faulty network: what it does to messages, and that a seed repeats it."""
+"""The faulty network: its faults, and their repetition by seed."""
 
 from __future__ import annotations
 

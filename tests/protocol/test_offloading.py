@@ -1,4 +1,4 @@
-"""What the tiers' wiring does with odd orders of events."""
+"""The tiers' coordination under unusual orders of events."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TOKENS = list(range(100, 113))
 
 
 class Bench:
-    """A manager, a host tier and what connects them."""
+    """A manager, a host tier, and their connection."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Bench:
         self.offloading = Offloading(parts, self.manager, JobTable(1), self.clock)
 
     def computed(self) -> list[Label]:
-        """Compute a prompt by a call, and say what became of it."""
+        """Compute a prompt by a call, and return what became of it."""
         request = Request("r", TOKENS)
         self.manager.allocate_slots(request, len(TOKENS))
         commands = self.manager.take_commands()
@@ -85,7 +85,7 @@ class Bench:
         return self.offloading.look_up(request, 0).answer
 
     def discarded_files(self) -> int:
-        """How many keys ranks are told to remove the files of."""
+        """How many keys' files ranks are told to remove."""
         told = self.offloading.commands([])
         return sum(len(c.keys) for c in told if isinstance(c, Discard)) // 36
 

@@ -1,4 +1,4 @@
-"""Preemption by swap, on a real manager and a real tier: what is kept, and what comes of it."""
+"""Preemption by swap, on a real manager and a real tier: kept blocks, and their return."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ ALWAYS = SwapRule(SwapWhen.ALWAYS)
 
 
 class Bench:
-    """A manager with a host tier, an engine, and one rank that says when its copies have ended.
+    """A manager with a host tier, an engine, and one rank that reports the ends of its copies.
 
-    `device` and `host` are the bytes of the rank: who wrote each block, of which group and column.
+    `device` and `host` are the rank's bytes: the writer, group and column of each block.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Bench:
         self.told: list[Command] = []
 
     def step(self, *rows: Any, **rest: Any) -> StepResult:
-        """Serve a step and send what follows from it; its forward writes nothing by itself."""
+        """Serve a step and send its commands; its forward writes nothing by itself."""
         request = self.engine.request(*rows, **rest)
         result = self.manager.step(request)
         self.engine.next_step += 1
@@ -96,13 +96,13 @@ class Bench:
         self.offloading.check()
 
     def write(self, name: str) -> None:
-        """Let the forwards of a request have written all blocks of its tables."""
+        """Let the forwards of a request write all blocks of its tables."""
         for group, table in enumerate(self.manager.get_block_ids(name)):
             for column, block in enumerate(table):
                 self.device[block] = (name, group, column)
 
     def end_jobs(self, *, ok: bool = True) -> None:
-        """Let every copy end, and send what follows."""
+        """Let every copy end, and send the consequences."""
         ended, self.running = self.running, []
         for job in ended:
             failures = () if ok else (FailedForward(0, 0, "no"),)
@@ -113,7 +113,7 @@ class Bench:
         self.send(self.offloading.commands(self.manager.take_commands()))
 
     def run(self, name: str = "r", tokens: Sequence[int] = TOKENS[:30], **rest: Any) -> int:
-        """Admit a request, compute all of it, and complete that."""
+        """Admit a request, compute all of it, and complete the step."""
         result = self.step(new=(new(name, tokens, **rest),))
         self.write(name)
         self.step(completed_step=self.engine.next_step - 1)
@@ -125,14 +125,14 @@ class Bench:
             self.step(row(slot, [7]), completed_step=self.engine.next_step - 1)
 
     def preempt(self, name: str = "r", **rest: Any) -> list[Store]:
-        """Preempt by swap what is complete; return the stores of what has no content hash."""
+        """Preempt by swap after complete steps; return the stores of unhashed blocks."""
         how = {"completed_step": self.engine.next_step - 1, "preempted_swap": (name,), **rest}
         self.step(**how)
         private = self.offloading._tails._being_read
         return [c for c in self.told if isinstance(c, Store) and c.job_id in private]
 
     def resume(self, name: str = "r", num_tries: int = 4) -> int | None:
-        """Resume a request as often as it is told to wait; return its hit, None without room."""
+        """Resume a request as often as it must wait; return its hit, None without room."""
         for _ in range(num_tries):
             done = self.engine.next_step - 1
             result = self.step(resumed=(resume(name),), completed_step=done)
@@ -152,7 +152,7 @@ class Bench:
 
     @property
     def num_tail_blocks(self) -> int:
-        """Blocks in host memory that no content hash finds."""
+        """Blocks in host memory without a content hash."""
         return len(self._tail_keys())
 
     def forget_tails(self) -> None:

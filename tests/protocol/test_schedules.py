@@ -1,4 +1,4 @@
-"""A thousand schedules of faults: every byte right, everything ends, nothing is left over.
+"""A thousand schedules of faults: every byte right, everything ends, nothing is left.
 
 A failing seed is in the message; `simulate(random_scenario(seed))` plays it again.
 """
@@ -30,7 +30,7 @@ from tests.protocol.simulation import simulate
 SEEDS_PER_TEST = 10
 NUM_SEEDS = 1000
 NUM_QUICK_SEEDS = 10
-"""The others are played by `make test-long`."""
+"""`make test-long` plays the others."""
 
 ROUGH = NetworkFaults(
     dropped=0.1, duplicated=0.3, delayed=0.4, reordered=0.3, torn=0.02, max_delay_s=0.1
@@ -89,7 +89,7 @@ def test_the_schedules_of_every_model_reach_what_they_are_meant_to_reach(model: 
 
 
 def any_is_red(scenarios: Iterable[Scenario]) -> bool:
-    """Say whether some schedule fails."""
+    """Return whether some schedule fails."""
     for scenario in scenarios:
         try:
             simulate(scenario)
@@ -99,15 +99,15 @@ def any_is_red(scenarios: Iterable[Scenario]) -> bool:
 
 
 def one_token_later(kernel: Any, *places: int) -> Any:
-    """Return a kernel that gets one token more in these of its arguments: the rules that it asks
+    """Return a kernel that gets one more token in these of its arguments: the rules that it calls
     are compiled into it."""
     return lambda *args: kernel(*[arg + 1 if i in places else arg for i, arg in enumerate(args)])
 
 
 def turns_red(num_seeds: int = 12, model: str = "full", first_seed: int = 0) -> bool:
-    """Say whether some schedule fails.
+    """Return whether some schedule fails.
 
-    Who knows a seed that finds a mistake begins shortly before it.
+    A caller that knows a failing seed begins shortly before it.
     """
     num_blocks = 24 * len(MODELS[model])
     scenario = Scenario(0, num_blocks, num_requests=3, faults=ROUGH, fail_share=0.1, model=model)

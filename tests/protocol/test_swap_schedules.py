@@ -1,4 +1,4 @@
-"""Schedules of faults in which preempted requests are swapped out, and go on where they were."""
+"""Schedules of faults in which preempted requests are swapped out, and continue from that."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NUM_BLOCKS = {"mla": 8}
 
 
 def scenario_of(number: int, model: str = "full") -> Scenario:
-    """So few blocks that running requests are preempted; copies are slow and overtake another.
+    """So few blocks that running requests are preempted; copies are slow and overtake each other.
 
-    By every third seed there is a draft model, for which nothing is swapped: not here.
+    Every third seed has a draft model, for which nothing is swapped: not here.
     """
     return Scenario(
         1 + 3 * number,
@@ -61,7 +61,7 @@ def test_a_restart_or_a_lost_worker_leaves_no_tails() -> None:
 
 
 def turns_red(model: str = "full", num_schedules: int = 12, first: int = 0, **changes: Any) -> bool:
-    """Say whether some schedule fails. Who knows one that does begins shortly before it."""
+    """Return whether some schedule fails. A known failing seed is found faster from just before."""
     for number in range(first, first + num_schedules):
         try:
             simulate(replace(scenario_of(number, model), **changes))

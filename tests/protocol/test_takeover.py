@@ -1,4 +1,4 @@
-"""Another coordinator, another process, an old client: who is obeyed, and who must say so."""
+"""Another coordinator, another process, an old client: which one is obeyed."""
 
 from __future__ import annotations
 

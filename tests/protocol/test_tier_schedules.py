@@ -1,4 +1,4 @@
-"""Schedules of faults with tiers below the device: blocks go down, come up, and are taken over."""
+"""Schedules of faults with tiers below the device: blocks are stored, loaded and adopted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUGH = NetworkFaults(
 
 
 def scenario_of(seed: int, model: str = "full") -> Scenario:
-    """So few blocks that contents leave the device, and a prompt's beginning that comes again."""
+    """So few blocks that contents are evicted, and a common prefix that comes back."""
     return Scenario(
         seed,
         num_blocks=NUM_BLOCKS.get(model, 14) * len(MODELS[model]),
@@ -54,7 +54,7 @@ def test_of_every_model_something_is_loaded_and_every_byte_is_right(model: str) 
     clusters: list[Cluster] = []
     while not num_loaded(clusters) and len(clusters) < 8:
         clusters.append(simulate(scenario_of(len(clusters), model)))
-    # Of chunks alone a request needs no more than its last one, which it computes.
+    # With chunks alone a request needs only its last one, which it computes.
     assert num_loaded(clusters) > 0 or model == "chunk"
 
 
@@ -73,8 +73,7 @@ def test_workers_are_lost_with_their_host_memory() -> None:
 
 
 def with_files(seed: int, **changes: Any) -> Scenario:
-    """So little host memory that most contents are found in files only, of which there may be too
-    few, too."""
+    """So little host memory that most contents are only in files, which may be too few as well."""
     model = ("full", "full, window", "mla", "chunk")[seed % 4]
     scenario = replace(
         scenario_of(seed, model),
@@ -134,7 +133,7 @@ def test_disks_may_fail_and_hang_and_lie(first: int) -> None:
 
 
 def files_turn_red(scenario_of: Callable[[int], Scenario], num_seeds: int) -> bool:
-    """Say whether some schedule with files fails."""
+    """Return whether some schedule with files fails."""
     for seed in range(num_seeds):
         try:
             simulate(scenario_of(seed))
@@ -179,7 +178,7 @@ def test_a_scan_of_another_coordinator_starts_again(
 
 
 def turns_red(num_seeds: int = 10) -> bool:
-    """Say whether some schedule fails."""
+    """Return whether some schedule fails."""
     for seed in range(num_seeds):
         try:
             simulate(scenario_of(seed, "full, window"))
@@ -236,7 +235,7 @@ def test_labels_of_blocks_that_loads_take_must_be_withdrawn_with_them(
     def deaf(self: Offloading, commands: Any, **rest: Any) -> None:
         follow(self, commands, **rest)
         if isinstance(commands, list):
-            commands.clear()  # what a load has evicted is told to nobody
+            commands.clear()  # evictions for a load are never sent
 
     monkeypatch.setattr(Offloading, "follow", deaf)
     assert turns_red()

@@ -1,4 +1,4 @@
-"""Messages that cannot travel or cannot be read: their sender is told, and goes on."""
+"""Messages that cannot be sent or read: their sender learns of it, and continues."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_report_that_cannot_be_read_is_to_be_said_with_less(
 
 def test_details_that_the_coordinator_cannot_read_are_left_out_of_the_repeat() -> None:
     harness = Harness.make()
-    details = "\udcff" + "d" * 20_000  # as of a path that is no text
+    details = "\udcff" + "d" * 20_000  # as from a path that is not text
     harness.worker._reports.add(JobReport(7, False, 1, 2, details, (3,), (3,)))
     (first,) = harness.worker.on_tick()
     encode(first)
@@ -337,12 +337,12 @@ def test_labels_that_cannot_be_read_are_left_out_until_another_coordinator_asks(
 
 
 def spoiled(step: StepRequest) -> StepRequest:
-    """Return a step that nobody can read."""
+    """Return a step that no coordinator can read."""
     return replace(step, completed_step=2**63)
 
 
 class LooseEngine(Engine):
-    """Now and then sends a step that nobody can read, and has it refused."""
+    """Sometimes sends an unreadable step, and has it refused."""
 
     probe: int | None = None
     num_refused = 0
@@ -360,7 +360,7 @@ class LooseEngine(Engine):
         if self._sent is None and self._last > self._void and self._random.random() < 0.2:
             submitted = self.session.submit(StepRequest())
             if self._random.random() < 0.5:
-                # What our own sender does with it: nothing is sent, and the number is free again.
+                # Our own sender sends nothing then, and the number is free again.
                 with pytest.raises(MalformedMessageError):
                     encode(spoiled(cast(StepRequest, submitted.messages[0])))
                 self.session.take_back(submitted.step)
@@ -375,7 +375,7 @@ class LooseEngine(Engine):
 
 
 class LooseCluster(Cluster):
-    """Its senders check nothing, and spoil some of what they send for the first time."""
+    """Its senders check nothing, and damage some messages when they first send them."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.num_spoiled: Counter[str] = Counter()
@@ -404,7 +404,7 @@ class LooseCluster(Cluster):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_schedules_with_senders_that_check_nothing_end_well(seed: int) -> None:
-    # A step that was refused cannot be reported as failed, which the engine would do by chance.
+    # A refused step cannot be reported as failed, which the engine would do by chance.
     changes = {"num_disk_blocks": 0, "keeps_memory": False, "fail_share": 0.0}
     cluster = LooseCluster(replace(random_scenario(seed), **changes))
     try:

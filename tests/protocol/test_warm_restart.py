@@ -1,4 +1,4 @@
-"""A coordinator that begins over ranks that hold something: what is kept, who is waited for."""
+"""A coordinator that begins over ranks with labels: kept blocks, and awaited clients."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ PROMPT = tuple(range(100, 117))
 
 
 def saved_state(epoch: int, *, owner: str = "n", **changes: Any) -> SmallState:
-    """What is saved when `epoch` is taken: the event numbers up to its end are its own."""
+    """The state that is saved when `epoch` is taken, with the end of its event numbers."""
     return SmallState(epoch, next_event_chunk=(epoch + 1) * EPOCH_EVENTS, owner=owner, **changes)
 
 
 def chain(tokens: tuple[int, ...] = PROMPT, first_block: int = 5) -> list[BlockLabel]:
-    """Return the labels of a prompt's full blocks, in blocks that follow each other."""
+    """Return the labels of a prompt's full blocks, in consecutive blocks."""
     hasher = get_request_block_hasher(4, get_hash_fn("sha256"))
     request = Request("r", list(tokens), block_hasher=hasher)
     parents = [hasher.none_hash, *request.block_hashes]
@@ -73,12 +73,12 @@ def namespace_bytes() -> bytes:
 
 
 def saved() -> MemoryStateStore:
-    """Return what a coordinator has left that ran before."""
+    """Return the saved state of an earlier coordinator."""
     return MemoryStateStore(SmallState())
 
 
 def granted(bench: Bench) -> list[Outgoing]:
-    """Let both ranks grant the epoch, without telling anything."""
+    """Let both ranks grant the epoch, without labels yet."""
     bench.coordinator.start()
     out: list[Outgoing] = []
     for rank in (0, 1):
@@ -343,7 +343,7 @@ def test_labels_come_in_pieces_and_lost_ones_are_asked_for_again() -> None:
         assert again.first_block == start
         end = 7 if pieces is first else NUM_BLOCKS
         out = bench.labels(0, *pieces, first_block=start, end_block=end)
-        # A repeat of what is known already changes nothing.
+        # A repeat changes nothing.
         if pieces is first:
             assert only(out, CollectLabels) == [CollectLabels("n", 1, 7)]
             assert bench.labels(0, *pieces, first_block=start, end_block=end) == []
@@ -457,7 +457,7 @@ def test_after_a_cold_start_no_client_is_awaited() -> None:
 
 
 def test_what_one_client_comes_back_for_is_not_taken_by_another_one() -> None:
-    # 23 blocks, of which 4 are cached for "d": "c" would take every block there is.
+    # 23 blocks, 4 of them cached for "d": "c" would take every block there is.
     bench = returning(ClientStep("c", 7), ClientStep("d", 7))
     greedy = NewRequest("greedy", int32_array(range(1000, 1060)), 64)
     more = NewRequest("more", int32_array(range(2000, 2028)), 64)

@@ -1,4 +1,4 @@
-"""The codec: everything that goes in comes out the same; nothing foreign comes through."""
+"""The codec: messages decode to themselves, and foreign bytes are refused."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def extremes_of(hint: Any) -> tuple[Any, ...]:
 
 
 def usual(cls: type[Any]) -> st.SearchStrategy[Any]:
-    """Instances of which most fields hold what they usually do."""
+    """Instances in which most fields have their usual values."""
     if cls in CONSISTENT:
         return instances(cls)
     hints, missing = typing.get_type_hints(cls), dataclasses.MISSING
@@ -268,8 +268,7 @@ def usual(cls: type[Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def damaged(draw: st.DrawFn, value: Any) -> Any:
-    """A value of which one field, at whatever depth, is at its bound, beyond it, or of a wrong
-    type."""
+    """A value in which one field, at any depth, is at its limit, beyond it, or of a wrong type."""
     field = draw(st.sampled_from(dataclasses.fields(value)))
     hint = typing.get_type_hints(type(value))[field.name]
     before = getattr(value, field.name)
@@ -290,7 +289,7 @@ def damaged(draw: st.DrawFn, value: Any) -> Any:
 
 
 def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bool:
-    """Assert that `encode` accepts what `decode` returns unchanged, and nothing else; say which."""
+    """Check that `encode` accepts exactly what `decode` returns unchanged; return which."""
     try:
         data = encode(message, max_bytes)
     except MalformedMessageError:
@@ -419,7 +418,7 @@ def test_the_first_fields_of_a_long_message_are_read_without_building_the_rest()
 
 
 def decodes_or_refuses(data: bytes) -> None:
-    """The only two things that may happen."""
+    """The only two possible outcomes."""
     try:
         message = decode(data)
     except ProtocolError:
@@ -543,7 +542,7 @@ def test_the_error_names_the_problem(packed: list[object], said: str) -> None:
 
 
 def step_of(tokens: list[Any]) -> StepRequest:
-    """A step whose tokens are no int32 array."""
+    """A step whose tokens are not an int32 array."""
     return StepRequest("c", 1, 1, new=(NewRequest("r", cast(Int32Array, np.array(tokens)), 1),))
 
 

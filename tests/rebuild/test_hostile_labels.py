@@ -1,4 +1,4 @@
-"""Labels that all ranks agree on and that cannot be right: cores drop them, without an error."""
+"""Labels that all ranks agree on and that must be wrong: cores drop them, without an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompt(num_blocks: int, **options: Any) -> Request:
 def restored(
     labels: Sequence[BlockLabel] | LabelSet, *specs: KVCacheSpec
 ) -> tuple[FlatCore, int, list[int]]:
-    """Return a core rebuilt from what two ranks say, blocks kept, and labels withdrawn."""
+    """Return a core rebuilt from two ranks' labels, its kept blocks, and dropped labels."""
     core = make_flat_core(20, *specs)
     label_set = labels if isinstance(labels, LabelSet) else packed(labels)
     num_kept = core.restore([label_set, label_set])

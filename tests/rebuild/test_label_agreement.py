@@ -1,4 +1,4 @@
-"""What ranks say alike: every field counts, but for owner slots and checksums."""
+"""Agreement of ranks: every field counts, except owner slots and checksums."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def some_label(rng: random.Random, block_id: int) -> BlockLabel:
 
 
 def unpacked(label_sets: Sequence[LabelSet]) -> list[BlockLabel]:
-    """Return what is agreed upon, as labels without slots."""
+    """Return the agreed labels, without slots."""
     label = agreed_labels(label_sets)
     checksums = np.full(len(label.block_ids), -1, dtype="<i8").tobytes()
     one = replace(label_sets[0], labels=label, checksums=checksums)

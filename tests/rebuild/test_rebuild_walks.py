@@ -1,4 +1,4 @@
-"""Random work, damaged labels, rebuilds: what is kept and what hits is what a slow model says."""
+"""Random work, damaged labels, rebuilds: kept blocks and hits equal those of a slow model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COARSE = (
     Configuration("coarse full, states", (full(8), mamba(block_size=16), window(5)), NO_IMAGES),
     Configuration("two windows", (window(6), window(13))),
 )
-"""Plans without an ordered group whose blocks are one unit long."""
+"""Plans without a prefix group whose blocks are one unit long."""
 
 EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in Family]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
 
 SEEDS = (6, 7, 8)
-"""Another one is tried where a walk had forgotten everything whenever it was rebuilt."""
+"""Another seed is tried if a walk's cache was empty at every rebuild."""
 
 LONG_SEEDS, LONG_OPERATIONS = 3, 6 * REST
 

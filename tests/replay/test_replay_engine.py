@@ -35,7 +35,7 @@ WINDOW = SlidingWindowSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, s
 
 
 class ListedWorkload:
-    """Requests as they are given."""
+    """Requests in the given order."""
 
     name = "a list"
     total_input_tokens = None
@@ -53,7 +53,7 @@ class ListedWorkload:
 
 
 class RecordingStepper(ManagerStepper):
-    """A bare manager that writes down what was asked and answered, and checks its books."""
+    """A bare manager that records steps and answers, and checks its state."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ def random_workload(rng: random.Random, num_requests: int) -> ListedWorkload:
 
 
 def seatings(stepper: RecordingStepper) -> list[str]:
-    """Return who entered and left, in order."""
+    """Return the requests that entered and left, in order."""
     events = []
     for request, result in stepper.steps:
         admitted = iter(result.admitted_slots.tolist())
@@ -285,7 +285,7 @@ def test_of_several_preempted_requests_the_one_that_came_first_is_resumed_first(
 
 
 def test_no_request_overtakes_one_that_waits_for_room() -> None:
-    # r1 does not fit beside r0; the small ones behind it would.
+    # r1 does not fit while r0 runs; the small ones after it would.
     small = [(tokens_of((2000 + 100 * i, 4)), 2) for i in range(14)]
     workload = listed((tokens_of((0, 40)), 9), (tokens_of((500, 60)), 2), *small)
     stepper = RecordingStepper(make_manager(25, FULL))
@@ -295,7 +295,7 @@ def test_no_request_overtakes_one_that_waits_for_room() -> None:
     asked = [[new.request_id for new in request.new] for request, _ in stepper.steps[refused + 1 :]]
     first_asked = next(ids for ids in asked if ids)
     assert first_asked == ["r1"]
-    # It is asked for again only when somebody has gone.
+    # It is sent again only after a request has ended.
     later = [request for request, _ in stepper.steps[refused + 1 :]]
     assert all(request.finished for request in later if "r1" in [r.request_id for r in request.new])
     events = seatings(stepper)

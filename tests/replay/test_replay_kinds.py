@@ -62,7 +62,7 @@ def traits_of(*specs: KVCacheSpec) -> ModelTraits:
 
 
 def small(name: str, num_blocks: int) -> ClusterConfig:
-    """A configuration of the house with a small pool, so that it is soon full."""
+    """A packaged configuration with a small pool, which is soon full."""
     config = load_config(CONFIGS / name)
     assert config.content_check.enabled
     cache = config.cache.model_copy(update={"num_blocks": num_blocks})

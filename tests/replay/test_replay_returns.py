@@ -54,7 +54,7 @@ def config(num_blocks: int) -> ClusterConfig:
 
 
 class LosingStepper(ClientStepper):
-    """Loses something of its cluster at these steps."""
+    """Loses a process of its cluster at these steps."""
 
     def __init__(self, cluster: LocalCluster, losses: dict[int, Loss]) -> None:
         self.cluster = cluster
@@ -98,7 +98,7 @@ def test_the_coordinator_is_lost_and_every_request_finishes_with_right_bytes() -
     assert report.num_wrong_blocks == 0
     assert report.num_requests == whole.num_requests
     assert report.num_output_tokens == whole.num_output_tokens
-    # What ran goes on: less than two blocks of each request are computed again.
+    # Running requests continue: less than two blocks of each are computed again.
     assert 0 < report.num_recomputed_tokens <= 3 * LIMITS.max_num_seqs * 2 * 16
     assert report.num_resumed_hit_tokens > 0
 
@@ -108,7 +108,7 @@ def test_a_worker_is_lost_and_every_request_finishes_with_right_bytes() -> None:
     assert report.num_returns == 1
     assert report.num_wrong_blocks == 0
     assert report.num_requests == replay({}).num_requests
-    # One rank holds nothing, so nothing is kept: what is hit is a system prompt of the same step.
+    # One rank holds nothing, so nothing is kept: the hit is a system prompt of the same step.
     assert report.num_resumed_hit_tokens <= LIMITS.max_num_seqs * SHAPE.system_prompt_tokens
 
 

@@ -1,4 +1,4 @@
-"""Where a publisher can be followed, by what its coordinator says."""
+"""A publisher's addresses, from its coordinator's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router against brute force; its replicas publish for real, fall silent and come back."""
+"""The router against brute force; its replicas really publish, fall silent and return."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scene:
         )
 
     def knows(self, name: str) -> bool:
-        """Whether what the router knows of a replica is what is cached there."""
+        """Return whether the router's state of a replica equals its cache."""
         told = self.router.statistics().replicas[name].known.events
         return told.is_exact and told.checksum == self.replicas[name].checksum()
 
@@ -63,7 +63,7 @@ def scene() -> Iterator[Scene]:
 
 
 def chains(replica: Replica) -> list[list[Block]]:
-    """Return the way from the root to every block that was ever cached."""
+    """Return the path from the root to every block that was ever cached."""
     known = replica.cache.known
     found = []
     for block in known.values():
@@ -75,7 +75,7 @@ def chains(replica: Replica) -> list[list[Block]]:
 
 
 def prompts(scene: Scene, choice: random.Random) -> list[tuple[list[int], Namespace]]:
-    """Return prompts that some replica knows a part of, each with more behind it."""
+    """Return prompts with a prefix that some replica knows, each with more tokens."""
     every = [chain for replica in scene.replicas.values() for chain in chains(replica)]
     found = []
     for chain in choice.sample(every, min(30, len(every))):
@@ -89,7 +89,7 @@ def prompts(scene: Scene, choice: random.Random) -> list[tuple[list[int], Namesp
 
 
 def expected(scene: Scene, tokens: list[int], space: Namespace, loads: dict[str, float]) -> list:
-    """Return names and scores as looking at every block of every cache finds them."""
+    """Return names and scores by a search through every block of every cache."""
     rows = []
     for name, replica in scene.replicas.items():
         look = replica.cache.leading
@@ -131,7 +131,7 @@ def test_ranking_is_what_brute_force_finds(scene: Scene, seed: int) -> None:
 
 
 def settle(scene: Scene) -> None:
-    """Wait until every replica has published what it was told, and the router knows it."""
+    """Wait until every replica has published everything, and the router knows it."""
     wait_until(lambda: all(scene.knows(name) for name in scene.replicas))
 
 
@@ -175,7 +175,7 @@ def test_a_silent_replica_is_ranked_by_its_load_only_until_it_is_back(scene: Sce
 
 
 def is_silent_alone(scene: Scene, name: str) -> bool:
-    """Let time pass until all the others have been heard; say whether this one was not."""
+    """Let time pass until all the others have been heard; return whether this one was not."""
     scene.clock.advance(3.5 * HEARTBEAT_S)
     wait_until(lambda: not any(scene.is_stale(other) for other in scene.replicas if other != name))
     return scene.is_stale(name)

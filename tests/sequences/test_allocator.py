@@ -1,4 +1,4 @@
-"""`PrefixCachingBlockAllocator`: what is shared, what is evicted, and what it refuses."""
+"""`PrefixCachingBlockAllocator`: sharing, eviction, and refusals."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Walk:
         ids = [self.id_of(block) for block in blocks]
         taken = [b for b, prefix in zip(ids, prefixes, strict=True) if prefix not in hits]
         self.model.sequences.append(sequence)
-        # Hits are held before anything is taken.
+        # Hits are referenced before anything is taken.
         sequence.block_ids = [hits.get(prefix) for prefix in prefixes]
         self.model.expect_taken(taken)
         sequence.block_ids = list(ids)
@@ -143,7 +143,7 @@ class Walk:
             assert [new] == cached
             model.hold(new)
             sequence.block_ids[-1] = new
-            if is_shared:  # the copy's block was taken and given back: a victim went for it
+            if is_shared:  # the copy's block was taken and freed: a victim was evicted for it
                 for victim in victims:
                     del model.contents[victim], model.released[victim]
             return True

@@ -1,4 +1,4 @@
-"""Duplicate blocks of running requests become one, if that is wanted."""
+"""Duplicate blocks of running requests are merged, if configured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = range(10)
 
 
 def two_that_computed_the_same(manager: KVCacheManager, engine: Engine) -> None:
-    """Two requests fill the same two blocks, neither of which could hit the other's."""
+    """Two requests fill the same two blocks, and neither could hit the other's."""
     for name in ("a", "b"):
         engine.step(new=(new(name, TOKENS, skip_reading_prefix_cache=True),))
     assert manager.get_block_ids("a") == ([1, 2, 3], [4, 5, 6])
@@ -105,7 +105,7 @@ def test_a_block_whose_bytes_are_not_confirmed_evicts_no_other() -> None:
     two.step(completed_step=1)
     assert manager.get_block_ids("b") == ([7, 8, 9], [10, 11, 12])
     assert manager.statistics().core.num_merged_blocks == 0
-    # Later nobody gives way either: the step that filled the second block is over.
+    # Later no request gives way either: the step that filled the second block has ended.
     one.step(completed_step=1)
     assert manager.statistics().core.num_merged_blocks == 0
     manager.check()

@@ -1,4 +1,4 @@
-"""Forks that a client asks a coordinator for, call by call."""
+"""Forks by a client's calls to a coordinator."""
 
 from __future__ import annotations
 

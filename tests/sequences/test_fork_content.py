@@ -1,4 +1,4 @@
-"""Forks with real bytes: whoever writes a shared block never changes another sequence's."""
+"""Forks with real bytes: a write to a shared block never changes another sequence's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks of forks by per-request calls, with a worker made of lists that obeys commands."""
+"""Random walks of forks by per-request calls, with a worker made of lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_BLOCKS = 26
 NUM_STEPS = 120
 
 Cell = tuple[int, ...] | None
-"""What a position holds: all tokens up to it."""
+"""The content of a position: all tokens up to it."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Live:
 
 
 class Worker:
-    """Tables and bytes as commands leave them."""
+    """Tables and bytes as the commands leave them."""
 
     def __init__(self, num_groups: int) -> None:
         self.tables: dict[tuple[int, int], list[int]] = {}
@@ -68,8 +68,8 @@ class Worker:
 class Walk:
     def __init__(self, seed: int, shape: Shape) -> None:
         self.random = random.Random(seed)
-        # What was scheduled can be hit before its forward ran, which a request that goes before
-        # never has: either nothing is hit, or nobody goes then.
+        # Scheduled blocks can be hit before their forward ran, which it never does for a request
+        # that ends earlier: either nothing is hit, or no request ends then.
         self.hits = seed % 3 == 0
         self.num_groups = len(shape.groups)
         self.manager = make_manager(
@@ -97,7 +97,7 @@ class Walk:
         return self.manager.get_block_ids(one.request.request_id)
 
     def idle(self) -> list[Live]:
-        """Requests of which nothing waits for a forward."""
+        """Requests without an unfinished forward."""
         return [one for one in self.live if one.scheduled == one.request.num_computed_tokens]
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Forks of requests on a manager: what is shared, who copies when, and what is refused."""
+"""Forks of requests on a manager: sharing, copies, and refusals."""
 
 from __future__ import annotations
 
@@ -159,14 +159,14 @@ def test_drafts_of_the_parent_are_not_shared() -> None:
 
 
 def test_a_block_that_can_be_found_by_its_content_is_not_written_by_the_last_holder() -> None:
-    # The fast core never lets a content be found in a block that two requests may still write.
+    # The fast core never lets a content be hit in a block that two requests may still write.
     manager = make_manager()
     parent = Request("parent", list(range(6)))
     assert manager.allocate_slots(parent, 8, num_draft_tokens=2)
     parent.num_computed_tokens = 6
     child = Request("child", [0, 1, 2, 3, 4, 5, 70, 71, 72])
     assert manager.fork(parent, child) is not None
-    # The drafts are accepted: what the parent wrote behind the child's tokens counts.
+    # The drafts are accepted: the tokens that the parent wrote after the child's count.
     parent.append_output_token_ids([6, 7])
     parent.num_computed_tokens = 8
     manager.cache_blocks(parent, 8)

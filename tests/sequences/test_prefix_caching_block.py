@@ -1,4 +1,4 @@
-"""A block of a sequence: its digest, its tokens, and what it refuses."""
+"""A block of a sequence: its digest, its tokens, and its refusals."""
 
 from __future__ import annotations
 

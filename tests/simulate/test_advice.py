@@ -1,4 +1,4 @@
-"""Advice: what money buys, which ways are chosen, and what a hit is worth."""
+"""Advice: affordable sizes, chosen shapes, and the value of a hit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_money_is_not_spent_on_useless_memory() -> None:
 
 @pytest.mark.parametrize("budget", [5_000, 10**6, 10**12])
 def test_more_money_than_everything_costs_changes_nothing(budget: float) -> None:
-    """All that can be hit is hit by 1,000 blocks; how much money is left over does not matter."""
+    """1,000 blocks hit all that can be hit; money beyond that does not matter."""
     level = HitCurve([(10, 0.1), (100, 0.3), (1_000, 0.5)])
     assert best(memory(budget), level) == best(memory(1_000), level)
     tiers = best(memory(budget, host=1e-9, disk=1e-12), level)

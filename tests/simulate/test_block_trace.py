@@ -1,4 +1,4 @@
-"""Traces as arrays: what is read, and what is refused."""
+"""Traces as arrays: parsing, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workload that the package brings along."""
+"""The default workload."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_names_tell_apart_what_stands_before_and_how_much_is_there() -> None:
 
 
 def test_agents_read_long_contexts_again_and_again() -> None:
-    """Helpers and tasks of a burst share what they know: references far outnumber blocks."""
+    """Helpers and tasks of a burst share their context: references far outnumber blocks."""
     lines = list(trace_lines(generate("agents", num_requests=1_000)))
     references = Counter(block for line in lines for block in line.block_ids)
     assert references.total() > 10 * len(references)

@@ -1,4 +1,4 @@
-"""The bound of hybrids: against every choice of victims, and against the policies there are."""
+"""The bound of hybrids: against every choice of victims, and against all policies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.simulate.traces import SIZE, block_trace, random_requests
 
 
 def column_names(trace: BlockTrace, tokens: int) -> list[list[tuple[int, int]]]:
-    """Return the full columns of each request: a column is named by the block its end lies in."""
+    """Return the full columns of each request, named by the block in which they end."""
     return [
         [
             (int(trace.blocks_of(i)[((k + 1) * tokens - 1) // trace.block_size]), k)
@@ -39,7 +39,7 @@ def column_names(trace: BlockTrace, tokens: int) -> list[list[tuple[int, int]]]:
 
 
 def most_hits_of_columns(trace: BlockTrace, tokens: int, rooms: list[int]) -> int:
-    """Try all victims in the problem that the bound solves: columns, and room that changes."""
+    """Try all victims in the bound's problem: columns, and room that changes."""
     requests = column_names(trace, tokens)
 
     @cache
@@ -62,7 +62,7 @@ def most_hits_of_columns(trace: BlockTrace, tokens: int, rooms: list[int]) -> in
 
 
 def rooms_for_columns(trace: BlockTrace, capacity: int, window_tokens: int) -> list[int]:
-    """Room of a full group and a window of blocks of SIZE, less what a request must hold itself."""
+    """Room of a full group and a window of blocks of SIZE, minus the request's own needs."""
     seen: set[tuple[int, int]] = set()
     rooms = []
     for i, columns in enumerate(column_names(trace, SIZE)):
@@ -132,7 +132,7 @@ def test_no_choice_of_blocks_in_both_groups_has_more_hits(tmp_path: Path, seed: 
 
 
 def _least_blocks(trace: BlockTrace, groups: tuple[KVCacheGroupSpec, ...]) -> int:
-    """Return for how many blocks every request fits whatever it hits."""
+    """Return a number of blocks with which every request fits, whatever it hits."""
     sizes = [group.kv_cache_spec.block_size for group in groups]
     longest = int(trace.input_lengths.max())
     return sum(ceil_div(longest, size) for size in sizes)
@@ -147,7 +147,7 @@ def test_no_policy_has_more_hits_on_the_manager_that_serves(tmp_path: Path, mode
     for num_blocks in (least, 2 * least):
         caches = [SimulatedCache(policy, num_blocks, groups=groups) for policy in all_policies()]
         caches.append(SimulatedCache("lru", num_blocks, least // 2, least // 2, groups=groups))
-        bounds: dict[int, int] = {}  # by all blocks there are: it knows no policy
+        bounds: dict[int, int] = {}  # by number of blocks: it does not depend on the policy
         for played in caches:
             room = num_blocks + played.host_blocks + played.disk_blocks
             if room not in bounds:
@@ -174,7 +174,7 @@ def test_with_room_for_all_the_bound_is_what_the_manager_hits(tmp_path: Path) ->
 
 
 def test_of_full_attention_alone_it_is_about_the_optimum(tmp_path: Path) -> None:
-    """A block that is computed anew takes no second one here: so it may be a little more."""
+    """A recomputed block takes no second one here: so the bound may be a little higher."""
     trace = block_trace(tmp_path / "trace.jsonl", random_requests(random.Random(4), 100))
     for capacity in (trace.most_blocks, 2 * trace.most_blocks, 4 * trace.most_blocks):
         best = count_optimal_hits(trace, capacity).num_hit_blocks * SIZE

@@ -1,4 +1,4 @@
-"""Tiers below a device whose blocks several kinds of layers share."""
+"""Tiers below a device whose blocks several attention kinds share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_small_tiers_hit_more_than_the_device_alone(trace: BlockTrace, model: st
 
 
 class OneAtATime:
-    """Requests played by hand, on a manager that says what workers would be told."""
+    """Requests played by hand, on a manager with workers' commands."""
 
     def __init__(self, groups: Groups, num_blocks: int, sizes: TierSizes) -> None:
         config = counted_config(CountingOptions(groups=groups), SIZE, num_blocks)
@@ -114,7 +114,7 @@ def test_of_a_window_the_last_blocks_of_a_hit_are_enough() -> None:
 
 
 def test_what_cannot_be_fetched_at_once_comes_in_pieces(tmp_path: Path) -> None:
-    """The device has no block to spare: all pieces together hold what the request needs."""
+    """The device has no spare block: all pieces together hold the request's needs."""
     requests = [(40, list(range(10))), (40, list(range(20, 30))), (40, list(range(10)))]
     trace = block_trace(tmp_path / "trace.jsonl", requests)
     sizes = TierSizes(12, 40, movement=HierarchyOptions(max_fetching_blocks=3))

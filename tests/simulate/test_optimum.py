@@ -1,4 +1,4 @@
-"""The optimum, against all that could have been done, and on the real trace."""
+"""The optimum, against all possible choices, and on the real trace."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.simulate.traces import CONVERSATION, SIZE, block_trace, random_reques
 
 
 def best_hits(trace: BlockTrace, capacity: int) -> int:
-    """Try every way to choose victims, whatever hangs on them, and return the most hits.
+    """Try all choices of victims, also of blocks with children, and return the most hits.
 
-    A copy that is computed anew beside a cached one takes a block of its own, and one of the two
-    is given back when the request ends.
+    A recomputed copy of a cached block takes a block of its own, and one of the two is freed when
+    the request ends.
     """
     requests = [
         (
@@ -82,7 +82,7 @@ def test_without_a_limit_every_block_that_comes_back_is_hit(tmp_path: Path) -> N
 
 
 def test_blocks_that_are_never_needed_again_go_first(tmp_path: Path) -> None:
-    """Of two blocks the one that comes back stays, whatever goes through the other."""
+    """Of two blocks the one that is used again stays, whatever passes through the other."""
     requests = [(5, [0, 1]), (4, [2]), (4, [3]), (4, [4]), (5, [0, 5])]
     trace = block_trace(tmp_path / "trace.jsonl", requests)
     count = count_optimal_hits(trace, 2)

@@ -1,4 +1,4 @@
-"""Requests that run side by side, against a slow model."""
+"""Concurrent requests, against a slow model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def timed_trace(path: Path, seed: int, pause_s: float) -> BlockTrace:
 
 
 class SlowModel:
-    """A plain LRU list of blocks that nobody uses, and counts of who uses the others."""
+    """A plain LRU list of unused blocks, and use counts of the others."""
 
     def __init__(self, capacity: int) -> None:
         self.free = capacity
@@ -110,8 +110,8 @@ def play(trace: BlockTrace, num_blocks: int, pace: Pace | None = PACE) -> Simula
 def test_hits_and_waits_are_about_those_of_a_slow_model(
     tmp_path: Path, seed: int, pause_s: float
 ) -> None:
-    """A block that is computed anew beside a cached one takes that one's place here or goes back:
-    which of them, and when it was used last, the model does not know."""
+    """A recomputed copy of a cached block replaces that one or is freed: which of them, and when it
+    was last used, the model does not know."""
     trace = timed_trace(tmp_path / "trace.jsonl", seed, pause_s)
     model = SlowModel(60)
     model.play(trace)
@@ -157,7 +157,7 @@ def test_a_window_runs_side_by_side_too(tmp_path: Path) -> None:
 def test_with_room_below_everything_ever_seen_is_a_hit(
     tmp_path: Path, seed: int, pause_s: float, window_tokens: int | None
 ) -> None:
-    """However many run: what is no longer on the device was brought down when it was computed."""
+    """However many run: blocks evicted from the device were stored when they were computed."""
     trace = timed_trace(tmp_path / "trace.jsonl", seed, pause_s)
     groups = () if window_tokens is None else window_groups(SIZE, window_tokens)
     num_blocks = 120 if groups else 60

@@ -19,7 +19,7 @@ from tests.simulate.test_counting import TRACE, random_requests, write_trace
 LRU_RATE_OF_30000_BLOCKS = 0.3305
 
 
-# The first seed in every run, the others where there is time.
+# The first seed in every run, the others in long runs.
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 
 

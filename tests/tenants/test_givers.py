@@ -1,4 +1,4 @@
-"""Who gives how many blocks: computed at once, and played one block after the other."""
+"""How many blocks each tenant loses: computed at once, and simulated block by block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a salted tenant can find out about others' contents: nothing, wherever it looks."""
+"""What a salted tenant can learn of others' contents: nothing, by any call."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make(shape: Shape, **settings: Any) -> KVCacheManager:
 
 
 def answers(manager: KVCacheManager, salt: str, *, other: str | None) -> list[object]:
-    """Let one tenant work, and after each of its requests, perhaps, another with the same tokens;
-    return all that the first one is told."""
+    """Let one tenant work, optionally with another one that repeats each request's tokens; return
+    all answers to the first one."""
     told: list[object] = []
     for number, tokens in enumerate(TOKENS):
         for who in [salt] if other is None else [other, salt, other]:

@@ -1,4 +1,4 @@
-"""A noisy tenant beside a quiet one: the quiet one has what it is guaranteed."""
+"""A quiet tenant next to a noisy one: the quiet one keeps its guarantee."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(shape: Shape = FULL, num_blocks: int = 81, **named: TenantConfig) -> KV
 
 
 def quiet_hits(manager: KVCacheManager, *, has_noise: bool) -> list[int]:
-    """Let a quiet tenant come back to a few prompts, perhaps beside a scan; return its hits."""
+    """Let a quiet tenant repeat a few prompts, optionally next to a scan; return its hits."""
     traffic = [TenantTraffic("quiet", num_prompts=4, prompt_tokens=20, num_requests=60)]
     if has_noise:
         traffic.append(TenantTraffic("noisy", num_prompts=0, prompt_tokens=40, num_requests=300))
@@ -137,7 +137,7 @@ def test_weights_share_the_blocks_without_a_guarantee() -> None:
     traffic = [TenantTraffic(name, 0, 16, 200) for name in ("heavy", "light")]
     count_tenants(manager, traffic, seed=1)
     heavy, light = statistics(manager, "heavy"), statistics(manager, "light")
-    # A request of each gives back its last, partly filled block.
+    # A request of each frees its last, partly filled block.
     assert heavy.num_held_blocks + light.num_held_blocks >= 78
     assert abs(heavy.num_held_blocks - 60) <= 4
 

@@ -1,4 +1,4 @@
-"""Requests that their tenant's limit will never have room for: a step names them, and serves on."""
+"""Requests above their tenant's limit: a step names them, and serves the others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_request_larger_than_its_tenant_is_named_and_the_others_are_served() -
     assert result.refused == (Refusal("huge", "small", 9, 8, reason),)
     assert statistics(manager, "small").last_refusal == reason
     assert statistics(manager, "small").num_refusals == 1
-    # Who fits, and has to wait for others of its tenant, is without room and no more than that.
+    # A request that fits but must wait for others of its tenant is only in `no_room`.
     result = step(manager, 2, new=(new("later", 8, tenant="small"),))
     assert (result.no_room, result.refused) == (("later",), ())
 
@@ -95,7 +95,7 @@ def test_an_answer_that_outgrows_the_limit_is_told_when_it_does() -> None:
         ("grows", "small", 9)
     ]
     assert statistics(manager, "small").num_refusals == 1
-    # Preempted and resumed it is told again, and nothing of it is loaded or computed.
+    # Preempted and resumed, it is refused again, and nothing of it is loaded or computed.
     step(manager, 4, preempted_recompute=("grows",))
     result = step(manager, 5, resumed=(ResumedRequest("grows", 100),))
     assert [each.request_id for each in result.refused] == ["grows"]
@@ -113,7 +113,7 @@ def test_a_running_request_whose_neighbours_take_the_limit_may_hope() -> None:
 
 
 def test_of_a_hybrid_only_what_every_schedule_needs_is_hopeless() -> None:
-    """At once its window takes as many blocks as full attention; in pieces, a few."""
+    """All at once its window takes as many blocks as full attention; in pieces, a few."""
     manager = make(HYBRID, small=TenantConfig(limit=16))
     result = step(manager, 1, new=(new("long", 40, tenant="small"),))
     assert (result.no_room, result.refused) == (("long",), ())

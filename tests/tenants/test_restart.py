@@ -1,4 +1,4 @@
-"""Books of tenants that are rebuilt from labels are those of before."""
+"""Tenants' counts rebuilt from labels equal those of before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_tenant_has_again_what_it_had_cached(shape: Shape) -> None:
     again.check()
     assert blocks_of_tenants(again) == blocks_of_tenants(manager)
     assert len(blocks_of_tenants(again)) == 4
-    # And they go on by the same rule: who is promised something keeps it.
+    # And they follow the same rule: guarantees are kept.
     for number in range(30):
         request = Request(f"n{number}", [200 + number] * 20, tenant="noisy")
         assert again.allocate_slots(request, 20) is not None

@@ -1,4 +1,4 @@
-"""What tenants are promised, in configurations and in blocks; and promises that cannot be kept."""
+"""Tenants' guarantees, in configurations and in blocks; and invalid guarantees."""
 
 from __future__ import annotations
 

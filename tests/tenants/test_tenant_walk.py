@@ -1,4 +1,4 @@
-"""Random walks of several tenants, beside the rule of shares, block by block."""
+"""Random walks of several tenants, compared with the rule of shares, block by block."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHERS = Holding(guaranteed=0, limit=48, weight=1.0, blocks=0, unheld=0)
 
 @dataclass
 class Walk:
-    """One manager, and what runs and is pinned in it.
+    """One manager, with its running requests and pins.
 
     Every request ends with a token of its own, so that no content is ever computed twice.
     """
@@ -128,7 +128,7 @@ class Walk:
         return held
 
     def holdings(self, *names: str) -> dict[str, Holding]:
-        """Return what tenants have, in the order in which they were first heard of."""
+        """Return the tenants' counts, in the order of their first requests."""
         known = holdings_of(self.manager)
         return {name: known.get(name, OTHERS) for name in NAMES if name in {*known, *names}}
 
@@ -141,7 +141,7 @@ class Walk:
         *,
         has_got: bool,
     ) -> None:
-        """Compare what all have now with what the rule says; exact where blocks go one by one."""
+        """Compare all counts with the rule; exact if blocks go one by one."""
         after = self.holdings(*before)
         is_simple = len(self.manager.get_block_ids("")) == 1
         if not is_simple:
@@ -159,7 +159,7 @@ class Walk:
 
 
 def promises_are_kept(holdings: Sequence[Holding]) -> bool:
-    """Nobody is beyond his limit, and what is guaranteed is there for whoever does not use it."""
+    """No tenant is beyond its limit, and unused guarantees are free."""
     is_within = all(has.blocks <= has.limit for has in holdings)
     return is_within and sum(max(has.in_use, has.guaranteed) for has in holdings) <= POOL
 

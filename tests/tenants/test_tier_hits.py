@@ -1,4 +1,4 @@
-"""What tenants hit in tiers: counted for each, and told to nobody else."""
+"""Tenants' hits in tiers: counted for each, and shown to no other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Site:
         self._steps = count(1)
 
     def step(self, **parts: Any) -> StepResult:
-        """Take a step, and let all that follows from it happen."""
+        """Take a step, with all its consequences."""
         number = next(self._steps)
         step = StepRequest("c", number, 0, completed_step=number - 1, **parts)
         result = self.manager.step(step)
@@ -69,7 +69,7 @@ class Site:
         return result
 
     def serve(self, new: NewRequest) -> list[tuple[int, int, bool]]:
-        """Ask until the request is let in, and end it; return what its tenant was told."""
+        """Send the request until it is admitted, and end it; return its tenant's answers."""
         told = []
         while True:
             result = self.step(new=(new,))
@@ -84,7 +84,7 @@ class Site:
             assert waits, result
 
     def statistics(self, name: str) -> dict[str, tuple[int, int]]:
-        """Return what a tenant asked for and hit, by tier."""
+        """Return a tenant's queried tokens and hits, by tier."""
         tiers = self.offloading.tiers.statistics()
         assert tiers.disk is not None
         everything = (*self.manager.statistics().tenants, *tiers.host.tenants, *tiers.disk.tenants)
@@ -95,7 +95,7 @@ class Site:
         }
 
     def where(self, new: NewRequest) -> Counter[str]:
-        """Return how many tokens of a request could be hit where, read off the books."""
+        """Return the hittable tokens of a request by place, from the state itself."""
         request = Request("probe", new.token_ids, tenant=new.tenant, cache_salt=new.cache_salt)
         num_on_device = self.manager.tiers.loads.num_device_tokens(request)
         last = (request.num_tokens - 1) // SIZE
@@ -136,7 +136,7 @@ def test_each_tenants_hits_are_counted_in_each_tier(seed: int) -> None:
 
 
 def conversation(salt: str, number: int) -> NewRequest:
-    """The same tokens whoever asks: four prompts, again and again."""
+    """The same tokens from every tenant: four prompts, repeatedly."""
     tokens = int32_array([number % 4] * 33)
     return NewRequest(f"{salt} {number}", tokens, len(tokens), cache_salt=salt)
 

@@ -18,7 +18,7 @@ HITS = [FULL_BLOCKS * BLOCK] * len(PROMPTS)
 
 
 REPETITIVE = [[10 + (i + k) % 7 for i in range(200)] for k in range(3)]
-"""Prompts in which n-grams come again, so that there are drafts."""
+"""Prompts with repeated n-grams, so that there are drafts."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
@@ -29,7 +29,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def expected(start: Starter, num_ranks: int) -> list[list[int]]:
-    """What vLLM generates without a connector."""
+    """vLLM's output without a connector."""
     engine = start(tensor_parallel_size=num_ranks)
     tokens = engine.generate(PROMPTS).tokens
     engine.kill()
@@ -45,21 +45,21 @@ def name(new_name: Callable[[], str], num_ranks: int) -> str:
 def killed(
     start: Starter, num_ranks: int, name: str, expected: list[list[int]]
 ) -> dict[str, Answer]:
-    """What an engine generated before it was killed: cold, after a reset, after another."""
+    """An engine's output before it was killed: cold, after a reset, after another."""
     engine = start({"name": name, **MEMORY}, tensor_parallel_size=num_ranks)
     found = {"cold": engine.generate(PROMPTS)}
     engine.reset()
     found["warm"] = engine.generate(PROMPTS)
     engine.reset(connector=True)
     found["after a reset of the connector"] = engine.generate(PROMPTS)
-    engine.generate(PROMPTS[:1], 1)  # a step behind the last one brings its seals
+    engine.generate(PROMPTS[:1], 1)  # a step after the last one brings its seals
     engine.kill()
     return found
 
 
 @pytest.fixture(scope="module")
 def num_sealed(killed: dict[str, Answer], name: str, num_ranks: int) -> int:
-    """How many blocks a killed engine has left, as many on each rank."""
+    """How many blocks a killed engine has left, equally many on each rank."""
     counts = {len(Segment(name, rank).sealed_slots()) for rank in range(num_ranks)}
     assert len(counts) == 1
     return counts.pop()
