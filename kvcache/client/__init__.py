@@ -1,1 +1,1 @@
-"""The client of a coordinator: what it has asked for, and what it still waits for."""
+"""The client of a coordinator: its requests, and the answers it waits for."""

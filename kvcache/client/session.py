@@ -1,9 +1,9 @@
-"""The client's side of steps: numbers them, repeats them, keeps their answers and their progress.
+"""The client's side of steps: numbers and repeats them, and keeps their answers and progress.
 
-A state machine under the synchronous and the asyncio client alike: it takes what arrived or the
-clock, returns what to send, and never waits. What is submitted counts for one epoch: when the
-coordinator begins another one, everything scheduled is void and says so. Refuses to attach again by
-itself, because only the engine knows what to schedule again.
+A state machine below both the synchronous and the asyncio client: it takes messages or the time,
+returns messages to send, and never waits. A step belongs to one epoch: when the coordinator begins
+another one, all scheduled steps are void, and calls raise. Does not attach again by itself, because
+only the engine knows what to schedule again.
 
     attach ──▶ ATTACHING ──Attached──▶ ATTACHED ──Unattached (epoch over)──▶ VOID ──attach──▶ ...
                     submit ──▶ result ──▶ is_applied ──▶ is_finished
@@ -59,7 +59,7 @@ from kvcache.protocol.step_delivery import (
 from kvcache.protocol.wire import leading_fields
 
 MAX_STORED_ANSWERS = 1024
-"""Answers kept for `result`; older ones are forgotten."""
+"""Answers kept for `result`; older ones are dropped."""
 
 _DOUBT_RESENDS = 6
 
@@ -77,9 +77,9 @@ class SessionState(Enum):
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """`window`: steps without an answer, at most the coordinator's `max_client_steps`. In seconds:
-    when to repeat, when to give a sign of life, how long an answer may take, how long a step may
-    be under way without any progress."""
+    """`window`: steps without an answer, at most the coordinator's `max_client_steps`. Times in
+    seconds: when to repeat, when to send a heartbeat, how long an answer may take, how long steps
+    may be in flight without any progress."""
 
     window: int = 64
     resend_s: float = 0.5
@@ -95,20 +95,20 @@ class SessionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Submitted:
-    """The number a step got, and what to send."""
+    """The number of a step, and the messages to send."""
 
     step: int
     messages: tuple[FromClient, ...]
 
 
 class ClientSession:
-    """One client and its steps. `on_message`, `on_tick` and the verbs return what to send.
+    """One client and its steps. `on_message`, `on_tick` and the verbs return messages to send.
 
     Invariant: steps up to `_void_step` are void; above it, `_window` holds the unanswered ones.
     """
 
     def __init__(self, client_id: str, settings: SessionSettings, clock: Clock) -> None:
-        """Know nothing yet. `client_id` must contain an incarnation: it is never used again."""
+        """Start unattached. `client_id` must contain an incarnation: it is never used again."""
         self.client_id = client_id
         self.settings = settings
         self.reason = ""
@@ -133,27 +133,27 @@ class ClientSession:
 
     @property
     def attached(self) -> Attached | None:
-        """What the coordinator said of itself when this client attached last."""
+        """The coordinator's answer when this client last attached."""
         return self._attached
 
     @property
     def epoch(self) -> int:
-        """The epoch attached in last, 0 before."""
+        """The epoch of the last attachment, 0 before the first."""
         return self._epoch
 
     @property
     def next_step(self) -> int:
-        """The number the next step gets."""
+        """The number of the next step."""
         return self._window.next_step
 
     @property
     def void_step(self) -> int:
-        """Steps up to this one were sent in an attachment that is over: they are void."""
+        """Steps up to this one belong to an earlier attachment: they are void."""
         return self._void_step
 
     @property
     def finished_step(self) -> int:
-        """Every step up to this one is over on every rank."""
+        """Every step up to this one has ended on every rank."""
         return self._progress.finished_step
 
     @property
@@ -168,13 +168,13 @@ class ClientSession:
 
     @property
     def num_resent(self) -> int:
-        """Steps sent again."""
+        """Steps that were sent again."""
         return self._window.num_resent
 
     @property
     def stalled_s(self) -> float:
-        """For how long nothing has moved of what is under way: steps, attaching or detaching. 0
-        when nothing is."""
+        """How long steps in flight, an attach or a detach have made no progress. 0 if there are
+        none."""
         if self._state is SessionState.ATTACHING:
             return self._clock.now() - self._attach_since_s
         if self._state is SessionState.DETACHING:
@@ -187,8 +187,8 @@ class ClientSession:
     # --- verbs
 
     def attach(self) -> list[FromClient]:
-        """Begin to attach. What was scheduled before is void. Repeated by `on_tick`. Raises
-        NotRunningError when closed: the coordinator may have given this client up."""
+        """Begin to attach. Earlier steps are void. `on_tick` repeats it. Raises NotRunningError if
+        the client is closed: the coordinator may have given it up."""
         self.require_open()
         if self._state in (SessionState.ATTACHED, SessionState.DETACHING):
             raise RequestError(f"client {self.client_id} is {self._state.value}: it cannot attach")
@@ -198,10 +198,10 @@ class ClientSession:
         return [self._attach_message()]
 
     def submit(self, step: StepRequest) -> Submitted:
-        """Number a step and send it; `client_id`, `step` and `epoch` of `step` are set here.
+        """Number a step and send it; sets `client_id`, `step` and `epoch` of `step`.
 
         Raises:
-            RequestError: a field of the step is of another type.
+            RequestError: a field of the step has another type.
             StaleEpochError: not attached.
             BacklogFullError: too many steps have no answer; nothing was submitted.
         """
@@ -224,18 +224,17 @@ class ClientSession:
         )
 
     def take_back(self, step: int) -> None:
-        """Forget the step or call submitted last: it cannot travel, so nothing of it was sent, and
-        it would be repeated without end. Raises MalformedMessageError for any other step."""
+        """Drop the step or call submitted last, which cannot be sent and would be repeated forever.
+        Raises MalformedMessageError for any other step."""
         self._window.take_back(step)
         self._submitted_s.pop(step, None)
 
     def detach(self) -> list[FromClient]:
-        """Begin to go for good; what still runs is freed. Repeated by `on_tick` until it is
+        """Begin to detach for good; running requests are freed. `on_tick` repeats it until it is
         confirmed: then the state is CLOSED.
 
-        A client that never tried to attach is closed at once. One that was attaching may be
-        attached already, and the next epoch may wait for one whose epoch is over: both say that
-        they go.
+        A client that never tried to attach is closed at once. A client that was attaching may be
+        attached already, and a new epoch may wait for a client of the old one: both detach.
         """
         if self._state in (SessionState.DETACHING, SessionState.CLOSED):
             return []
@@ -250,19 +249,19 @@ class ClientSession:
         return [self._detach_message()]
 
     def give_up(self) -> None:
-        """Go without a confirmation."""
+        """Close without a confirmation."""
         self._void()
         self._state = SessionState.CLOSED
 
-    # --- what came of them
+    # --- results
 
     def result(self, step: int) -> StepResult | CallResult | None:
-        """Return the answer to a step, None while there is none.
+        """Return the answer to a step, None if there is none yet.
 
         Raises:
-            StaleEpochError: the step is void, its epoch is over.
+            StaleEpochError: the step is void because its epoch has ended.
             DeadlineError: no answer came in time; it may still have been executed.
-            RequestError: never submitted, or forgotten.
+            RequestError: never submitted, or dropped.
         """
         self._require_valid(step)
         answer = self._answers.get(step)
@@ -284,30 +283,30 @@ class ClientSession:
         return self._has_reached(step, self._progress.applied_step)
 
     def is_finished(self, step: int) -> bool:
-        """Whether the step's forward is over on every rank; without content checking: applied.
+        """Whether the step's forward has ended on every rank; without content checking: applied.
 
         Raises:
-            StaleEpochError: the step is void, its epoch is over.
-            DeadlineError: nothing has moved for too long.
+            StaleEpochError: the step is void because its epoch has ended.
+            DeadlineError: there was no progress for too long.
             RequestError: never submitted.
         """
         return self._has_reached(step, self._progress.finished_step)
 
     def require_open(self) -> None:
-        """Raise NotRunningError when this client is closed."""
+        """Raise NotRunningError if this client is closed."""
         if self._state is SessionState.CLOSED:
             reason = f" ({self.reason})" if self.reason else ""
             raise NotRunningError(f"client {self.client_id} is closed{reason}: make a new one")
 
     def require_attaching(self) -> None:
-        """Raise `not_attached` when attaching takes longer than `step_s`."""
+        """Raise `not_attached` if attaching takes longer than `step_s`."""
         waited_s = self._clock.now() - self._attach_since_s
         if self._state is SessionState.ATTACHING and waited_s > self.settings.step_s:
             raise self.not_attached(waited_s)
 
     def not_attached(self, waited_s: float) -> DeadlineError:
-        """Return the error of an attempt to attach that has lasted `waited_s`: it says what the
-        coordinator answered last."""
+        """Return the error of an attempt to attach that has lasted `waited_s`, with the
+        coordinator's last answer."""
         return DeadlineError(
             f"client {self.client_id} is not attached after {waited_s:.1f} s: "
             f"{self.reason or 'no answer came'}"
@@ -316,10 +315,10 @@ class ClientSession:
     # --- messages and time
 
     def on_message(self, message: ToClient) -> list[FromClient]:
-        """Take a message of the coordinator. What is not of this client and epoch is ignored.
+        """Take a message of the coordinator. Ignores messages of other clients and epochs.
 
         An `Attach` that arrives after its `Detach` was confirmed makes the coordinator keep a
-        client that has gone: its answer is detached again.
+        client that has gone: its answer is answered with another `Detach`.
         """
         if message.client_id != self.client_id:
             return []
@@ -345,8 +344,8 @@ class ClientSession:
                 return list(self._window.on_missing(message.from_step, self._clock.now()))
 
     def on_unreadable(self, payload: bytes, reason: str) -> list[FromClient]:
-        """Take a payload that cannot be decoded, for `reason`. If it is the answer to a step, the
-        step has an error for an answer: the coordinator would send the same one again."""
+        """Take an undecodable payload; `reason` says why. If it answers a step, an error becomes
+        that step's answer: the coordinator would send the same payload again."""
         leading = leading_fields(payload)
         if leading is None or leading.kind not in (StepResult, CallResult):
             return []
@@ -364,7 +363,7 @@ class ClientSession:
         return self._on_answer(error_answer(answer, MalformedMessageError.__name__, text))
 
     def on_tick(self) -> list[FromClient]:
-        """Repeat what got no answer, acknowledge, give a sign of life."""
+        """Repeat messages without an answer, acknowledge, send heartbeats."""
         now_s = self._clock.now()
         is_attach_due = now_s - self._attach_sent_s >= self.settings.resend_s
         if self._state is SessionState.ATTACHING:
@@ -378,8 +377,8 @@ class ClientSession:
         if self._doubt_since_s is not None and is_attach_due:
             out.append(self._attach_message())
         is_silent = now_s - self._sent_s >= self.settings.heartbeat_s
-        # A step may have no answer because the coordinator keeps too many that it has not heard
-        # acknowledged: what was said of them may be lost like the step.
+        # A step may have no answer because the coordinator keeps too many unacknowledged ones: the
+        # acknowledgement may have been lost, like the step.
         if out or is_silent or self._known_step() > self._acknowledged_step:
             out.append(self._acknowledge())
         if out:
@@ -394,7 +393,7 @@ class ClientSession:
         if self._state is SessionState.ATTACHED and is_known and message.epoch == self._epoch:
             self._doubt_since_s = None
             return []
-        # With a lower number, an earlier introduction was heard first: the next one corrects it.
+        # With a lower number, an earlier attach arrived first: the next one corrects it.
         if self._state is not SessionState.ATTACHING or message.next_step < self.next_step:
             return []
         if message.next_step > self.next_step:
@@ -410,8 +409,8 @@ class ClientSession:
         return []
 
     def _on_unattached(self, message: Unattached) -> list[FromClient]:
-        """Believe it when the epoch is over. Otherwise it may be an old message, or be said by a
-        coordinator that starts over because all was lost: ask, and believe what is said again."""
+        """Accept that the epoch has ended. It may be an old message, or from a coordinator that
+        lost all state: then ask, and accept it when it is repeated."""
         if self._state is SessionState.ATTACHING:
             self.reason = message.reason
             if message.is_final:
@@ -447,7 +446,7 @@ class ClientSession:
         if now <= (known.applied_step, known.finished_step):
             return []
         self._news_s = self._clock.now()
-        # Late ones may know more of one figure and less of another: each only grows.
+        # A late message may have one higher number and one lower one: each only rises.
         self._progress = Progress(
             progress.client_id,
             progress.epoch,
@@ -459,13 +458,13 @@ class ClientSession:
         return self._acknowledge_soon()
 
     def _acknowledge_soon(self) -> list[FromClient]:
-        """Acknowledge at once when the coordinator holds many answers, else with the next tick."""
+        """Acknowledge at once if the coordinator keeps many answers, else with the next tick."""
         if self._known_step() - self._acknowledged_step < max(1, self.settings.window // 4):
             return []
         return [self._acknowledge()]
 
     def _known_step(self) -> int:
-        """Of every step up to this one the answer and the end are known here."""
+        """The last step up to which all answers and ends are known here."""
         return min(self._window.answered_step, self._progress.finished_step)
 
     def _acknowledge(self) -> Acknowledge:
@@ -483,7 +482,7 @@ class ClientSession:
 
     def _attach_message(self) -> Attach:
         self._attach_sent_s = self._sent_s = self._clock.now()
-        # Not above what is pending: the coordinator holds lower numbers to be void.
+        # Not above pending steps: the coordinator treats lower numbers as void.
         attached = self._attached if self._state is SessionState.ATTACHED else None
         nonce = "" if attached is None else attached.nonce
         return Attach(self.client_id, self._window.answered_step + 1, nonce)
@@ -493,7 +492,7 @@ class ClientSession:
         return Detach(self.client_id, self._epoch)
 
     def _void(self) -> None:
-        """Everything submitted is void."""
+        """Make all submitted steps void."""
         self._void_step = self._window.next_step - 1
         self._window.drop_all(self._window.next_step)
         self._submitted_s.clear()
