@@ -57,7 +57,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prefix_tree", "digesting"),
         ("pool", "hits", "running"),
         ("states",),
-        ("rows", "telling"),
+        ("rows", "notifier"),
         ("forgetting", "steps", "forks"),
         ("eviction",),
         ("audit", "rebuild", "flat_core"),

@@ -20,18 +20,18 @@ from kvcache.core.columns import (
     CHILD,
     CHILDREN,
     COLUMNS,
-    DOUBLES,
+    DUPLICATES,
     ENDS,
     FLAGS,
     FREE,
+    HAS_GAPS,
     HAS_POLICY,
-    IS_LOOSE,
-    IS_MUTE,
     KEPT,
     KEYS,
     LAST,
     NEXT,
     NEXT_NODE,
+    NO_CACHING,
     NODE,
     NUM_CHANGES,
     NUM_GONE,
@@ -44,11 +44,11 @@ from kvcache.core.columns import (
     PREV,
     REF,
     ROOT,
+    ROWS,
     SEALED_BELOW,
     SPARE_NODE,
-    STANDING,
     UNITS,
-    Books,
+    ColumnStore,
 )
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.prefix_tree import child_of
@@ -61,23 +61,23 @@ if TYPE_CHECKING:
 
 def check_core(core: FlatCore) -> None:
     """Raise InvariantError with the first sum that fails. O(blocks)."""
-    check_list(core.books)
-    check_nodes(core.books, core.roots.values(), core.rows.values())
+    check_list(core.store)
+    check_nodes(core.store, core.roots.values(), core.rows.values())
     _check_contents(core)
-    doubles = _check_rows(core)
-    _check_references(core, doubles)
+    duplicates = _check_rows(core)
+    _check_references(core, duplicates)
     if core.order is not None:
         core.order.check()
     if core.tenants is not None:
         _check_tenants(core, core.tenants)
-    number = core.books.columns.number
+    number = core.store.columns.number
     for log in (NUM_CHANGES, NUM_NOTES, NUM_GONE, NUM_MOVED):
         _require(number[log] == 0, f"{number[log]} entries of log {log} were never taken")
 
 
 def dump_core(core: FlatCore) -> dict[str, object]:
     """Return contents, rows and orders as plain values; equal for cores that act alike."""
-    c = core.books.columns
+    c = core.store.columns
     contents = list(core.contents())
     core.digester.make(int32_array([n for n, _, _, _ in contents]))
     serials = {step.serial: (client, step.step) for client, step in core.steps.waiting()}
@@ -93,10 +93,10 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             )
             for n, g, b, is_sealed in contents
         ),
-        "free": free_list(core.books),
+        "free": free_list(core.store),
         "order": [] if core.order is None else core.order.policy.order(),
         "tables": {
-            name: [core.table(r, g).tolist() for g in range(core.books.num_groups)]
+            name: [core.table(r, g).tolist() for g in range(core.store.num_groups)]
             for name, r in sorted(core.rows.items())
         },
         "ends": {
@@ -104,7 +104,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             for name, r in sorted(core.rows.items())
         },
         "units": {name: int(c.row[r, UNITS]) for name, r in sorted(core.rows.items())},
-        "hashless": sorted(name for name, r in core.rows.items() if c.row[r, FLAGS] & IS_MUTE),
+        "hashless": sorted(name for name, r in core.rows.items() if c.row[r, FLAGS] & NO_CACHING),
         "pins": sorted(core.pins.items()),
         "shared": {
             core.requests[r]: sorted((*column, n) for column, n in columns.items())
@@ -114,9 +114,9 @@ def dump_core(core: FlatCore) -> dict[str, object]:
     }
 
 
-def free_list(books: Books) -> list[int]:
+def free_list(store: ColumnStore) -> list[int]:
     """Return the blocks in the list of free ones, the next first."""
-    block = books.columns.block
+    block = store.columns.block
     found: list[int] = []
     b = block.item(0, NEXT)
     while b and len(found) < len(block):
@@ -130,9 +130,9 @@ def _require(is_right: object, message: str) -> None:
         raise InvariantError(message)
 
 
-def check_list(books: Books) -> None:
+def check_list(store: ColumnStore) -> None:
     """Raise InvariantError unless the list of free blocks is whole and counted."""
-    c, listed = books.columns, free_list(books)
+    c, listed = store.columns, free_list(store)
     way = [0, *listed, 0]
     for one, other in pairwise(way):
         _require(c.block[other, PREV] == one, f"block {other} does not lead back to {one}")
@@ -152,10 +152,10 @@ def check_list(books: Books) -> None:
     _require(unheld == c.number[FREE], f"{unheld} blocks are unheld, {c.number[FREE]} are free")
 
 
-def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> None:
+def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int]) -> None:
     """Raise InvariantError unless all nodes hang together; with these roots and rows."""
-    c, roots = books.columns, set(all_roots)
-    end, num_groups = int(c.number[NEXT_NODE]), books.num_groups
+    c, roots = store.columns, set(all_roots)
+    end, num_groups = int(c.number[NEXT_NODE]), store.num_groups
     node = c.node[:end]
     spare: set[int] = set()
     n = int(c.number[SPARE_NODE])
@@ -176,7 +176,7 @@ def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> 
     num_indexed = 0
     for n in [*living, *roots]:
         _require(children[n] == node[n, CHILDREN], f"node {n} counts its children wrongly")
-        _require(standing[n] == node[n, STANDING], f"node {n} counts rows wrongly")
+        _require(standing[n] == node[n, ROWS], f"node {n} counts rows wrongly")
         child = int(node[n, CHILD])
         _require(not child or node[child, PARENT] == n, f"node {n} has a child of another")
     for n in living:
@@ -186,10 +186,10 @@ def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> 
         has_digests = node[parent, KEYS] & 1 or not node[n, KEYS] & 1
         _require(has_digests, f"node {n} has a digest, and node {parent} before it has none")
         has_block = any(node[n, BLOCK + 2 * g] for g in range(num_groups))
-        is_kept = has_block or node[n, CHILDREN] or node[n, STANDING]
+        is_kept = has_block or node[n, CHILDREN] or node[n, ROWS]
         _require(is_kept, f"nothing keeps node {n} alive")
         num_indexed += node[parent, CHILD] != n
-        found = child_of(books.book, parent, int(node[n, KEYS]) >> 1, c.tokens[n])
+        found = child_of(store.address, parent, int(node[n, KEYS]) >> 1, c.tokens[n])
         _require(found == n, f"node {n} is found as {found}")
     _require(
         num_indexed == c.number[NUM_INDEXED] == np.count_nonzero(c.index),
@@ -203,12 +203,12 @@ def check_nodes(books: Books, all_roots: Iterable[int], rows: Iterable[int]) -> 
 
 
 def _check_contents(core: FlatCore) -> None:
-    c = core.books.columns
+    c = core.store.columns
     end = int(c.number[NEXT_NODE])
     cached = 0
     open_serials = {step.serial for _, step in core.steps.waiting()}
-    for g in range(core.books.num_groups):
-        length, is_ordered = int(c.group[g, LENGTH]), c.group[g, KIND] == FULL
+    for g in range(core.store.num_groups):
+        length, is_prefix_group = int(c.group[g, LENGTH]), c.group[g, KIND] == FULL
         for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
             b, owner = int(c.node[n, BLOCK + 2 * g]), int(c.node[n, OWNER + 2 * g])
             cached += 1
@@ -221,12 +221,12 @@ def _check_contents(core: FlatCore) -> None:
             above = n
             for _ in range(length):
                 above = int(c.node[above, PARENT])
-            if is_ordered and c.node[above, PARENT]:
+            if is_prefix_group and c.node[above, PARENT]:
                 _require(
                     c.node[above, BLOCK + 2 * g],
                     f"block {b} of group {g} is cached, but not the one before it",
                 )
-                is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[IS_LOOSE]
+                is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[HAS_GAPS]
                 _require(
                     not is_held or c.block[c.node[above, BLOCK + 2 * g], REF],
                     f"block {b} of group {g} is held, but not the one before it",
@@ -238,11 +238,11 @@ def _check_contents(core: FlatCore) -> None:
 
 def _check_rows(core: FlatCore) -> Counter[int]:
     """Check tables and paths; return how often rows hold cached blocks beside their own."""
-    c, num_groups = core.books.columns, core.books.num_groups
+    c, num_groups = core.store.columns, core.store.num_groups
     held: Counter[int] = Counter()
     for name, r in core.rows.items():
         _require(core.requests.get(r) == name, f"row {r} is not that of {name}")
-        n, u, doubles = int(c.row[r, LAST]), int(c.row[r, UNITS]), 0
+        n, u, duplicates = int(c.row[r, LAST]), int(c.row[r, UNITS]), 0
         while u:
             for g in range(num_groups):
                 length = int(c.group[g, LENGTH])
@@ -251,12 +251,12 @@ def _check_rows(core: FlatCore) -> Counter[int]:
                 mine, cached = int(core.table(r, g)[u // length - 1]), int(c.node[n, BLOCK + 2 * g])
                 _require(cached, f"{name} stands behind node {n}, which has lost its block")
                 if mine != cached:
-                    doubles += 1
+                    duplicates += 1
                     held[cached] += 1
             n = int(c.node[n, PARENT])
             u -= 1
         _require(n == c.row[r, ROOT], f"{name} stands elsewhere than its row says")
-        _require(doubles == c.row[r, DOUBLES], f"{name} has {doubles} contents twice")
+        _require(duplicates == c.row[r, DUPLICATES], f"{name} has {duplicates} contents twice")
         for g in range(num_groups):
             kept = int(c.row[r, KEPT + 2 * g])
             _require(kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped what it never had")
@@ -268,7 +268,7 @@ def _check_rows(core: FlatCore) -> Counter[int]:
 
 def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
     """Blocks with contents are their namespaces' tenants', others those of the rows they are in."""
-    c, owners = core.books.columns, tenants.owners
+    c, owners = core.store.columns, tenants.owners
     tenants.check()
     is_used = (c.block[:, REF] != 0) | (c.block[:, NODE] != 0)
     wrong = np.flatnonzero((owners != UNOWNED) != is_used)
@@ -281,7 +281,7 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
         unheld[number] += c.block[b, REF] == 0
     for name, r in core.rows.items():
         number = tenants.account(core.namespaces[int(c.row[r, ROOT])]).number
-        for g in range(core.books.num_groups):
+        for g in range(core.store.num_groups):
             table = core.table(r, g)
             others = table[(table != 0) & (owners[table] != number)]
             _require(not len(others), f"{name} has blocks {others[:5]} of another tenant")
@@ -293,14 +293,14 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
         )
 
 
-def _check_references(core: FlatCore, doubles: Counter[int]) -> None:
+def _check_references(core: FlatCore, duplicates: Counter[int]) -> None:
     counts: Any = core.blocks_in_tables()
-    for others in (core.pins, core.forks.copied, doubles):
+    for others in (core.pins, core.forks.copied, duplicates):
         for b, count in others.items():
             counts[b] += count
-    wrong = np.flatnonzero(counts != core.books.columns.block[:, REF])
+    wrong = np.flatnonzero(counts != core.store.columns.block[:, REF])
     if len(wrong):
         b = int(wrong[0])
         raise InvariantError(
-            f"block {b} is held {counts[b]} times, counted are {core.books.columns.block[b, REF]}"
+            f"block {b} is held {counts[b]} times, counted are {core.store.columns.block[b, REF]}"
         )

@@ -48,11 +48,11 @@ from kvcache.core.columns import (
     EVICTED,
     FREE,
     KEYS,
+    LOGS_GONE,
     NODE,
     NUM_GONE,
     REF,
-    TELLS,
-    Books,
+    ColumnStore,
 )
 from kvcache.core.eviction import PolicyOrder
 from kvcache.core.forgetting import forget
@@ -63,8 +63,8 @@ from kvcache.core.interface import (
     CacheEvent,
     ReferenceKind,
 )
-from kvcache.core.pool import first_free, hold_all, release_all, take_listed, take_loose
-from kvcache.core.prefix_tree import child_made, new_root, put_block
+from kvcache.core.pool import acquire_all, first_free, release_all, take_blocks, take_listed
+from kvcache.core.prefix_tree import get_or_add_child, new_root, put_block
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy
 from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys
 from kvcache.requests.request import Request
@@ -181,18 +181,18 @@ class BlockPool:
         keeps_events = as_bool("enable_kv_cache_events", enable_kv_cache_events, ConfigurationError)
         groups = as_integers("ordered_groups", ordered_groups, error=ConfigurationError)
         check_kind("policies", policies, Mapping, ConfigurationError)
-        self._ordered_groups = frozenset(groups.tolist())
+        self._prefix_groups = frozenset(groups.tolist())
         make = partial(make_eviction_policy, eviction_policy, policies=policies)
-        self._books = books = Books(
+        self._store = store = ColumnStore(
             num_blocks, _SPECS, 1, _CONTENT_BYTES, use_eagle=False, step_tokens=1
         )
-        books.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
-        books.columns.number[TELLS] = 1
+        store.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
+        store.columns.number[LOGS_GONE] = 1
         self._order = PolicyOrder(
-            books, None, lambda capacity, book: make(capacity=capacity, book=book)
+            store, None, lambda capacity, book: make(capacity=capacity, book=book)
         )
-        self._root = int(new_root(books.book))
-        books.columns.node[self._root, KEYS] = 1  # what comes before first blocks has a digest
+        self._root = int(new_root(store.address))
+        store.columns.node[self._root, KEYS] = 1  # what comes before first blocks has a digest
         self._contents: dict[tuple[_Table, BlockHash], int] = {}
         self.names: dict[int, tuple[_Table, BlockHash]] = {}
         self._references: dict[ReferenceKind, dict[int, int]] = {kind: {} for kind in ReferenceKind}
@@ -204,12 +204,12 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """All blocks, the null block included."""
-        return len(self._books.columns.block)
+        return len(self._store.columns.block)
 
     @property
     def num_evictions(self) -> int:
         """Contents that were forgotten because their blocks were needed, since the start."""
-        return self._books.columns.number.item(EVICTED)
+        return self._store.columns.number.item(EVICTED)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -218,7 +218,7 @@ class BlockPool:
 
     def get_num_free_blocks(self) -> int:
         """Return how many blocks `get_new_blocks` could hand out now, cached ones included."""
-        return self._books.columns.number.item(FREE)
+        return self._store.columns.number.item(FREE)
 
     def num_blocks_in_use(self) -> int:
         """Return how many blocks have a reference of any kind."""
@@ -231,8 +231,8 @@ class BlockPool:
 
     def get_all_free_blocks(self) -> list[int]:
         """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
-        blank = np.empty(self._books.columns.number[BLANK], np.int32)
-        first_free(self._books.book, blank)
+        blank = np.empty(self._store.columns.number[BLANK], np.int32)
+        first_free(self._store.address, blank)
         return [*blank.tolist(), *self._order.policy.order()]
 
     def block(self, block_id: int) -> KVCacheBlock:
@@ -252,7 +252,7 @@ class BlockPool:
         Raises BlockError for an unknown block.
         """
         ids = self._known(block_ids)
-        return int(np.count_nonzero(self._books.columns.block[ids[ids != 0], REF] == 0))
+        return int(np.count_nonzero(self._store.columns.block[ids[ids != 0], REF] == 0))
 
     # --- taking and giving back ----------------------------------------------------------------
 
@@ -271,11 +271,11 @@ class BlockPool:
                 "free requests or raise num_blocks"
             )
         taken = np.empty(count, np.int32)
-        num_blank = min(count, self._books.columns.number.item(BLANK))
-        take_loose(self._books.book, taken[:num_blank])
+        num_blank = min(count, self._store.columns.number.item(BLANK))
+        take_blocks(self._store.address, taken[:num_blank])
         if num_blank < count:
             self._order.make_room(count - num_blank, None)
-            take_loose(self._books.book, taken[num_blank:])
+            take_blocks(self._store.address, taken[num_blank:])
             self._settle()
         block_ids: list[int] = taken.tolist()
         self._references[ReferenceKind.REQUEST].update(dict.fromkeys(block_ids, 1))
@@ -291,13 +291,13 @@ class BlockPool:
         quarantined = sorted(self.quarantined.intersection(ids.tolist()))
         if quarantined:
             raise BlockError(f"blocks {quarantined[:5]} are quarantined: release them first")
-        block = self._books.columns.block
+        block = self._store.columns.block
         empty = ids[(block[ids, REF] == 0) & (block[ids, NODE] == 0)]
         if len(empty):
             raise BlockError(
                 f"blocks {empty[:5].tolist()} are free and hold nothing: take new ones instead"
             )
-        hold_all(self._books.book, ids)
+        acquire_all(self._store.address, ids)
         for block_id in ids.tolist():
             held[block_id] = held.get(block_id, 0) + 1
         self._settle()
@@ -322,7 +322,7 @@ class BlockPool:
             held[block_id] -= count
             if not held[block_id]:
                 del held[block_id]
-        release_all(self._books.book, ids)
+        release_all(self._store.address, ids)
         self._settle()
 
     def quarantine(self, block_ids: Ids) -> None:
@@ -333,8 +333,8 @@ class BlockPool:
         ids = self._holdable(block_ids)
         self._forget(ids)
         for block_id in set(ids.tolist()) - self.quarantined:
-            hold = hold_all if self.num_references(block_id) else take_listed
-            hold(self._books.book, int32_array([block_id]))
+            acquire = acquire_all if self.num_references(block_id) else take_listed
+            acquire(self._store.address, int32_array([block_id]))
             self.quarantined.add(block_id)
 
     def release_quarantine(self, block_ids: Ids) -> None:
@@ -347,7 +347,7 @@ class BlockPool:
         if bad:
             raise BlockError(f"blocks {bad[:5]} are not quarantined: nothing to release")
         self.quarantined.difference_update(ids)
-        release_all(self._books.book, int32_array(list(ids)))
+        release_all(self._store.address, int32_array(list(ids)))
 
     # --- contents ------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class BlockPool:
                 f"{len(table)} blocks and tokens for {len(digests)}: allocate blocks and append "
                 "tokens first"
             )
-        block, new = self._books.columns.block, table[start:end]
+        block, new = self._store.columns.block, table[start:end]
         new = new[new != NULL_BLOCK_ID]
         bad = new[(block[new, REF] == 0) | (block[new, NODE] != 0)].tolist()
         bad += self.quarantined.intersection(new.tolist())
@@ -463,9 +463,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise InvariantError with the first sum that fails. O(blocks)."""
-        books, block = self._books, self._books.columns.block
-        check_list(books)
-        check_nodes(books, (self._root,), ())
+        store, block = self._store, self._store.columns.block
+        check_list(store)
+        check_nodes(store, (self._root,), ())
         self._order.check()
         cached = np.flatnonzero(block[:, NODE]).tolist()
         if sorted(self.names) != cached or {b: n for n, b in self._contents.items()} != self.names:
@@ -489,23 +489,23 @@ class BlockPool:
         """Let a block be found in a table, if its content has no other and can be; say whether."""
         if not self.enable_caching or (table, digest) in self._contents:
             return False
-        is_ordered, above = table[1] in self._ordered_groups, self._root
-        if is_ordered and parent is not None:
+        is_prefix_group, above = table[1] in self._prefix_groups, self._root
+        if is_prefix_group and parent is not None:
             before = self._contents.get((table, parent))
             if before is None:
                 return False
-            above = self._books.columns.block.item(before, NODE)
-        n = child_made(self._books.book, above, 0, int32_array([block_id]))
-        c, content = self._books.columns, table[1].to_bytes(4, "big") + digest
+            above = self._store.columns.block.item(before, NODE)
+        n = get_or_add_child(self._store.address, above, 0, int32_array([block_id]))
+        c, content = self._store.columns, table[1].to_bytes(4, "big") + digest
         c.digest[n] = np.frombuffer(content.ljust(_CONTENT_BYTES)[:_CONTENT_BYTES], np.uint8)
         c.node[n, KEYS] |= 1
-        put_block(self._books.book, n, ORDERED if is_ordered else SINGLE, block_id)
+        put_block(self._store.address, n, ORDERED if is_prefix_group else SINGLE, block_id)
         self._contents[table, digest], self.names[block_id] = block_id, (table, digest)
         return True
 
     def _forget(self, ids: Int32Array) -> list[int]:
         lost = np.zeros(self.num_blocks, np.int32)
-        forget(self._books.book, ids, 0, 0, lost)
+        forget(self._store.address, ids, 0, 0, lost)
         self._settle()
         gone: list[int] = np.flatnonzero(lost).tolist()
         return gone
@@ -513,7 +513,7 @@ class BlockPool:
     def _settle(self) -> None:
         """Tell the policy what happened, and drop the names of contents that are gone."""
         self._order.tell()
-        c = self._books.columns
+        c = self._store.columns
         count = c.number.item(NUM_GONE)
         c.number[NUM_GONE] = 0
         gone: dict[int, list[BlockHash]] = {}

@@ -48,12 +48,12 @@ from kvcache.specs import KVCacheSpec
 REF, PREV, NEXT, NODE = range(4)
 """Of a block: who holds it, counted; its neighbours in the list of free blocks; what it caches."""
 
-PARENT, CHILD, CHILDREN, STANDING, KEYS, BLOCK, OWNER = range(7)
+PARENT, CHILD, CHILDREN, ROWS, KEYS, BLOCK, OWNER = range(7)
 """Of a node. CHILD is one of its children, found without a search; STANDING counts the rows whose
 newest unit it is; KEYS is twice the number of its extra keys, plus one once its digest is there.
 BLOCK and OWNER of group `g` are `2 * g` further."""
 
-UNITS, LAST, ROOT, FLAGS, DOUBLES, CAPACITY, SKIP_AT, GENERATION = range(8)
+UNITS, LAST, ROOT, FLAGS, DUPLICATES, CAPACITY, SKIP_AT, GENERATION = range(8)
 FIRST_KEYS, OTHER_KEYS, COLUMNS, KEPT = range(8, 12)
 """Of a row: units in the tree, the node of the newest, its namespace's root; flags; units whose
 content the tree has in another block; tokens for which it has slots; computed tokens from which on
@@ -66,14 +66,14 @@ OWN_END, LAST_END, ACCEPTED, NUM_ENCODER, ENDS = range(5)
 -1 where there was none, and how many of its drafts were accepted; tokens of the encoder. From ENDS
 on, unit by unit, whether a forward's own tokens ended right behind it."""
 
-IS_OPEN, IS_MUTE, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
+IS_OPEN, NO_CACHING, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
 """Flags of a row: in use; caches nothing more; may write blocks that others hold; has multimodal
 items."""
 
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
-    NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_ORDERED,
-    HAS_POLICY, TELLS, IS_FULL, OPENED, ROOM, IS_LOOSE, NUM_NUMBERS,
+    NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_PREFIX_GROUPS,
+    HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, NUM_NUMBERS,
 ) = range(25)  # fmt: skip
 """Entries of `number`: free blocks, and those of them without content; the first node never used,
 the chain of nodes given back and its length; the open step's serial (0: none), and that below which
@@ -210,8 +210,8 @@ def _part(part: Any) -> Any:
     return columns_at(part, places)
 
 
-def _same(book: Any) -> Any:
-    return book
+def _same(core: Any) -> Any:
+    return core
 
 
 columns_of: Any = _same if IS_PLAIN else _part(State)
@@ -220,7 +220,7 @@ logs_of: Any = _same if IS_PLAIN else _part(Logs)
 """The columns behind the book that a kernel gets, in three parts: each costs time to compile."""
 
 
-class Books:
+class ColumnStore:
     """The columns of one core, and the book that kernels get. Grows what must grow.
 
     `book` is another one after each growth: get it for each call.
@@ -258,8 +258,8 @@ class Books:
         # A prompt's nodes are made before what its blocks held is forgotten. Nodes that are never
         # used take no memory; more of them later are a copy of all.
         num_nodes = num_blocks + num_blocks // 4 + 64
-        has_ordered = any(spec.reads_whole_prefix for spec in specs)
-        units_per_block = 512 if self.keeps_states and not has_ordered else 8 * most_units
+        has_prefix_groups = any(spec.reads_whole_prefix for spec in specs)
+        units_per_block = 512 if self.keeps_states and not has_prefix_groups else 8 * most_units
         self.max_nodes = units_per_block * num_blocks + 4096
         """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones.
         One state may stand for all tokens of a long chunk."""
@@ -296,7 +296,7 @@ class Books:
         number[NEXT_NODE] = number[SEALED_BELOW] = 1
         number[SEED] = int.from_bytes(os.urandom(7), "little")
         number[STEP_TOKENS], number[IS_EAGLE] = step_tokens, use_eagle
-        number[NUM_ORDERED] = sum(spec.reads_whole_prefix for spec in specs)
+        number[NUM_PREFIX_GROUPS] = sum(spec.reads_whole_prefix for spec in specs)
         number[FREE] = number[BLANK] = num_blocks - 1
         ids = np.arange(num_blocks, dtype=int32)
         c.block[:, NEXT], c.block[:, PREV] = np.roll(ids, -1), np.roll(ids, 1)
@@ -305,7 +305,7 @@ class Books:
         self.num_reached = len(c.path) - self._extra_columns
         """Units for which tables and look-ups have room."""
         self.free_rows = list(range(_FEW_ROWS - 1, -1, -1))
-        self.book: Any = None
+        self.address: Any = None
         self._bind()
 
     def replace(self, **arrays: Any) -> None:
@@ -383,14 +383,14 @@ class Books:
     def _bind(self) -> None:
         c = self.columns
         if IS_PLAIN:
-            self.book = c
+            self.address = c
             return
-        book = np.zeros((len(c), 3), np.int64)
+        entries = np.zeros((len(c), 3), np.int64)
         for i, column in enumerate(c):
-            book[i, 0] = column.ctypes.data
-            book[i, 1 : 1 + column.ndim] = column.shape
-        self._entries = book.reshape(-1)  # what the address leads to
-        self.book = book.ctypes.data
+            entries[i, 0] = column.ctypes.data
+            entries[i, 1 : 1 + column.ndim] = column.shape
+        self._entries = entries.reshape(-1)  # what the address leads to
+        self.address = entries.ctypes.data
 
 
 def _grown(column: Any, size: int) -> Any:

@@ -132,10 +132,13 @@ class KVCacheCoordinator(ABC):
         """
         order: list[tuple[bool, int, int, int]] = []
         for group, table in enumerate(self.get_blocks(request_id)):
-            size, is_ordered = self.specs[group].block_size, self.specs[group].reads_whole_prefix
+            size, is_prefix_group = (
+                self.specs[group].block_size,
+                self.specs[group].reads_whole_prefix,
+            )
             for end, block_id in enumerate(table, 1):
-                places = (-end * size, group) if is_ordered else (group, -end)
-                order += [(is_ordered, *places, block_id)] if block_id else []
+                places = (-end * size, group) if is_prefix_group else (group, -end)
+                order += [(is_prefix_group, *places, block_id)] if block_id else []
         self.pool.free_blocks([block_id for *_, block_id in sorted(order)])
         for manager in self.managers:
             manager.forget_request(request_id)

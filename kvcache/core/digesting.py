@@ -19,9 +19,9 @@ import numpy as np
 import xxhash  # noqa: F401 - its module is looked up by name
 
 from kvcache.base.compiled import IS_PLAIN, array_type
-from kvcache.core.columns import BLOCK, KEYS, PARENT, Books, columns_of, logs_of, search_of
+from kvcache.core.columns import BLOCK, KEYS, PARENT, ColumnStore, columns_of, logs_of, search_of
 from kvcache.core.machine import (
-    BOOK,
+    CORE,
     INT,
     INTS,
     NEW_BYTE_ROWS,
@@ -105,11 +105,11 @@ def _hash(word: Any, data: int, num_bytes: int, digest: int, words: Any) -> None
 
 
 @routine
-def _make(book: Any, n: int, buffer: Any, words: Any) -> None:
+def _make(core: Any, n: int, buffer: Any, words: Any) -> None:
     """Make the digest of a node whose parent has one."""
-    c = columns_of(book)
-    s = search_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    s = search_of(core)
+    log = logs_of(core)
     size, unit_bytes = s.digest.shape[1], np.int64(4) * c.tokens.shape[1]
     at, keys = np.int64(buffer.ctypes.data), c.node[n, KEYS] >> 1
     copy(at, address_of(s.digest, c.node[n, PARENT]), size)
@@ -137,11 +137,11 @@ def _chain(word: Any, tokens: Any, digests: Any, buffer: Any, words: Any) -> Non
         _hash(word, at, size + unit_bytes, address_of(digests, i + 1), words)
 
 
-@kernel(NOTHING, BOOK, INTS, array_type("uint8"), NEW_WORDS, NEW_INTS)
-def _make_all(book: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
+@kernel(NOTHING, CORE, INTS, array_type("uint8"), NEW_WORDS, NEW_INTS)
+def _make_all(core: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
     """Make the digests that nodes and their ancestors lack. The others are scratch: for the bytes
     of a unit, two words, and as many nodes as one is deep."""
-    c = columns_of(book)
+    c = columns_of(core)
     for k in range(len(nodes)):
         n, length = np.int64(nodes[k]), 0
         while c.node[n, KEYS] & 1 == 0:
@@ -149,14 +149,14 @@ def _make_all(book: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
             length += 1
             n = np.int64(c.node[n, PARENT])
         for i in range(length - 1, -1, -1):
-            _make(book, np.int64(way[i]), buffer, words)
+            _make(core, np.int64(way[i]), buffer, words)
 
 
-@kernel(INT, BOOK, INTS, NEW_INTS)
-def _lacking_digests(book: Any, nodes: Any, found: Any) -> int:
+@kernel(INT, CORE, INTS, NEW_INTS)
+def _lacking_digests(core: Any, nodes: Any, found: Any) -> int:
     """Write nodes that lack a digest to `found`, parents first, as many as fit; return how many.
     Asked again until there is none."""
-    c = columns_of(book)
+    c = columns_of(core)
     count = 0
     for k in range(len(nodes)):
         n = np.int64(nodes[k])
@@ -169,18 +169,18 @@ def _lacking_digests(book: Any, nodes: Any, found: Any) -> int:
 
 
 @kernel(
-    NOTHING, BOOK, NEW_INT_ROWS, INT, NEW_INTS, NEW_BYTE_ROWS, NEW_BYTE_ROWS, NEW_INT_ROWS,
+    NOTHING, CORE, NEW_INT_ROWS, INT, NEW_INTS, NEW_BYTE_ROWS, NEW_BYTE_ROWS, NEW_INT_ROWS,
     NEW_INT_ROWS, NEW_INTS,
 )  # fmt: skip
 def describe(
-    book: Any, notes: Any, length: int, ids: Any, digests: Any, parents: Any, tokens: Any,
+    core: Any, notes: Any, length: int, ids: Any, digests: Any, parents: Any, tokens: Any,
     keys: Any, follows: Any,
 ) -> None:  # fmt: skip
     """Write what there is to say of blocks of one group, `length` units long, each noted by its
     node and group: their ids, digests, those before them, tokens, extra keys by unit, and whether
     each continues the one before it in the list."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     unit, size = c.tokens.shape[1], s.digest.shape[1]
     for i in range(len(notes)):
         n = np.int64(notes[i, 0])
@@ -197,9 +197,9 @@ def describe(
 class Digester:
     """Makes the digests of one core's nodes, and numbers extra keys."""
 
-    def __init__(self, books: Books, hash_fn: HashFn) -> None:
+    def __init__(self, store: ColumnStore, hash_fn: HashFn) -> None:
         """Use the quickest way that makes the digests of `hash_fn`."""
-        self._books = books
+        self._store = store
         self._hash_fn = hash_fn
         self._numbers: dict[ExtraKeys, int] = {}
         self._keys: list[ExtraKeys | None] = [None]
@@ -238,7 +238,7 @@ class Digester:
     def keep_only(self, used: set[int]) -> None:
         """Forget all extra keys but those whose numbers are used; give out the other numbers
         again."""
-        self._books.columns.tail_at[:] = self._tail_bytes = 0
+        self._store.columns.tail_at[:] = self._tail_bytes = 0
         for keys, n in list(self._numbers.items()):
             if n in used:
                 self._add_tail(n, canonical_cbor(keys))
@@ -251,23 +251,23 @@ class Digester:
         """Make the digests that nodes and their ancestors lack."""
         if not len(nodes):
             return
-        books = self._books
-        if books.columns.word[0] != BY_PYTHON:
-            _make_in(books, nodes)
+        store = self._store
+        if store.columns.word[0] != BY_PYTHON:
+            _make_in(store, nodes)
             return
         found = np.empty(len(nodes), np.int32)
-        while count := _lacking_digests(books.book, nodes, found):
+        while count := _lacking_digests(store.address, nodes, found):
             for n in dict.fromkeys(found[:count].tolist()):
                 self._make_one(n)
 
     def set_root(self, n: int, digest: bytes) -> None:
         """Give a root the digest that comes before every first block."""
-        c = self._books.columns
+        c = self._store.columns
         c.digest[n] = np.frombuffer(digest, np.uint8)
         c.node[n, KEYS] = 1
 
     def _make_one(self, n: int) -> None:
-        c = self._books.columns
+        c = self._store.columns
         parent = BlockHash(c.digest[c.node[n, PARENT]].tobytes())
         keys = self._keys[int(c.node[n, KEYS]) >> 1]
         made = self._hash_fn.hash_block(parent, c.tokens[n].tobytes(), keys)
@@ -275,17 +275,17 @@ class Digester:
         c.node[n, KEYS] |= 1
 
     def _add_tail(self, number: int, data: bytes) -> None:
-        c = self._books.columns
+        c = self._store.columns
         if number >= len(c.tail_at):
             tail_at = np.zeros((2 * number + 16, 2), np.int64)
             tail_at[: len(c.tail_at)] = c.tail_at
-            self._books.replace(tail_at=tail_at)
+            self._store.replace(tail_at=tail_at)
         start, self._tail_bytes = self._tail_bytes, self._tail_bytes + len(data)
         if self._tail_bytes > len(c.tail):
             tail = np.zeros(2 * self._tail_bytes, np.uint8)
             tail[:start] = c.tail[:start]
-            self._books.replace(tail=tail)
-        c = self._books.columns
+            self._store.replace(tail=tail)
+        c = self._store.columns
         c.tail[start : self._tail_bytes] = np.frombuffer(data, np.uint8)
         c.tail_at[number] = start, len(data)
 
@@ -293,7 +293,7 @@ class Digester:
         """Find hash functions by address, and believe them only what they prove."""
         if IS_PLAIN:
             return
-        word = self._books.columns.word
+        word = self._store.columns.word
         try:
             if self._hash_fn.name == "sha256":
                 self._library = Sha256()
@@ -318,27 +318,27 @@ class Digester:
 
     def _is_right(self) -> bool:
         """Compare a test vector: a node with tokens and extra keys behind a parent."""
-        books = Books(
-            2, (), self._books.unit_tokens, self._hash_fn.digest_bytes, use_eagle=False,
+        store = ColumnStore(
+            2, (), self._store.unit_tokens, self._hash_fn.digest_bytes, use_eagle=False,
             step_tokens=1,
         )  # fmt: skip
-        c = books.columns
-        c.word[:] = self._books.columns.word
+        c = store.columns
+        c.word[:] = self._store.columns.word
         c.digest[1] = np.arange(len(c.digest[1])) % 251
         c.node[1, KEYS] = 1
         c.tokens[2] = np.arange(len(c.tokens[2])) * 7919
         c.node[2, PARENT], c.node[2, KEYS] = 1, 0
-        _make_in(books, np.array([2], np.int32))
+        _make_in(store, np.array([2], np.int32))
         parent = BlockHash(c.digest[1].tobytes())
         expected = self._hash_fn.hash_block(parent, c.tokens[2].tobytes())
         return c.digest[2].tobytes() == expected
 
 
-def _make_in(books: Books, nodes: Any) -> None:
-    c = books.columns
+def _make_in(store: ColumnStore, nodes: Any) -> None:
+    c = store.columns
     num_bytes = c.digest.shape[1] + 4 * c.tokens.shape[1] + int(c.tail_at[:, 1].max())
     buffer, words = np.empty(num_bytes, np.uint8), np.empty(2, np.uint64)
-    _make_all(books.book, nodes, buffer, words, np.empty(len(c.node), np.int32))
+    _make_all(store.address, nodes, buffer, words, np.empty(len(c.node), np.int32))
 
 
 def _chained(

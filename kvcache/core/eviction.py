@@ -38,7 +38,7 @@ from kvcache.core.columns import (
     PARENT,
     PREV,
     REMOVED,
-    Books,
+    ColumnStore,
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
@@ -56,10 +56,10 @@ class BlockBook:
     """What a policy may ask of blocks: an `EntryBook`. Every entry is a block."""
 
     def __init__(
-        self, books: Books, digester: Digester | None, tenants: TenantLedger | None
+        self, store: ColumnStore, digester: Digester | None, tenants: TenantLedger | None
     ) -> None:
         """Answer from these columns. Without a digester contents have their digests already."""
-        self._books = books
+        self._store = store
         self._digester = digester
         self._tenants = tenants
         self.names_contents = False
@@ -71,7 +71,7 @@ class BlockBook:
 
     def describe(self, entry: int) -> EntryInfo:
         """Say what is known of a block. Children in the tree count, whatever they hold."""
-        c = self._books.columns
+        c = self._store.columns
         node = c.node
         n = c.block.item(entry, NODE)
         if not n:
@@ -95,17 +95,17 @@ class PolicyOrder:
 
     def __init__(
         self,
-        books: Books,
+        store: ColumnStore,
         digester: Digester | None,
         make: MakePolicy,
         tenants: TenantLedger | None = None,
     ) -> None:
         """Use a new policy, or one for each of `tenants`. Without a digester contents have their
         digests already."""
-        self._books, self._digester, self._tenants = books, digester, tenants
-        capacity = len(books.columns.block)
-        self._book = book = BlockBook(books, digester, tenants)
-        books.columns.number[HAS_POLICY] = 1 if tenants is None else 2
+        self._store, self._digester, self._tenants = store, digester, tenants
+        capacity = len(store.columns.block)
+        self._book = book = BlockBook(store, digester, tenants)
+        store.columns.number[HAS_POLICY] = 1 if tenants is None else 2
         self.policy: EvictionPolicy
         if tenants is None:
             self.policy = make(capacity, book)
@@ -117,9 +117,9 @@ class PolicyOrder:
 
     def _take_over(self) -> None:
         """Let the policy order the cached blocks that are in the list of free ones."""
-        c = self._books.columns
+        c = self._store.columns
         ids, num_blank = np.empty(c.number[FREE], np.int32), int(c.number[BLANK])
-        cached = ids[num_blank : first_free(self._books.book, ids)]
+        cached = ids[num_blank : first_free(self._store.address, ids)]
         if len(cached):
             last = int(ids[num_blank - 1]) if num_blank else 0
             c.block[last, NEXT], c.block[0, PREV] = 0, last
@@ -127,14 +127,14 @@ class PolicyOrder:
 
     def _name(self, digester: Digester, moved: Any) -> None:
         """Make the digests of all contents that come out of use, in one go."""
-        c = self._books.columns
+        c = self._store.columns
         ids = moved[moved[:, 0] == INSERTED, 1]
         nodes = c.block[ids, NODE]
         digester.make(np.ascontiguousarray(nodes[nodes != 0]))
 
     def tell(self) -> None:
         """Tell the policy what has happened since the last call."""
-        c = self._books.columns
+        c = self._store.columns
         count = int(c.number[NUM_MOVED])
         if not count:
             return
@@ -157,14 +157,14 @@ class PolicyOrder:
     def make_room(self, num_blocks: int, offload: OffloadHooks | None) -> None:
         """Evict until so many blocks are blank, and what a tenant must give up of its own to take
         them. Enough are free, and the policy has been told."""
-        number = self._books.columns.number
+        number = self._store.columns.number
         if self._tenants is not None and (num_own := self._tenants.demand(num_blocks)):
             self._evict(num_own + int(number[BLANK]), offload)
         self._evict(num_blocks, offload)
 
     def _evict(self, num_blank: int, offload: OffloadHooks | None) -> None:
         """Evict until so many blocks are blank."""
-        c = self._books.columns
+        c = self._store.columns
         kept: list[int] = []
         has_progress = False
         while (missing := num_blank - int(c.number[BLANK])) > 0:
@@ -176,8 +176,8 @@ class PolicyOrder:
                 kept, has_progress = [], False
                 continue
             going, needed = int32_array(victims), np.empty(len(victims), np.int32)
-            offer(self._books, offload, going)
-            num_needed = evict_all(self._books.book, going, needed)
+            offer(self._store, offload, going)
+            num_needed = evict_all(self._store.address, going, needed)
             kept += needed[:num_needed].tolist()
             has_progress |= num_needed < len(victims)
             if self._tenants is not None:
@@ -189,7 +189,7 @@ class PolicyOrder:
 
     def check(self) -> None:
         """Raise InvariantError unless the policy has exactly the cached blocks nobody holds."""
-        c = self._books.columns
+        c = self._store.columns
         unheld = np.flatnonzero((c.block[:, NODE] != 0) & (c.block[:, 0] == 0)).tolist()
         if sorted(self.policy.order()) != unheld or len(self.policy) != len(unheld):
             raise InvariantError(
@@ -207,10 +207,10 @@ class PolicyOrder:
             raise InvariantError("blocks are free, but neither blank nor ordered by the policy")
         if self._tenants is not None:
             self._tenants.evicted(index_array(block_ids))
-        lost = np.zeros(len(self._books.columns.block), np.int32)
+        lost = np.zeros(len(self._store.columns.block), np.int32)
         going = int32_array(block_ids)
-        count_evicted(self._books.book, going)
-        forget(self._books.book, going, 0, 0, lost)
+        count_evicted(self._store.address, going)
+        forget(self._store.address, going, 0, 0, lost)
         self.tell()
 
 
@@ -222,21 +222,21 @@ def group_of(c: Any, n: int, b: int) -> int:
     raise InvariantError(f"block {b} caches node {n}, which has another block")
 
 
-def offer(books: Books, offload: OffloadHooks | None, block_ids: Int32Array) -> None:
+def offer(store: ColumnStore, offload: OffloadHooks | None, block_ids: Int32Array) -> None:
     """Tell the tiers below which sealed blocks are about to go."""
     if offload is None:
         return
     sealed, groups = np.empty((2, len(block_ids)), np.int32)
-    count = sealed_among(books.book, block_ids, sealed, groups)
-    for g in range(books.num_groups):
+    count = sealed_among(store.address, block_ids, sealed, groups)
+    for g in range(store.num_groups):
         ids = sealed[:count][groups[:count] == g]
         if len(ids):
             offload.on_eviction_candidates(g, ids)
 
 
-def offer_oldest(books: Books, offload: OffloadHooks | None, count: int) -> None:
+def offer_oldest(store: ColumnStore, offload: OffloadHooks | None, count: int) -> None:
     """Do `offer` for the blocks that the next `count` taken ones evict, under LRU."""
-    if offload is None or count <= books.columns.number[BLANK]:
+    if offload is None or count <= store.columns.number[BLANK]:
         return
     ids = np.empty(count, np.int32)
-    offer(books, offload, ids[: first_free(books.book, ids)])
+    offer(store, offload, ids[: first_free(store.address, ids)])

@@ -34,15 +34,16 @@ from kvcache.core.columns import (
     FLAGS,
     FREE,
     GENERATION,
+    HAS_GAPS,
     HAS_ITEMS,
     HAS_POLICY,
     IS_FULL,
-    IS_LOOSE,
-    IS_MUTE,
     IS_OPEN,
     KEYS,
+    LOGS_GONE,
     NEXT,
     NEXT_NODE,
+    NO_CACHING,
     NODE,
     NUM_CHANGES,
     NUM_GONE,
@@ -55,12 +56,11 @@ from kvcache.core.columns import (
     PARENT,
     REF,
     ROOM,
+    ROWS,
     SEALED_BELOW,
     SKIP_AT,
-    STANDING,
-    TELLS,
     UNITS,
-    Books,
+    ColumnStore,
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
@@ -83,21 +83,22 @@ from kvcache.core.interface import (
     patch_of,
 )
 from kvcache.core.kinds.rule import SIZE
-from kvcache.core.pool import hold_all, release_all
-from kvcache.core.prefix_tree import drop_root, index_again, new_root
+from kvcache.core.notifier import Notifier
+from kvcache.core.pool import acquire_all, release_all
+from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index
 from kvcache.core.rows import (
     ALL,
+    BAD_ROW,
     COUNT,
     DONE,
     GROW,
     LONG,
-    NARROW,
+    NEEDS_SPACE,
     NUM_PLACES,
-    ODD,
     SINGLE,
     SINGLE_UNIT,
     SKIP,
-    admit,
+    admit_row,
     admit_rows,
     free_row,
     free_rows,
@@ -109,12 +110,11 @@ from kvcache.core.rows import (
     publish_units,
     rewind_row,
     run_rows,
-    serve,
-    tend,
+    serve_row,
+    serve_rows,
 )
 from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
-from kvcache.core.steps import StepBook
-from kvcache.core.telling import Teller
+from kvcache.core.steps import StepTable
 from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
@@ -164,7 +164,7 @@ class FlatCore:
         require_eviction_policy(policy_name, policies)
         self.sizes = sizes = [spec.block_size for spec in specs]
         self.hash_block_size = gcd(*sizes) or 1
-        self.books = books = Books(
+        self.store = store = ColumnStore(
             config.num_blocks,
             specs,
             self.hash_block_size,
@@ -175,8 +175,8 @@ class FlatCore:
         )
         self.can_hit = settings.enable_caching and can_cache_prefixes(specs)
         self.hits_stopped = False
-        self.ordered = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
-        self.digester = Digester(books, hash_fn)
+        self.prefix_groups = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
+        self.digester = Digester(store, hash_fn)
         self.none_hash = settings.none_hash
         self.roots: dict[Namespace, int] = {}
         self._root = 0  # of the default namespace
@@ -188,20 +188,20 @@ class FlatCore:
         self._slots = settings.slots
         self._row_of_slot: Int32Array = np.empty(0, np.int32)
         self._slot_of_row: dict[int, int] = {}
-        self._unseated: set[int] = set()  # rows that may have got a slot since
-        tells_all = settings.publish_all_groups or not self.ordered
-        self.teller = Teller(
-            books,
+        self._unbound_rows: set[int] = set()  # rows that may have got a slot since
+        publishes_all = settings.publish_all_groups or not self.prefix_groups
+        self.notifier = Notifier(
+            store,
             self.digester,
             settings.events,
-            told_groups=frozenset(range(len(specs)) if tells_all else self.ordered),
+            event_groups=frozenset(range(len(specs)) if publishes_all else self.prefix_groups),
             has_workers=settings.has_workers,
             none_hash=self.none_hash,
             offload=settings.offload,
             namespaces=self.namespaces,
             slots_of=self._slots_of,
         )
-        books.columns.number[TELLS] = self.teller.tells
+        store.columns.number[LOGS_GONE] = self.notifier.has_listeners
         self._zeroes = settings.zero_new_blocks and settings.has_workers
         self._merges_duplicates = settings.merge_duplicates
         self._merges: list[tuple[str, TableChange]] = []
@@ -217,15 +217,15 @@ class FlatCore:
         make = partial(make_eviction_policy, policy_name, policies=policies)
         self._make_order = partial(
             PolicyOrder,
-            books,
+            store,
             self.digester,
             lambda capacity, book: make(capacity=capacity, book=book),
             self.tenants,
         )
         self._lists_cached = policies[policy_name] is LRUPolicy and self.tenants is None
         self.order = None if self._lists_cached else self._make_order()
-        self.steps = StepBook(books)
-        self.forks = RowForks(books, self.teller)
+        self.steps = StepTable(store)
+        self.forks = RowForks(store, self.notifier)
         self.pins: Counter[int] = Counter()
         self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
         self._published: Any = np.empty((0, 4), np.int32)
@@ -250,7 +250,7 @@ class FlatCore:
         completed = self.steps.complete(client_id, through_step)
         for step in completed:
             for notes in step.notes:
-                self.teller.sealed(notes)
+                self.notifier.sealed(notes)
         if self._merges_duplicates:
             for step in completed:
                 self._merge(step.rows)
@@ -270,7 +270,7 @@ class FlatCore:
         failed = self.steps.take_failed(client_id, from_step)
         if failed:
             last = failed[-1]
-            forget(self.books.book, EMPTY_INT32, last.client, last.serial, self._no_blocks())
+            forget(self.store.address, EMPTY_INT32, last.client, last.serial, self._no_blocks())
             self.steps.end_failed(client_id, failed)
             self._settle()
 
@@ -284,9 +284,9 @@ class FlatCore:
         num_units = limit // self.hash_block_size
         if not num_units:
             return self.no_hit
-        books = self.books
-        if num_units > books.num_reached:
-            books.reach_units(num_units)
+        store = self.store
+        if num_units > store.num_reached:
+            store.reach_units(num_units)
         first, other, keys = 0, 0, EMPTY_INT32
         if not request.is_plain:
             first, other, keys = self._keys_of(request, num_units, is_known=True)
@@ -295,12 +295,12 @@ class FlatCore:
         step = self.steps.current
         client = 0 if step is None else step.client
         length, depth = look_up(
-            books.book, root, client, first, other, keys, request.token_buffer, limit
+            store.address, root, client, first, other, keys, request.token_buffer, limit
         )
         if not length:
             return self.no_hit
-        length, found = int(length), books.columns.found
-        if books.num_groups == 1:
+        length, found = int(length), store.columns.found
+        if store.num_groups == 1:
             ids: tuple[Int32Array, ...] = (found[0, : length // self.sizes[0]].copy(),)
         else:
             ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
@@ -322,8 +322,8 @@ class FlatCore:
                 hit although it has blocks; nothing was changed.
         """
         r, cached = self.rows.get(request.request_id, NO_ROW), reservation.num_cached_tokens
-        is_odd = hit is not None and r != NO_ROW
-        if is_odd or cached > reservation.num_slot_tokens or cached > request.num_tokens:
+        adopts_again = hit is not None and r != NO_ROW
+        if adopts_again or cached > reservation.num_slot_tokens or cached > request.num_tokens:
             self._require_possible(request, reservation, hit, r)
         if r != NO_ROW:
             return self._extend(r, request, reservation)
@@ -333,11 +333,11 @@ class FlatCore:
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
         """Give a request without a row one, and its blocks; None, unchanged, without room."""
-        books, unit, num_tokens = self.books, self.hash_block_size, request.num_tokens
+        store, unit, num_tokens = self.store, self.hash_block_size, request.num_tokens
         computed, wanted, cached, spare, own_end, _, num_encoder = reservation
         most = wanted if wanted >= num_tokens else num_tokens
-        if most > books.num_reached * unit or num_encoder > most:
-            books.reach_units(-(-max(most, num_encoder) // unit))
+        if most > store.num_reached * unit or num_encoder > most:
+            store.reach_units(-(-max(most, num_encoder) // unit))
         hit_tokens = depth = 0
         if hit is not None and hit.num_tokens:
             hit_tokens, depth = hit.num_tokens, self._match_again(request, hit)
@@ -346,53 +346,53 @@ class FlatCore:
         root = self._root if request.namespace is DEFAULT_NAMESPACE else 0
         root = root or self.root(request.namespace)
         num_new = end - depth
-        if num_new > 0 and not books.has_nodes(num_new):
-            self.reach_nodes(num_new, books.columns.path[:depth])
+        if num_new > 0 and not store.has_nodes(num_new):
+            self.reach_nodes(num_new, store.columns.path[:depth])
         first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
         if not request.is_plain:
             self._sweep_keys()
             first, other, keys = self._keys_of(request, max(1, end))
-        if end and self.teller.needs_digests:
+        if end and self.notifier.needs_digests:
             digests = self._known_digests(request, end)
         room = spare
         if self.tenants is not None:
-            num_free = books.cells[FREE]
+            num_free = store.cells[FREE]
             room = num_free - self._room_of_tenant(request, num_free - spare)
-        if not books.free_rows:
-            books.more_rows()
-        r, step = books.free_rows[-1], self.steps.current
-        is_simple = self.order is None and self.teller.offload is None
-        needed, is_told = admit(
-            books.book, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
+        if not store.free_rows:
+            store.more_rows()
+        r, step = store.free_rows[-1], self.steps.current
+        is_simple = self.order is None and self.notifier.offload is None
+        needed, has_news = admit_row(
+            store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
             wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
             wanted, room, end if is_simple else -1, 0 if self._zeroes else -1,
             request.token_buffer, keys, digests,
         )  # fmt: skip
         if needed < 0:
             if self.tenants is not None:
-                self.tenants.refuse(self.tenants.served, -1 - needed, books.cells[FREE] - spare)
+                self.tenants.refuse(self.tenants.served, -1 - needed, store.cells[FREE] - spare)
             return None
-        books.free_rows.pop()
+        store.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        self._unseated.add(r)
+        self._unbound_rows.add(r)
         if num_new > 0 and step is not None:
-            step.rows.append([(r, books.columns.row.item(r, GENERATION), depth, end)])
+            step.rows.append([(r, store.columns.row.item(r, GENERATION), depth, end)])
         if not is_simple:
             self._make_room(needed)
-            tend(books.book, r, computed, wanted, GROW)
+            serve_row(store.address, r, computed, wanted, GROW)
             self._count_taken()
             if num_new > 0:
                 self._count_room(request)
-                publish_row(books.book, r, end, request.token_buffer, keys, digests)
+                publish_row(store.address, r, end, request.token_buffer, keys, digests)
         if self._zeroes or not is_simple:
             self._drop_changes()
-        if is_told or not is_simple:
+        if has_news or not is_simple:
             self._settle()
         return self._whole_tables(r)
 
     def _whole_tables(self, r: int) -> list[TableChange]:
         """Return all that is in a row's tables."""
-        c, num_groups, changes = self.books.columns, self.books.num_groups, []
+        c, num_groups, changes = self.store.columns, self.store.num_groups, []
         for g in range(num_groups):
             if count := c.row.item(r, COLUMNS + 2 * g):
                 ids = c.table[r * num_groups + g, :count].copy()
@@ -410,9 +410,9 @@ class FlatCore:
         """
         rows.require_columns()
         is_reserved = np.ones(len(rows.slots), np.int32)
-        if not len(rows.slots) or not self.books.num_groups:
+        if not len(rows.slots) or not self.store.num_groups:
             return RowsReserved(is_reserved, EMPTY_PATCH)
-        if rows.states is None and self.books.keeps_states:
+        if rows.states is None and self.store.keeps_states:
             raise RequestError(
                 "a batch of rows without states, but a KV cache group keeps states: say where each "
                 "row's forwards end"
@@ -420,16 +420,16 @@ class FlatCore:
         slots, computed, wanted = rows.slots, rows.num_computed_tokens, rows.num_slot_tokens
         cached, lines = rows.num_cached_tokens, np.empty(len(slots), np.int32)
         self._reach_rows(len(slots))
-        books, places, odd, publishes = self.books, self._places, 0, self._may_publish()
-        while odd >= 0:
-            num_busy, num_late, num_filled, is_sharing, most, odd = inspect(
-                books.book, publishes, self._row_of_slot, slots, computed, wanted, cached, lines,
+        store, places, bad, publishes = self.store, self._places, 0, self._may_publish()
+        while bad >= 0:
+            num_busy, num_late, num_filled, is_sharing, most, bad = inspect(
+                store.address, publishes, self._row_of_slot, slots, computed, wanted, cached, lines,
                 places,
             )  # fmt: skip
-            if odd >= 0 and lines[odd] < 0:
+            if bad >= 0 and lines[bad] < 0:
                 self._bind_rows(slots, rows.requests)
-            elif odd >= 0:
-                raise _unslotted(rows.requests[odd], int(cached[odd]), int(wanted[odd]))
+            elif bad >= 0:
+                raise _lacks_slots(rows.requests[bad], int(cached[bad]), int(wanted[bad]))
         if not num_busy:
             return RowsReserved(is_reserved, EMPTY_PATCH)
         if num_filled and not rows.are_tokens_known:
@@ -440,21 +440,21 @@ class FlatCore:
                 rows, lines, places[0, :num_busy].copy(), places[1, :num_late].copy(), is_reserved
             )
             return RowsReserved(is_reserved, patch)
-        if most > books.num_reached * self.hash_block_size:
-            books.reach_units(-(-most // self.hash_block_size))
-        if (states := rows.states) is not None and books.keeps_states:
+        if most > store.num_reached * self.hash_block_size:
+            store.reach_units(-(-most // self.hash_block_size))
+        if (states := rows.states) is not None and store.keeps_states:
             ends = int32_array(states.num_own_tokens), int32_array(states.num_last_own_tokens)
             accepted = int32_array(states.num_accepted_drafts)
-            books.reach_changes(int(note_forwards(books.book, lines, *ends, accepted)))
-        if self.order is None and self.teller.offload is None:
-            num_single, num_long = serve(
-                books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+            store.reach_changes(int(note_forwards(store.address, lines, *ends, accepted)))
+        if self.order is None and self.notifier.offload is None:
+            num_single, num_long = serve_rows(
+                store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
                 num_late, num_filled, ALL, is_reserved,
             )  # fmt: skip
         else:
             if num_late:
-                serve(
-                    books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+                serve_rows(
+                    store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
                     num_late, num_filled, SKIP, is_reserved,
                 )  # fmt: skip
                 self._settle()
@@ -465,12 +465,12 @@ class FlatCore:
                     return RowsReserved(is_reserved, patch)
             else:
                 needed = grant_rows(
-                    books.book, lines, computed, wanted, places, num_busy, self.num_free_blocks(),
-                    is_reserved,
+                    store.address, lines, computed, wanted, places, num_busy,
+                    self.num_free_blocks(), is_reserved,
                 )  # fmt: skip
                 self._make_room(needed)
-            num_single, num_long = serve(
-                books.book, lines, rows.slots, computed, wanted, cached, places, num_busy,
+            num_single, num_long = serve_rows(
+                store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
                 num_late, num_filled, GROW, is_reserved,
             )  # fmt: skip
         patch = self._take_patch()
@@ -490,33 +490,33 @@ class FlatCore:
 
         None, unchanged, where that takes more than one piece: `reserve_rows` can do it.
         """
-        books, slots = self.books, rows.slots
-        is_simple = self.order is None and self.teller.offload is None
-        if not is_simple or books.keeps_states or not books.num_groups:
+        store, slots = self.store, rows.slots
+        is_simple = self.order is None and self.notifier.offload is None
+        if not is_simple or store.keeps_states or not store.num_groups:
             return None
         count = len(slots)
         self._reach_rows(count)
         places, publishes = self._places, self.can_hit and not self.hits_stopped
         is_reserved, lines = np.empty(count, np.int32), np.empty(count, np.int32)
         self._last = None
-        if self._unseated:
-            for r in self._unseated:
+        if self._unbound_rows:
+            for r in self._unbound_rows:
                 slot = self._slots.get(self.requests.get(r, ""), NO_ROW)
                 if slot >= 0:
                     self._bind_row(slot, r)
-            self._unseated.clear()
+            self._unbound_rows.clear()
         while True:
             code, first, second, _ = run_rows(
-                books.book, publishes, books.num_reached, self._row_of_slot, table.rows, table.ring,
-                slots, rows.offsets, rows.token_ids, rows.figures, computed, slot_tokens, lines,
-                places, is_reserved, self._published,
+                store.address, publishes, store.num_reached, self._row_of_slot, table.rows,
+                table.ring, slots, rows.offsets, rows.token_ids, rows.positions, computed,
+                slot_tokens, lines, places, is_reserved, self._published,
             )  # fmt: skip
             if code == DONE:
                 break
-            if code == ODD and lines[first] < 0:
+            if code == BAD_ROW and lines[first] < 0:
                 self._bind_rows(slots, table.requests[slots])
-            elif code == NARROW:
-                books.reach_units(-(-first // self.hash_block_size))
+            elif code == NEEDS_SPACE:
+                store.reach_units(-(-first // self.hash_block_size))
                 if not self.reach_nodes(second):
                     return None
             else:
@@ -527,7 +527,7 @@ class FlatCore:
         for place in places[LONG, :second].tolist():
             slot = int(slots[place])
             table.sync(slot)
-            num_cached = int(rows.figures[END_OF_OWN, place])
+            num_cached = int(rows.positions[END_OF_OWN, place])
             self._publish(int(lines[place]), table.requests[slot], num_cached)
         self._settle()
         return RowsReserved(is_reserved, patch)
@@ -538,8 +538,8 @@ class FlatCore:
 
         None, unchanged, where that takes more than one piece.
         """
-        books, requests, slots = self.books, new.requests, new.slots
-        if self.order is not None or self._zeroes or self.teller.offload is not None:
+        store, requests, slots = self.store, new.requests, new.slots
+        if self.order is not None or self._zeroes or self.notifier.offload is not None:
             return None
         namespace = requests[0].namespace
         for request in requests:
@@ -551,29 +551,29 @@ class FlatCore:
         count, tokens = len(requests), requests[0].token_buffer
         if count > 1:
             tokens = np.concatenate([request.token_buffer for request in requests])
-        while len(books.free_rows) < len(slots):
-            books.more_rows()
+        while len(store.free_rows) < len(slots):
+            store.more_rows()
         self._reach_rows(count)
         if slots:
             self._reach_slot(slots[-1])
         self._last = None
         client = 0 if self.steps.current is None else self.steps.current.client
-        lines, answers = books.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
+        lines, answers = store.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
         rows, num_admitted = np.array(lines, np.int32), -1
         while num_admitted < 0:
             num_admitted, num_published, num_units, num_columns = admit_rows(
-                books.book, root, client, self._may_publish(), books.num_reached,
+                store.address, root, client, self._may_publish(), store.num_reached,
                 new.client_index, new.num_running, new.num_spare, new.max_model_len, tokens,
                 new.wishes, rows, table.rows, table.ring, answers, self._published,
             )  # fmt: skip
             if num_admitted < 0:
-                books.reach_units(-(-num_published // self.hash_block_size))
-                books.reach_changes(num_columns)
+                store.reach_units(-(-num_published // self.hash_block_size))
+                store.reach_changes(num_columns)
                 self._reach_index(num_units)
-                if not books.reach_nodes(num_units):
+                if not store.reach_nodes(num_units):
                     return None
         if num_admitted:
-            del books.free_rows[-num_admitted:]
+            del store.free_rows[-num_admitted:]
         left = iter(lines)
         for request, slot in zip(requests, answers[0].tolist(), strict=True):
             if slot >= 0:
@@ -602,8 +602,8 @@ class FlatCore:
         if r == NO_ROW or not self._publishes(r):
             return
         self._require_tokens(request, num_tokens)
-        c = self.books.columns
-        for g in range(self.books.num_groups):
+        c = self.store.columns
+        for g in range(self.store.num_groups):
             columns, size = c.row.item(r, COLUMNS + 2 * g), c.group.item(g, SIZE)
             if columns < num_tokens // size:
                 raise RequestError(
@@ -633,12 +633,12 @@ class FlatCore:
             raise RequestError(f"request {parent.request_id} has no blocks to share")
         self._last = None
         num_units = origin.num_tokens // self.hash_block_size
-        if self.books.columns.row.item(r, UNITS) > num_units:
+        if self.store.columns.row.item(r, UNITS) > num_units:
             # The partly filled block may go, when the parent writes, before those behind it.
-            rewind_row(self.books.book, r, num_units)
-            self.books.cells[IS_LOOSE] = 1
+            rewind_row(self.store.address, r, num_units)
+            self.store.cells[HAS_GAPS] = 1
         row = self._open_row(child)
-        self.books.columns.row[row, FLAGS] |= self.books.columns.row[r, FLAGS] & IS_MUTE
+        self.store.columns.row[row, FLAGS] |= self.store.columns.row[r, FLAGS] & NO_CACHING
         changes = self.forks.fork(r, row, origin)
         self._settle()
         return changes
@@ -646,13 +646,13 @@ class FlatCore:
     def free(self, request: Request) -> None:
         """Give all its blocks back, tail first. A request without blocks: no effect."""
         r = self._forget_row(request)
-        if r != NO_ROW and free_row(self.books.book, r):
+        if r != NO_ROW and free_row(self.store.address, r):
             self._settle()
 
     def free_all(self, requests: Sequence[Request]) -> None:
         """Do `free` for each of these requests, in order."""
         lines = [r for r in map(self._forget_row, requests) if r != NO_ROW]
-        if lines and free_rows(self.books.book, np.array(lines, np.int32)):
+        if lines and free_rows(self.store.address, np.array(lines, np.int32)):
             self._settle()
 
     def _forget_row(self, request: Request) -> int:
@@ -662,36 +662,36 @@ class FlatCore:
             return r
         self._last = None
         if self.forks.copied:
-            self.books.cells[IS_LOOSE] = 1
+            self.store.cells[HAS_GAPS] = 1
         if self.forks.shared:
             self.forks.forget(r)
         del self.requests[r]
         if r in self._slot_of_row:
             self._row_of_slot[self._slot_of_row.pop(r)] = NO_ROW
-        self.books.free_rows.append(r)
+        self.store.free_rows.append(r)
         return r
 
     def forget_hashes(self, request: Request) -> None:
         """Make no further block of this running request hittable (used while draining)."""
         r = self.rows.get(request.request_id, NO_ROW)
         if r != NO_ROW:
-            self.books.columns.row[r, FLAGS] |= IS_MUTE
+            self.store.columns.row[r, FLAGS] |= NO_CACHING
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's tables, one list per group; empty lists if unknown."""
         r = self.rows.get(request_id, NO_ROW)
         if r == NO_ROW:
-            return tuple([[] for _ in range(self.books.num_groups)])
-        return tuple([self.table(r, g).tolist() for g in range(self.books.num_groups)])
+            return tuple([[] for _ in range(self.store.num_groups)])
+        return tuple([self.table(r, g).tolist() for g in range(self.store.num_groups)])
 
     def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
         r = self.rows.get(request_id, NO_ROW)
-        counts = [0] * self.books.num_groups
-        if r == NO_ROW or not self.ordered:
+        counts = [0] * self.store.num_groups
+        if r == NO_ROW or not self.prefix_groups:
             return counts
         held = self.blocks_in_tables()
-        for g in self.ordered:
+        for g in self.prefix_groups:
             differs = held[self.table(r, g)] != num_running_requests
             counts[g] = int(differs.argmax()) if differs.any() else len(differs)
         return counts
@@ -700,7 +700,7 @@ class FlatCore:
 
     def sealed_contents(self) -> SealedContents:
         """Return what the label of every sealed block says. O(blocks)."""
-        c = self.books.columns
+        c = self.store.columns
         ids = [
             (b, g, n)
             for n, g, b, is_sealed in self.contents()
@@ -716,7 +716,7 @@ class FlatCore:
     def pin(self, hit: CacheHit) -> None:
         """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""
         ids = self._tail_first(hit)
-        c = self.books.columns
+        c = self.store.columns
         if len(ids) and (int(ids.max()) >= len(c.block) or int(ids.min()) < 0):
             raise BlockError(f"blocks {ids[:5].tolist()} do not all exist: pin what was looked up")
         gone = ids[(c.block[ids, REF] == 0) & (c.block[ids, NODE] == 0)]
@@ -725,7 +725,7 @@ class FlatCore:
                 f"blocks {gone[:5].tolist()} are free and hold nothing: look the prefix up again"
             )
         self._last = None
-        hold_all(self.books.book, ids)
+        acquire_all(self.store.address, ids)
         self.pins.update(ids.tolist())
         self._settle()
 
@@ -741,7 +741,7 @@ class FlatCore:
             )
         self._last = None
         self.pins -= wanted
-        release_all(self.books.book, ids)
+        release_all(self.store.address, ids)
         self._settle()
 
     def evict(self, block_ids: Sequence[int]) -> None:
@@ -751,7 +751,7 @@ class FlatCore:
         Raises:
             BlockError: one of them does not exist; nothing was changed.
         """
-        num_blocks = len(self.books.columns.block)
+        num_blocks = len(self.store.columns.block)
         bad = [b for b in block_ids if not 0 <= b < num_blocks]
         if bad:
             raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {num_blocks}")
@@ -760,25 +760,25 @@ class FlatCore:
 
     def reset(self) -> int:
         """Forget every content if no block is in use. Return how many are in use (0: done)."""
-        c = self.books.columns
+        c = self.store.columns
         in_use = len(c.block) - 1 - self.num_free_blocks()
         if in_use:
             return in_use
         self._last = None
         cached = int32_array(np.flatnonzero(c.block[:, NODE]))
         sealed = int32_array([b for _, _, b, is_sealed in self.contents() if is_sealed])
-        is_mute = c.row[:, FLAGS] & IS_MUTE
-        c.number[TELLS] = 0
-        forget(self.books.book, cached, 0, 0, self._no_blocks())
-        c.number[TELLS] = self.teller.tells
-        c.row[:, FLAGS] = (c.row[:, FLAGS] & ~IS_MUTE) | is_mute
+        no_caching = c.row[:, FLAGS] & NO_CACHING
+        c.number[LOGS_GONE] = 0
+        forget(self.store.address, cached, 0, 0, self._no_blocks())
+        c.number[LOGS_GONE] = self.notifier.has_listeners
+        c.row[:, FLAGS] = (c.row[:, FLAGS] & ~NO_CACHING) | no_caching
         self.steps.clear()
         self._settle()
         if self._lists_cached:
             self.order = None
-            c.number[IS_LOOSE] = c.number[HAS_POLICY] = 0
-        self.teller.unlabel(sealed)
-        self.teller.cleared()
+            c.number[HAS_GAPS] = c.number[HAS_POLICY] = 0
+        self.notifier.unlabel(sealed)
+        self.notifier.cleared()
         self.hits_stopped = False
         return 0
 
@@ -790,7 +790,7 @@ class FlatCore:
 
     def take_commands(self) -> list[Command]:
         """Return label, unlabel, zero and copy commands since the last call, in order."""
-        commands = self.teller.take_commands()
+        commands = self.notifier.take_commands()
         if self.forks.release_copied():
             self._last = None
             self._settle()
@@ -798,21 +798,21 @@ class FlatCore:
 
     def num_free_blocks(self) -> int:
         """Return how many blocks could be taken now, cached ones included."""
-        return self.books.cells[FREE]
+        return self.store.cells[FREE]
 
     def usage(self) -> float:
         """Return the share of blocks that are in use, 0.0 to 1.0."""
-        total = len(self.books.columns.block) - 1
+        total = len(self.store.columns.block) - 1
         return 1.0 - self.num_free_blocks() / total if total else 0.0
 
     def statistics(self) -> CoreStatistics:
         """Return figures, frozen. O(blocks)."""
-        c = self.books.columns
+        c = self.store.columns
         return CoreStatistics(
             num_blocks=len(c.block) - 1,
             num_free_blocks=self.num_free_blocks(),
             num_cached_blocks=int(np.count_nonzero(c.block[:, NODE])),
-            num_sealed_blocks=int(count_sealed(self.books.book)),
+            num_sealed_blocks=int(count_sealed(self.store.address)),
             num_pinned_blocks=len(self.pins),
             num_in_flight_blocks=0,
             num_quarantined_blocks=0,
@@ -859,38 +859,38 @@ class FlatCore:
 
     def table(self, r: int, g: int) -> Int32Array:
         """Return a row's table of a group, a view."""
-        c = self.books.columns
+        c = self.store.columns
         columns: Int32Array = c.table[
-            r * self.books.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)
+            r * self.store.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)
         ]
         return columns
 
     def blocks_in_tables(self) -> Int32Array:
         """Return in how many rows each block stands. O(rows)."""
-        held = np.zeros(len(self.books.columns.block), np.int32)
+        held = np.zeros(len(self.store.columns.block), np.int32)
         for r in self.rows.values():
-            for g in range(self.books.num_groups):
+            for g in range(self.store.num_groups):
                 held[self.table(r, g)] += 1
         held[0] = 0
         return held
 
     def contents(self) -> Iterable[tuple[int, int, int, bool]]:
         """Yield node, group, block and whether it is sealed, of all that is cached."""
-        c = self.books.columns
+        c = self.store.columns
         end = int(c.number[NEXT_NODE])
-        for g in range(self.books.num_groups):
+        for g in range(self.store.num_groups):
             for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
                 yield n, g, int(c.node[n, BLOCK + 2 * g]), self.is_sealed(n, g)
 
     def is_sealed(self, n: int, g: int) -> bool:
         """Say whether what a node has of a group is sealed."""
-        c = self.books.columns
+        c = self.store.columns
         owner = int(c.node[n, OWNER + 2 * g])
         return bool(owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)])
 
     def root_of(self, n: int) -> int:
         """Return the root above a node."""
-        node = self.books.columns.node
+        node = self.store.columns.node
         while parent := node.item(n, PARENT):
             n = parent
         return n
@@ -904,7 +904,7 @@ class FlatCore:
             self._sweep_roots()
         if not self.reach_nodes(1):
             raise InvariantError("no node is left for a namespace")
-        n = new_root(self.books.book)
+        n = new_root(self.store.address)
         self.roots[namespace], self.namespaces[n] = n, namespace
         self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self.digester.set_root(n, self.none_hash)
@@ -922,12 +922,12 @@ class FlatCore:
 
         What the nodes `spared` have is not forgotten.
         """
-        books = self.books
-        if books.has_nodes(num_more):
+        store = self.store
+        if store.has_nodes(num_more):
             return True
         self._reach_index(num_more)
-        while not books.reach_nodes(num_more):
-            c = books.columns
+        while not store.reach_nodes(num_more):
+            c = store.columns
             unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
             if not len(unheld):
                 return False
@@ -938,41 +938,41 @@ class FlatCore:
 
     def _reach_index(self, num_more: int) -> None:
         """Make sure that so many nodes can be found by the index."""
-        books = self.books
-        num_indexed = books.cells[NUM_INDEXED] + num_more
-        if 2 * num_indexed > len(books.columns.index):
-            books.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
-            index_again(books.book)
+        store = self.store
+        num_indexed = store.cells[NUM_INDEXED] + num_more
+        if 2 * num_indexed > len(store.columns.index):
+            store.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
+            rebuild_index(store.address)
 
     def _settle(self) -> None:
         """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
-        cells = self.books.cells
-        if self.order is None and cells[IS_LOOSE]:
+        cells = self.store.cells
+        if self.order is None and cells[HAS_GAPS]:
             self.order = self._make_order()
         if self.order is not None:
             self.order.tell()
         num_gone, num_notes = cells[NUM_GONE], cells[NUM_NOTES]
         if num_gone:
-            c = self.books.columns
+            c = self.store.columns
             cells[NUM_GONE] = 0
             gone = c.gone[:num_gone].copy()
             blocks, groups = np.ascontiguousarray(gone[:, 0]), gone[:, 1]
-            self.teller.forgotten(blocks, groups, c.gone_digest[:num_gone])
+            self.notifier.forgotten(blocks, groups, c.gone_digest[:num_gone])
         if num_notes:
             cells[NUM_NOTES] = 0
             if self.steps.current is not None:
-                self.steps.note(self.books.columns.note[:num_notes].copy())
-            elif self.teller.tells or self.steps.has_waiting:
-                notes = self.books.columns.note[:num_notes].copy()
-                self.teller.sealed(self.steps.settled(notes))
+                self.steps.note(self.store.columns.note[:num_notes].copy())
+            elif self.notifier.has_listeners or self.steps.has_waiting:
+                notes = self.store.columns.note[:num_notes].copy()
+                self.notifier.sealed(self.steps.settled(notes))
         if cells[IS_FULL]:
             raise InvariantError("a log of the columns was too short: what was done is not told")
 
     def _no_blocks(self) -> Int32Array:
-        return np.zeros(len(self.books.columns.block), np.int32)
+        return np.zeros(len(self.store.columns.block), np.int32)
 
     def _forget(self, block_ids: Int32Array) -> None:
-        forget(self.books.book, block_ids, 0, 0, self._no_blocks())
+        forget(self.store.address, block_ids, 0, 0, self._no_blocks())
         self._settle()
 
     def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
@@ -986,7 +986,7 @@ class FlatCore:
     def _count_taken(self, first: int = 0) -> None:
         """What has entered tables, in `ids` from `first` on, is the served tenant's."""
         if self.tenants is not None:
-            c = self.books.columns
+            c = self.store.columns
             ids = c.ids[first : c.number[NUM_IDS]]
             self.tenants.took(ids[ids > 0], self.tenants.served)
 
@@ -996,27 +996,27 @@ class FlatCore:
             self.order.tell()
             account = self.tenants.account(request.namespace)
             room = self.tenants.room(account, self.num_free_blocks())
-            self.books.columns.number[ROOM] = max(0, room)
+            self.store.columns.number[ROOM] = max(0, room)
 
     def _make_room(self, num_blocks: int) -> None:
         """Make sure that as many blocks can be taken from the list; so many are free."""
         if self.order is not None:
             self.order.tell()
-            self.order.make_room(num_blocks, self.teller.offload)
+            self.order.make_room(num_blocks, self.notifier.offload)
         else:
-            offer_oldest(self.books, self.teller.offload, num_blocks)
+            offer_oldest(self.store, self.notifier.offload, num_blocks)
 
     def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
         """Return cached blocks that nobody holds, the next victims first, without those of the
         nodes `spared`."""
-        c, stay = self.books.columns, {0, *spared.tolist()}
+        c, stay = self.store.columns, {0, *spared.tolist()}
         oldest = self._free_list() if self.order is None else self.order.policy.order()
         found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
         return int32_array(list(found))
 
     def _free_list(self) -> Iterable[int]:
         """Yield the blocks that nobody holds, in the order in which they are taken."""
-        block = self.books.columns.block
+        block = self.store.columns.block
         b = block.item(0, NEXT)
         while b:
             yield b
@@ -1024,10 +1024,10 @@ class FlatCore:
 
     def _sweep_roots(self) -> None:
         """Let namespaces go in which nothing is cached and no request runs."""
-        c = self.books.columns
+        c = self.store.columns
         for namespace, n in list(self.roots.items()):
-            if not c.node.item(n, CHILDREN) and not c.node.item(n, STANDING):
-                drop_root(self.books.book, n)
+            if not c.node.item(n, CHILDREN) and not c.node.item(n, ROWS):
+                drop_root(self.store.address, n)
                 del self.roots[namespace], self.namespaces[n]
         self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
@@ -1037,14 +1037,14 @@ class FlatCore:
 
     def _publishes(self, r: int) -> bool:
         """Say whether further blocks of a row become hittable."""
-        return self._may_publish() and not self.books.columns.row.item(r, FLAGS) & IS_MUTE
+        return self._may_publish() and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
 
     def _require_possible(
         self, request: Request, reservation: Reservation, hit: CacheHit | None, r: int
     ) -> None:
         cached = reservation.num_cached_tokens
         if cached > reservation.num_slot_tokens:
-            raise _unslotted(request, cached, reservation.num_slot_tokens)
+            raise _lacks_slots(request, cached, reservation.num_slot_tokens)
         if cached > request.num_tokens and (
             self._may_publish() if r == NO_ROW else self._publishes(r)
         ):
@@ -1056,9 +1056,9 @@ class FlatCore:
             )
 
     def _require_tokens(self, request: Request, num_tokens: int) -> None:
-        for size in self.books.columns.group[:, SIZE].tolist():
+        for size in self.store.columns.group[:, SIZE].tolist():
             if num_tokens // size > request.num_tokens // size:
-                raise _untokened(request, request.num_tokens, num_tokens)
+                raise _lacks_tokens(request, request.num_tokens, num_tokens)
 
     def _require_filled(self, rows: RowBatch, places: Any, cached: Int32Array) -> None:
         """Refuse rows that would fill units of tokens that they do not have."""
@@ -1066,7 +1066,7 @@ class FlatCore:
         lacking = cached[places] // unit > known // unit
         if lacking.any():
             i = int(lacking.argmax())
-            raise _untokened(rows.requests[places[i]], int(known[i]), int(cached[places[i]]))
+            raise _lacks_tokens(rows.requests[places[i]], int(known[i]), int(cached[places[i]]))
 
     def _keys_of(
         self, request: Request, num_units: int, *, is_known: bool = False
@@ -1099,17 +1099,17 @@ class FlatCore:
 
     def _open_row(self, request: Request) -> int:
         """Give a request a row with its flags and extra keys; the rest is to be filled."""
-        books = self.books
+        store = self.store
         self._sweep_keys()
         first, other, _ = self._keys_of(request, 1)
-        if not books.free_rows:
-            books.more_rows()
-        r, row = books.free_rows.pop(), books.columns.row
+        if not store.free_rows:
+            store.more_rows()
+        r, row = store.free_rows.pop(), store.columns.row
         row[r, FLAGS] = IS_OPEN | (HAS_ITEMS if request.mm_positions else 0)
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
-        books.columns.forward[r, :ENDS] = 0, -1, 0, 0
+        store.columns.forward[r, :ENDS] = 0, -1, 0, 0
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        self._unseated.add(r)
+        self._unbound_rows.add(r)
         return r
 
     def _room_of_tenant(self, request: Request, num_free: int) -> int:
@@ -1124,31 +1124,31 @@ class FlatCore:
         self, r: int, request: Request, reservation: Reservation
     ) -> list[TableChange] | None:
         """Give a request more blocks; None, unchanged but for skipped blocks, without room."""
-        books, row = self.books, self.books.columns.row
+        store, row = self.store, self.store.columns.row
         computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
         cached, unit = reservation.num_cached_tokens, self.hash_block_size
         is_late = computed >= row.item(r, SKIP_AT)
         if (
             wanted <= row.item(r, CAPACITY)
             and not is_late
-            and not books.keeps_states
+            and not store.keeps_states
             and not reservation.num_spare_blocks
             and (cached < (row.item(r, UNITS) + 1) * unit or not self._publishes(r))
         ):
             return []
         self._last = None
         if is_late:
-            tend(books.book, r, computed, wanted, SKIP)
+            serve_row(store.address, r, computed, wanted, SKIP)
             self._settle()
-        books.reach_units(-(-wanted // unit))
+        store.reach_units(-(-wanted // unit))
         self._note_forward(r, reservation)
         due = self.forks.due_copies(r, reservation)
-        needed = tend(books.book, r, computed, wanted, COUNT) + len(due)
+        needed = serve_row(store.address, r, computed, wanted, COUNT) + len(due)
         if not self._has_room(request, needed, reservation.num_spare_blocks):
             return None
         self._make_room(needed)
         self.forks.copy(r, reservation, due)
-        tend(books.book, r, computed, wanted, GROW)
+        serve_row(store.address, r, computed, wanted, GROW)
         self._count_taken()
         changes = self._take_changes()
         if cached and self._publishes(r):
@@ -1158,16 +1158,16 @@ class FlatCore:
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
         """Note where a row's forward is to end and where the one before did, for states."""
-        if self.books.keeps_states:
+        if self.store.keeps_states:
             newest = reservation.newest_state or NewestState(-1, 0)
-            self.books.columns.forward[r, : ACCEPTED + 1] = (
+            self.store.columns.forward[r, : ACCEPTED + 1] = (
                 reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
             )  # fmt: skip
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
         """Publish a row's units up to so many tokens; it has those of all blocks that they fill."""
-        books = self.books
-        start = books.columns.row.item(r, UNITS)
+        store = self.store
+        start = store.columns.row.item(r, UNITS)
         end = min(num_tokens, request.num_tokens) // self.hash_block_size
         if end <= start:
             return
@@ -1176,7 +1176,7 @@ class FlatCore:
         _, _, keys = self._keys_of(request, end)
         digests = self._known_digests(request, end)
         self._count_room(request)
-        publish_row(books.book, r, end, request.all_token_ids, keys, digests)
+        publish_row(store.address, r, end, request.all_token_ids, keys, digests)
 
     def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
         """Publish the next unit of each of these rows."""
@@ -1185,7 +1185,7 @@ class FlatCore:
         tokens = rows.tokens.newest_units(chosen, places[SINGLE_UNIT, :count])
         published = np.empty((count, 4), np.int32)
         if self.tenants is None:
-            publish_units(self.books.book, lines, chosen, tokens, published)
+            publish_units(self.store.address, lines, chosen, tokens, published)
             self.steps.note_rows(published)
             return
         owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
@@ -1193,7 +1193,7 @@ class FlatCore:
             part = [i for i, each in enumerate(owners) if each is owner]
             self._count_room(rows.requests[chosen[part][0]])
             published = np.empty((len(part), 4), np.int32)
-            publish_units(self.books.book, lines, chosen[part], tokens[part], published)
+            publish_units(self.store.address, lines, chosen[part], tokens[part], published)
             self.steps.note_rows(published)
 
     def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:
@@ -1206,11 +1206,11 @@ class FlatCore:
         """Let rows give up their own blocks of units whose forwards are done, where the tree has
         the contents in sealed ones."""
         for r, generation, first, end in [row for rows in published for row in rows]:
-            if self.books.columns.row.item(r, GENERATION) != generation:
+            if self.store.columns.row.item(r, GENERATION) != generation:
                 continue
-            tables = [self.table(r, g) for g in range(self.books.num_groups)]
+            tables = [self.table(r, g) for g in range(self.store.num_groups)]
             before = [table.copy() for table in tables]
-            self._num_merged += merge_row(self.books.book, r, first, end)
+            self._num_merged += merge_row(self.store.address, r, first, end)
             for g, (old, new) in enumerate(zip(before, tables, strict=True)):
                 columns = np.flatnonzero(old != new)
                 for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1):
@@ -1220,10 +1220,10 @@ class FlatCore:
 
     def _known_digests(self, request: Request, num_units: int) -> Any:
         """Return the digests of a request's first units, where they are wanted and known."""
-        if not self.teller.needs_digests or not num_units:
+        if not self.notifier.needs_digests or not num_units:
             return _NO_DIGESTS
         known = request.known_block_hashes
-        if len(known) < num_units or len(known[0]) != self.books.columns.digest.shape[1]:
+        if len(known) < num_units or len(known[0]) != self.store.columns.digest.shape[1]:
             return _NO_DIGESTS
         packed = np.frombuffer(request.packed_block_hashes(0, num_units), np.uint8)
         return packed.reshape(num_units, -1)
@@ -1238,14 +1238,14 @@ class FlatCore:
         last = self._last
         if last is not None and last[0] is hit and last[1] is request:
             return last[2]
-        books, depth, num_tokens = self.books, -1, hit.num_tokens
+        store, depth, num_tokens = self.store, -1, hit.num_tokens
         covered = [num_tokens // size for size in self.sizes]
         if [*map(len, hit.block_ids)] == covered and num_tokens <= request.num_tokens:
             root = self.roots.get(request.namespace, 0)
             num_units = num_tokens // self.hash_block_size
             keys = self._keys_of(request, num_units, is_known=True)
             ids = np.concatenate((EMPTY_INT32, *hit.block_ids))
-            depth = confirm(books.book, root, *keys, request.token_buffer, num_tokens, ids)
+            depth = confirm(store.address, root, *keys, request.token_buffer, num_tokens, ids)
         if depth < 0:
             raise RequestError(
                 f"request {request.request_id}: its {num_tokens} computed tokens are not "
@@ -1255,7 +1255,7 @@ class FlatCore:
 
     def _take_changes(self) -> list[TableChange]:
         """Return what has entered one row's tables."""
-        c, start, changes = self.books.columns, 0, []
+        c, start, changes = self.store.columns, 0, []
         for i in range(c.number.item(NUM_CHANGES)):
             _, g, first, count = c.change[:, i].tolist()
             changes.append(TableChange(g, first, np.abs(c.ids[start : start + count])))
@@ -1265,22 +1265,22 @@ class FlatCore:
 
     def _take_patch(self) -> BlockTablePatch:
         """Return what has entered the tables of a batch's rows."""
-        c = self.books.columns
+        c = self.store.columns
         count = c.number.item(NUM_CHANGES)
         if not count:
             return EMPTY_PATCH
         slots, groups, firsts, counts = c.change[:, :count].copy()
-        ids = c.ids[: self.books.cells[NUM_IDS]].copy()
-        if self.books.keeps_states:
+        ids = c.ids[: self.store.cells[NUM_IDS]].copy()
+        if self.store.keeps_states:
             np.abs(ids, out=ids)
         self._drop_changes()
         return BlockTablePatch(slots, groups, firsts, counts, ids)
 
     def _drop_changes(self) -> None:
-        c, cells = self.books.columns, self.books.cells
+        c, cells = self.store.columns, self.store.cells
         if self._zeroes and cells[NUM_IDS]:
             ids = c.ids[: c.number[NUM_IDS]]
-            self.teller.zero(ids[ids > 0])
+            self.notifier.zero(ids[ids > 0])
         cells[NUM_CHANGES] = cells[NUM_IDS] = 0
 
     def _grow_by_tenant(
@@ -1288,12 +1288,12 @@ class FlatCore:
     ) -> bool:
         """Let busy rows have the blocks that they lack, those of one tenant together; say whether
         there is room for all, otherwise nothing was changed."""
-        book, number = self.books.book, self.books.columns.number
+        core, number = self.store.address, self.store.columns.number
         computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
         lacking: dict[TenantAccount, int] = {}
         places_of: dict[TenantAccount, list[int]] = {}
         for i in busy.tolist():
-            count = tend(book, int(lines[i]), int(computed[i]), int(wanted[i]), COUNT)
+            count = serve_row(core, int(lines[i]), int(computed[i]), int(wanted[i]), COUNT)
             if count:
                 account = tenants.account(rows.requests[i].namespace)
                 lacking[account] = lacking.get(account, 0) + count
@@ -1306,8 +1306,8 @@ class FlatCore:
             first = int(number[NUM_IDS])
             is_served = np.zeros(len(lines), np.int32)
             is_served[places_of[account]] = 1
-            serve(
-                book, lines, rows.slots, computed, wanted, wanted, places, len(busy), 0, 0, GROW,
+            serve_rows(
+                core, lines, rows.slots, computed, wanted, wanted, places, len(busy), 0, 0, GROW,
                 is_served,
             )  # fmt: skip
             self._count_taken(first)
@@ -1319,7 +1319,7 @@ class FlatCore:
         """Serve rows one after the other: some share what they may write."""
         computed, states = rows.num_computed_tokens, rows.states
         for i in late.tolist():
-            tend(self.books.book, int(lines[i]), int(computed[i]), 0, SKIP)
+            serve_row(self.store.address, int(lines[i]), int(computed[i]), 0, SKIP)
             self._settle()
         rows.tokens.sync(busy.astype(np.intp))
         changes: list[tuple[int, TableChange]] = []
@@ -1371,7 +1371,7 @@ class FlatCore:
     def _slots_of(self, notes: Any) -> Int32Array:
         """Return the slots of the requests that made blocks hittable, -1 for those that have
         gone."""
-        generations = self.books.columns.row[:, GENERATION]
+        generations = self.store.columns.row[:, GENERATION]
         found: dict[tuple[int, int], int] = {}
         slots = []
         for pair in zip(notes[:, 2].tolist(), notes[:, 3].tolist(), strict=True):
@@ -1386,31 +1386,31 @@ class FlatCore:
         """Return a hit's blocks in the order in which they are given back."""
         order: list[tuple[int, int, int]] = []
         for g, ids in enumerate(hit.block_ids):
-            size, is_ordered = self.books.columns.group.item(g, SIZE), g in self.ordered
+            size, is_prefix_group = self.store.columns.group.item(g, SIZE), g in self.prefix_groups
             for i, b in enumerate(ids.tolist()):
                 if b:
                     end = (i + 1) * size
-                    order.append((-end, g, b) if is_ordered else (g - (1 << 60), -end, b))
+                    order.append((-end, g, b) if is_prefix_group else (g - (1 << 60), -end, b))
         return int32_array([b for _, _, b in sorted(order)])
 
     def _sweep_keys(self) -> None:
         """Let extra keys go that nothing cached and no running request has."""
         if self.digester.num_keys < self._keys_at_most:
             return
-        c = self.books.columns
+        c = self.store.columns
         used = [c.node[: c.number[NEXT_NODE], KEYS] >> 1, *c.row[:, FIRST_KEYS : OTHER_KEYS + 1].T]
         self.digester.keep_only(set(np.unique(np.concatenate(used)).tolist()))
         self._keys_at_most = max(_FEW_KEYS, 2 * self.digester.num_keys)
 
 
-def _unslotted(request: Request, num_cached: int, num_slots: int) -> RequestError:
+def _lacks_slots(request: Request, num_cached: int, num_slots: int) -> RequestError:
     return RequestError(
         f"request {request.request_id}: {num_cached} tokens to cache, but slots for {num_slots}: "
         "reserve slots for all of them"
     )
 
 
-def _untokened(request: Request, num_known: int, num_tokens: int) -> RequestError:
+def _lacks_tokens(request: Request, num_known: int, num_tokens: int) -> RequestError:
     return RequestError(
         f"request {request.request_id} has {num_known} tokens, blocks up to token {num_tokens} "
         "cannot be full: append its tokens first"

@@ -14,14 +14,14 @@ from kvcache.core.columns import (
     BLOCK,
     COLUMNS,
     DISCARDED,
-    DOUBLES,
+    DUPLICATES,
     FLAGS,
     HAS_POLICY,
-    IS_MUTE,
     IS_OPEN,
     KEPT,
     LAST,
     NEXT_NODE,
+    NO_CACHING,
     NODE,
     NUM_STEPS,
     OWNER,
@@ -33,7 +33,7 @@ from kvcache.core.columns import (
     search_of,
 )
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
-from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, kernel, routine
+from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, kernel, routine
 from kvcache.core.pool import make_blank, note_move
 from kvcache.core.prefix_tree import forget_content, is_sealed
 from kvcache.core.rows import rewind
@@ -43,22 +43,22 @@ GONE, STAYS, REWOUND = 1, 2, 4
 
 
 @routine
-def forget_block(book: Any, b: int, is_lost: Any) -> None:
+def forget_block(core: Any, b: int, is_lost: Any) -> None:
     """Let a block have no content any more, whoever holds it."""
-    c = columns_of(book)
+    c = columns_of(core)
     is_lost[b] = 1
     if c.block[b, REF] == 0 and c.number[HAS_POLICY]:
-        note_move(book, DISCARDED, b)
-    forget_content(book, b)
+        note_move(core, DISCARDED, b)
+    forget_content(core, b)
     if c.block[b, REF] == 0:
-        make_blank(book, b)
+        make_blank(core, b)
 
 
 @routine
-def forget_marked(book: Any, is_lost: Any) -> None:
+def forget_marked(core: Any, is_lost: Any) -> None:
     """Rewind rows behind marked nodes, forget those that are GONE with all behind them."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     for r in range(len(c.row)):
         if c.row[r, FLAGS] & IS_OPEN == 0:
             continue
@@ -66,12 +66,12 @@ def forget_marked(book: Any, is_lost: Any) -> None:
         while u > 0:
             # With contents twice it stays where it is: what it made hittable itself stands behind
             # cached blocks that it would hold no longer.
-            if s.mark[n] == GONE or (s.mark[n] and c.row[r, DOUBLES] == 0):
+            if s.mark[n] == GONE or (s.mark[n] and c.row[r, DUPLICATES] == 0):
                 cut = u - 1
             n = np.int64(c.node[n, PARENT])
             u -= 1
         if cut >= 0:
-            rewind(book, r, cut)
+            rewind(core, r, cut)
     end = c.number[NEXT_NODE]
     for n in range(1, end):
         if s.mark[n] == REWOUND:
@@ -90,17 +90,17 @@ def forget_marked(book: Any, is_lost: Any) -> None:
             for g in range(len(c.group)):
                 b = np.int64(c.node[n, BLOCK + 2 * g])
                 if b:
-                    forget_block(book, b, is_lost)
+                    forget_block(core, b, is_lost)
     for n in range(end):
         s.mark[n] = 0
 
 
 @routine
-def withdraw(book: Any, client: int, serial: int, is_lost: Any) -> None:
+def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
     """Forget what open steps of a client from `serial` on made hittable, and what stands behind
     it."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     count = np.int64(0)
     for n in range(1, c.number[NEXT_NODE]):
         for g in range(len(c.group)):
@@ -120,54 +120,54 @@ def withdraw(book: Any, client: int, serial: int, is_lost: Any) -> None:
                     b, owner = np.int64(c.node[n, BLOCK + 2 * g]), c.node[n, OWNER + 2 * g]
                     if b and owner >= serial and owner >= c.number[SEALED_BELOW]:
                         if s.client[owner & (NUM_STEPS - 1)] == client:
-                            forget_block(book, b, is_lost)
-        forget_marked(book, is_lost)
+                            forget_block(core, b, is_lost)
+        forget_marked(core, is_lost)
 
 
 @routine
-def block_above(book: Any, n: int, g: int) -> int:
+def block_above(core: Any, n: int, g: int) -> int:
     """Return the node that has the block before that of node `n` in a group; 0: there is none."""
-    c = columns_of(book)
+    c = columns_of(core)
     for _ in range(c.group[g, LENGTH]):
         n = np.int64(c.node[n, PARENT])
     return n if c.node[n, BLOCK + 2 * g] else np.int64(0)
 
 
 @routine
-def forget_connected(book: Any, g: int, is_lost: Any) -> None:
+def forget_connected(core: Any, g: int, is_lost: Any) -> None:
     """Forget the blocks of a group at marked nodes, and those that continue them without a gap."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     end = c.number[NEXT_NODE]
     for n in range(1, end):
         m = np.int64(n)
         while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
-            m = block_above(book, m, g)
+            m = block_above(core, m, g)
         found = GONE if m and s.mark[m] == GONE else STAYS
         m = np.int64(n)
         while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
             s.mark[m] = found
-            m = block_above(book, m, g)
+            m = block_above(core, m, g)
     for n in range(1, end):
         if s.mark[n] == GONE and c.node[n, BLOCK + 2 * g]:
-            forget_block(book, np.int64(c.node[n, BLOCK + 2 * g]), is_lost)
+            forget_block(core, np.int64(c.node[n, BLOCK + 2 * g]), is_lost)
     for n in range(end):
         s.mark[n] = 0
 
 
-@kernel(NOTHING, BOOK, INTS, INT, INT, NEW_INTS)
-def forget(book: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
+@kernel(NOTHING, CORE, INTS, INT, INT, NEW_INTS)
+def forget(core: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
     """Forget the contents of blocks and what continues them: behind those of ordered groups all
     that is cached, behind others the blocks of the same group. Rows that have one of them cache
     nothing more. With a client, `withdraw` instead."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     if client:
-        withdraw(book, client, serial, is_lost)
+        forget_steps(core, client, serial, is_lost)
         return
-    for is_ordered in range(2):
+    for is_prefix_group in range(2):
         for g in range(len(c.group)):
-            if (c.group[g, KIND] == FULL) != (is_ordered == 1):
+            if (c.group[g, KIND] == FULL) != (is_prefix_group == 1):
                 continue
             is_any = False
             for k in range(len(ids)):
@@ -175,25 +175,25 @@ def forget(book: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
                 if n and c.node[n, BLOCK + 2 * g] == ids[k]:
                     s.mark[n] = GONE
                     is_any = True
-            if is_any and is_ordered:
-                forget_marked(book, is_lost)
+            if is_any and is_prefix_group:
+                forget_marked(core, is_lost)
             elif is_any:
-                forget_connected(book, g, is_lost)
+                forget_connected(core, g, is_lost)
     for r in range(len(c.row)):
         if c.row[r, FLAGS] & IS_OPEN:
             for g in range(len(c.group)):
                 for i in range(c.row[r, KEPT + 2 * g], c.row[r, COLUMNS + 2 * g]):
                     if is_lost[c.table[r * len(c.group) + g, i]]:
-                        c.row[r, FLAGS] |= IS_MUTE
+                        c.row[r, FLAGS] |= NO_CACHING
 
 
-@kernel(INT, BOOK)
-def count_sealed(book: Any) -> int:
+@kernel(INT, CORE)
+def count_sealed(core: Any) -> int:
     """Return how many blocks have contents whose steps are complete."""
-    c = columns_of(book)
+    c = columns_of(core)
     count = np.int64(0)
     for n in range(1, c.number[NEXT_NODE]):
         for g in range(len(c.group)):
-            if c.node[n, BLOCK + 2 * g] and is_sealed(book, c.node[n, OWNER + 2 * g]):
+            if c.node[n, BLOCK + 2 * g] and is_sealed(core, c.node[n, OWNER + 2 * g]):
                 count += 1
     return count

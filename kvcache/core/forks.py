@@ -21,13 +21,13 @@ from kvcache.core.columns import (
     IS_SHARING,
     NODE,
     REF,
-    Books,
+    ColumnStore,
 )
 from kvcache.core.interface import ForkOrigin, Reservation, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
-from kvcache.core.pool import hold_all, release_all, take_loose
+from kvcache.core.notifier import Notifier
+from kvcache.core.pool import acquire_all, release_all, take_blocks
 from kvcache.core.rows import limit_row, replace_block, share
-from kvcache.core.telling import Teller
 from kvcache.specs import ceil_div
 
 Column = tuple[int, int]
@@ -37,17 +37,17 @@ Column = tuple[int, int]
 class RowForks:
     """What the rows of one core share, and may write behind so many tokens."""
 
-    def __init__(self, books: Books, teller: Teller) -> None:
+    def __init__(self, store: ColumnStore, notifier: Notifier) -> None:
         """Know no fork."""
-        self._books = books
-        self._teller = teller
+        self._store = store
+        self._notifier = notifier
         self.shared: dict[int, dict[Column, int]] = {}
         self.copied: Counter[int] = Counter()
 
     def require_blocks(self, parent: int, request_id: str, origin: ForkOrigin) -> None:
         """Refuse a parent that counts tokens as computed for which it has no slots."""
-        c, num_tokens = self._books.columns, origin.num_tokens
-        for g in range(self._books.num_groups):
+        c, num_tokens = self._store.columns, origin.num_tokens
+        for g in range(self._store.num_groups):
             columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
             capacity = (columns - c.group.item(g, EXTRA)) * c.group.item(g, COLUMN)
             if c.group.item(g, KIND) == STATE:  # after accepted drafts, its table does not tell
@@ -64,7 +64,7 @@ class RowForks:
         """Let row `child`, which is open and has nothing, share what `parent` has for so many
         tokens; return its tables. Of states that is the newest one, which moves to the column where
         the child's own tokens put it, were they its own."""
-        c, num_groups, num_tokens = self._books.columns, self._books.num_groups, origin.num_tokens
+        c, num_groups, num_tokens = self._store.columns, self._store.num_groups, origin.num_tokens
         ends, columns = np.zeros(num_groups, np.int32), []
         for g, (size, kind) in enumerate(c.group[:, [SIZE, KIND]].tolist()):
             ends[g] = ceil_div(num_tokens, size)
@@ -77,8 +77,8 @@ class RowForks:
                 ends[g] = of_child = c.row.item(parent, COLUMNS + 2 * g)
             columns.append((of_parent, of_child))
         states = int32_array([of_parent for of_parent, _ in columns])
-        units = num_tokens // self._books.unit_tokens
-        share(self._books.book, parent, child, units, ends, states)
+        units = num_tokens // self._store.unit_tokens
+        share(self._store.address, parent, child, units, ends, states)
         changes, in_parent, in_child = [], self.shared.get(parent, {}), {}
         for g, (of_parent, of_child) in enumerate(columns):
             table = c.table[child * num_groups + g, : ends[g]].copy()
@@ -108,16 +108,16 @@ class RowForks:
         write as they are, are shared no more."""
         if r not in self.shared:
             return
-        book = self._books.book
+        core = self._store.address
         taken = np.empty(len(due), np.int32)
-        take_loose(book, taken)
+        take_blocks(core, taken)
         for (g, column), new in zip(due, taken.tolist(), strict=True):
             old = self._block(r, (g, column))
-            if self._teller.has_workers:
-                hold_all(book, int32_array([old, new]))
+            if self._notifier.has_workers:
+                acquire_all(core, int32_array([old, new]))
                 self.copied.update((old, new))
-                self._teller.copies.add(old, new)
-            replace_block(book, r, g, column, new)
+                self._notifier.copies.add(old, new)
+            replace_block(core, r, g, column, new)
         self._note(
             r,
             {
@@ -138,40 +138,40 @@ class RowForks:
             return False
         held = int32_array(list(self.copied.elements()))
         self.copied.clear()
-        release_all(self._books.book, held)
+        release_all(self._store.address, held)
         return True
 
     def _newest_column(self, g: int, origin: ForkOrigin) -> int:
         """Return the column of the parent's newest state."""
-        newest, tokens = origin.newest_state, self._books.columns.group.item(g, COLUMN)
+        newest, tokens = origin.newest_state, self._store.columns.group.item(g, COLUMN)
         return (newest.num_own_tokens - 1) // tokens + newest.num_accepted_drafts
 
     def _is_written(self, column: Column, reservation: Reservation) -> bool:
         """Say whether a forward behind the fork's tokens writes a column that was shared there."""
-        (g, i), group = column, self._books.columns.group
+        (g, i), group = column, self._store.columns.group
         if group.item(g, KIND) != STATE:
             return True
         return i >= (reservation.own_end - 1) // group.item(g, COLUMN)
 
     def _note(self, r: int, columns: dict[Column, int]) -> None:
-        row = self._books.columns.row
+        row = self._store.columns.row
         if columns:
             self.shared[r] = columns
             row[r, FLAGS] |= IS_SHARING
         else:
             self.shared.pop(r, None)
             row[r, FLAGS] &= ~IS_SHARING
-        limit_row(self._books.book, r)
+        limit_row(self._store.address, r)
 
     def _block(self, r: int, column: Column) -> int:
         g, i = column
-        return self._books.columns.table.item(r * self._books.num_groups + g, i)
+        return self._store.columns.table.item(r * self._store.num_groups + g, i)
 
     def _is_read_elsewhere(self, b: int) -> bool:
         """Say whether others hold a block too, or can find it by its content."""
-        is_cached = self._books.columns.block.item(b, NODE) != 0
+        is_cached = self._store.columns.block.item(b, NODE) != 0
         return b != 0 and (is_cached or self._is_held_elsewhere(b))
 
     def _is_held_elsewhere(self, b: int) -> bool:
         """Say whether somebody holds a block beside one row and the copies that wait."""
-        return self._books.columns.block.item(b, REF) - self.copied[b] > 1
+        return self._store.columns.block.item(b, REF) - self.copied[b] > 1

@@ -17,7 +17,7 @@ from kvcache.core.columns import (
     CHILD,
     IS_EAGLE,
     KEYS,
-    NUM_ORDERED,
+    NUM_PREFIX_GROUPS,
     OPENED,
     OWNER,
     SEALED_BELOW,
@@ -27,70 +27,72 @@ from kvcache.core.columns import (
 )
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
-from kvcache.core.machine import BOOK, INT, INTS, address_of, inner, kernel, routine
-from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_seen
+from kvcache.core.machine import CORE, INT, INTS, address_of, inner, kernel, routine
+from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_visible
 
 _types: Any = types
 
 
-class Where(NamedTuple):
+class GroupPath(NamedTuple):
     """The blocks of group `g` on the path, which has `depth` units, as a client sees them."""
 
-    book: Any
+    core: Any
     g: int
     depth: int
     client: int
 
 
 @inner
-def is_there(where: Any, i: int) -> bool:
+def is_cached(blocks: Any, i: int) -> bool:
     """Say whether block `i` of a group can be hit."""
-    c = columns_of(where.book)
-    s = search_of(where.book)
-    unit = (i + 1) * c.group[where.g, LENGTH] - 1
-    if unit >= where.depth:
+    c = columns_of(blocks.core)
+    s = search_of(blocks.core)
+    unit = (i + 1) * c.group[blocks.g, LENGTH] - 1
+    if unit >= blocks.depth:
         return False
     n = s.path[unit]
-    owner = np.int64(c.node[n, OWNER + 2 * where.g])
-    if c.node[n, BLOCK + 2 * where.g] == 0 or not is_seen(where.book, owner, where.client):
+    owner = np.int64(c.node[n, OWNER + 2 * blocks.g])
+    if c.node[n, BLOCK + 2 * blocks.g] == 0 or not is_visible(blocks.core, owner, blocks.client):
         return False
     # A forward reads the state it begins with before any row of its step writes one.
     return (
-        c.group[where.g, KIND] != STATE or owner < c.number[OPENED] or is_sealed(where.book, owner)
+        c.group[blocks.g, KIND] != STATE
+        or owner < c.number[OPENED]
+        or is_sealed(blocks.core, owner)
     )
 
 
 @routine
 def walk(
-    book: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
+    core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> int:
     """Write the nodes of the longest matching path to `path`, as far as ordered groups have what
     they must have; return its length, at most `limit` units.
 
     Extra keys are `keys` unit by unit, or `first` and `other` where `keys` is empty.
     """
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     node, path, unit, num_groups = c.node, s.path, c.tokens.shape[1], len(c.group)
     n, u, is_each = np.int64(root), np.int64(0), len(keys) > 0
-    has_ordered, sealed_below = c.number[NUM_ORDERED] > 0, c.number[SEALED_BELOW]
+    has_prefix_groups, sealed_below = c.number[NUM_PREFIX_GROUPS] > 0, c.number[SEALED_BELOW]
     at = address_of(tokens, 0)
     while u < limit:
         own = np.int64(keys[u]) if is_each else (first if u == 0 else other)
         # What `find_child` does first, with what is at hand: nearly always enough.
         parent, n = n, np.int64(node[n, CHILD])
         if n == 0 or (node[n, KEYS] >> 1) != own or not are_tokens(c.tokens, n, at):
-            n = find_child(book, parent, own, at)
+            n = find_child(core, parent, own, at)
         if n == 0:
             break
-        if has_ordered:
+        if has_prefix_groups:
             is_whole = True
             for g in range(num_groups):
                 length = np.int64(c.group[g, LENGTH])
                 if c.group[g, KIND] == FULL and (length == 1 or (u + 1) % length == 0):
                     owner = node[n, OWNER + 2 * g]
                     if node[n, BLOCK + 2 * g] == 0 or (
-                        owner >= sealed_below and not is_seen(book, owner, client)
+                        owner >= sealed_below and not is_visible(core, owner, client)
                     ):
                         is_whole = False
             if not is_whole:
@@ -102,22 +104,24 @@ def walk(
 
 
 @routine
-def fit(book: Any, depth: int, max_tokens: int, client: int) -> int:
+def fit(core: Any, depth: int, max_tokens: int, client: int) -> int:
     """Return how many tokens of a path all groups can start from, and write their blocks, null for
     those that are not read, to `found`."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     unit, num_groups, step = c.tokens.shape[1], len(c.group), c.number[STEP_TOKENS]
     length = max_tokens
-    if c.number[NUM_ORDERED]:
+    if c.number[NUM_PREFIX_GROUPS]:
         length = min(length, depth * unit)
     length -= length % step
     extra = step if c.number[IS_EAGLE] else np.int64(0)
-    num_others, num_agreed, g = num_groups - c.number[NUM_ORDERED], np.int64(0), np.int64(0)
+    num_others, num_agreed, g = num_groups - c.number[NUM_PREFIX_GROUPS], np.int64(0), np.int64(0)
     while length > 0 and num_agreed < num_others:
         if c.group[g, KIND] != FULL:
-            size, where = np.int64(c.group[g, SIZE]), Where(book, g, depth, client)
-            end = longest(c.group[g], is_there, where, length // size, step // size, extra // size)
+            size, blocks = np.int64(c.group[g, SIZE]), GroupPath(core, g, depth, client)
+            end = longest(
+                c.group[g], is_cached, blocks, length // size, step // size, extra // size
+            )
             num_agreed = num_agreed + 1 if end * size == length else np.int64(1)
             length = end * size
         g = g + 1 if g + 1 < num_groups else np.int64(0)
@@ -134,36 +138,36 @@ def fit(book: Any, depth: int, max_tokens: int, client: int) -> int:
     return length
 
 
-@kernel(_types.UniTuple(INT, 2), BOOK, INT, INT, INT, INT, INTS, INTS, INT)
+@kernel(_types.UniTuple(INT, 2), CORE, INT, INT, INT, INT, INTS, INTS, INT)
 def look_up(
-    book: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
+    core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> Any:
     """Return how many of the first `limit` tokens a request can start from (see `fit`), and how
     many units of that the tree has. Where there is no root, nothing is cached: only what needs no
     block can be hit."""
-    c = columns_of(book)
+    c = columns_of(core)
     depth = np.int64(0)
     if root:
         num_units = limit // c.tokens.shape[1]
-        depth = walk(book, root, client, first, other, keys, tokens, num_units)
-    length = fit(book, depth, limit, client)
+        depth = walk(core, root, client, first, other, keys, tokens, num_units)
+    length = fit(core, depth, limit, client)
     return length, min(depth, length // c.tokens.shape[1])
 
 
-@kernel(INT, BOOK, INT, INT, INT, INTS, INTS, INT, INTS)
+@kernel(INT, CORE, INT, INT, INT, INTS, INTS, INT, INTS)
 def confirm(
-    book: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_tokens: int, ids: Any
+    core: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_tokens: int, ids: Any
 ) -> int:
     """Write as many nodes of the first `num_tokens` tokens as the tree has to `path`, and `ids`,
     the blocks of these tokens, group by group, to `found`; return how many nodes. What is hittable,
     and for whom, does not matter. -1: a block is not its node's, or one of full attention is null.
     """
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     unit, n, u, at = c.tokens.shape[1], np.int64(root), np.int64(0), np.int64(0)
     while n and u < num_tokens // unit:
         own = np.int64(keys[u]) if len(keys) else (first if u == 0 else other)
-        n = find_child(book, n, own, address_of(tokens, u * unit))
+        n = find_child(core, n, own, address_of(tokens, u * unit))
         if n:
             s.path[u] = n
             u += 1

@@ -60,7 +60,7 @@ def _family() -> str:
 _FAMILY = _family()
 
 INT = types.intp
-BOOK = INT
+CORE = INT
 """All columns of a core, as kernels get them: the address of addresses and shapes."""
 INTS = array_type("int32", is_read=True)
 NEW_INTS = array_type("int32")
@@ -164,7 +164,7 @@ def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
     word = _ir.IntType(64)
 
     @_intrinsic  # type: ignore[untyped-decorator]  # numba's
-    def columns_of(typing_context: Any, book: Any) -> Any:
+    def columns_of(typing_context: Any, core: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             entries, arrays = builder.inttoptr(values[0], word.as_pointer()), []
             for (number, _, ndim), kind in zip(columns, kinds, strict=True):

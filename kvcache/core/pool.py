@@ -37,15 +37,15 @@ from kvcache.core.columns import (
     logs_of,
 )
 from kvcache.core.kinds.rule import FULL, KIND
-from kvcache.core.machine import BOOK, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
+from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
 from kvcache.core.prefix_tree import forget_content, is_sealed
 
 
 @routine
-def note_move(book: Any, what: int, b: int) -> None:
+def note_move(core: Any, what: int, b: int) -> None:
     """Write down what happened to a block of which a policy is told."""
-    c = columns_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    log = logs_of(core)
     at = c.number[NUM_MOVED]
     if at < len(log.moved):
         log.moved[at, 0] = what
@@ -56,9 +56,9 @@ def note_move(book: Any, what: int, b: int) -> None:
 
 
 @routine
-def count_age(book: Any, b: int, line: int) -> None:
+def count_age(core: Any, b: int, line: int) -> None:
     """Count how long a cached block has been out of use, if somebody wants to know."""
-    log = logs_of(book)
+    log = logs_of(core)
     if len(log.since) == 0:
         return
     ages, last, i = log.ages, log.ages.shape[1] - 1, np.int64(0)
@@ -71,17 +71,17 @@ def count_age(book: Any, b: int, line: int) -> None:
 
 
 @inner
-def note_idle(book: Any, b: int) -> None:
+def note_idle(core: Any, b: int) -> None:
     """Note since when a cached block is out of use."""
-    log = logs_of(book)
+    log = logs_of(core)
     if len(log.since):
         log.since[b] = log.ages[AGE_BOUNDS, log.ages.shape[1] - 1]
 
 
 @inner
-def insert_after(book: Any, at: int, b: int) -> None:
+def insert_after(core: Any, at: int, b: int) -> None:
     """Put block `b` into the list behind `at`."""
-    c = columns_of(book)
+    c = columns_of(core)
     then = c.block[at, NEXT]
     c.block[at, NEXT] = b
     c.block[b, PREV] = at
@@ -90,61 +90,61 @@ def insert_after(book: Any, at: int, b: int) -> None:
 
 
 @inner
-def remove(book: Any, b: int) -> None:
+def remove(core: Any, b: int) -> None:
     """Take block `b` out of the list."""
-    c = columns_of(book)
+    c = columns_of(core)
     before, then = c.block[b, PREV], c.block[b, NEXT]
     c.block[before, NEXT] = then
     c.block[then, PREV] = before
 
 
 @routine
-def hold(book: Any, b: int) -> None:
+def acquire(core: Any, b: int) -> None:
     """Hold a block that is held already or has a content."""
-    c = columns_of(book)
+    c = columns_of(core)
     if c.block[b, REF] == 0:
-        count_age(book, b, AT_HIT)
+        count_age(core, b, AT_HIT)
         c.number[FREE] -= 1
         if c.number[HAS_POLICY]:
-            note_move(book, REMOVED, b)
+            note_move(core, REMOVED, b)
         else:
-            remove(book, b)
+            remove(core, b)
     c.block[b, REF] += 1
 
 
 @inner
-def note_blank(book: Any, at: int, b: int) -> None:
+def note_blank(core: Any, at: int, b: int) -> None:
     """Put a free block without content into the list behind `at`."""
-    c = columns_of(book)
-    insert_after(book, at, b)
+    c = columns_of(core)
+    insert_after(core, at, b)
     c.number[BLANK] += 1
     if c.number[HAS_POLICY] == 2:
-        note_move(book, BLANKED, b)
+        note_move(core, BLANKED, b)
 
 
 @routine
-def release(book: Any, b: int, front: int) -> int:
+def release(core: Any, b: int, front: int) -> int:
     """Give a block back. Return the block behind which the next one without content goes."""
-    c = columns_of(book)
+    c = columns_of(core)
     c.block[b, REF] -= 1
     if c.block[b, REF]:
         return front
     c.number[FREE] += 1
     if c.block[b, NODE] == 0:
-        note_blank(book, front, b)
+        note_blank(core, front, b)
         return b
-    note_idle(book, b)
+    note_idle(core, b)
     if c.number[HAS_POLICY]:
-        note_move(book, INSERTED, b)
+        note_move(core, INSERTED, b)
     else:
-        insert_after(book, c.block[0, PREV], b)
+        insert_after(core, c.block[0, PREV], b)
     return front
 
 
 @routine
-def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
+def release_run(core: Any, line: int, start: int, end: int, front: int) -> int:
     """Do `release` for all blocks in columns `[start, end)` of a table line, right to left."""
-    c = columns_of(book)
+    c = columns_of(core)
     block, table, has_policy, num_freed = c.block, c.table, c.number[HAS_POLICY], np.int64(0)
     tail = np.int64(block[0, PREV])
     for i in range(end - 1, start - 1, -1):
@@ -156,7 +156,7 @@ def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
             continue
         num_freed += 1
         if block[b, NODE]:
-            note_idle(book, b)
+            note_idle(core, b)
         if block[b, NODE] and not has_policy:
             block[tail, NEXT] = b
             block[b, PREV] = tail
@@ -165,9 +165,9 @@ def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
         block[tail, NEXT] = 0
         block[0, PREV] = tail
         if block[b, NODE]:
-            note_move(book, INSERTED, b)
+            note_move(core, INSERTED, b)
         else:
-            note_blank(book, front, b)
+            note_blank(core, front, b)
             front = b
         tail = np.int64(block[0, PREV])
     block[tail, NEXT] = 0
@@ -177,28 +177,28 @@ def release_run(book: Any, line: int, start: int, end: int, front: int) -> int:
 
 
 @routine
-def make_blank(book: Any, b: int) -> None:
+def make_blank(core: Any, b: int) -> None:
     """Put a free block that has just lost its content to the front of the list."""
-    c = columns_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    log = logs_of(core)
     if len(log.since):
         log.since[b] = -1
     if not c.number[HAS_POLICY]:
-        remove(book, b)
-    note_blank(book, 0, b)
+        remove(core, b)
+    note_blank(core, 0, b)
 
 
 @routine
-def take(book: Any, line: int, first: int, count: int) -> None:
+def take(core: Any, line: int, first: int, count: int) -> None:
     """Write the next `count` free blocks, each held once and without content, to table line `line`
     from column `first` on. There are so many in the list."""
-    c = columns_of(book)
+    c = columns_of(core)
     block, table, num_evicted = c.block, c.table, np.int64(0)
     b = np.int64(block[0, NEXT])
     for i in range(first, first + count):
         if block[b, NODE]:
-            count_age(book, b, AT_EVICTION)
-            forget_content(book, b)
+            count_age(core, b, AT_EVICTION)
+            forget_content(core, b)
             num_evicted += 1
         block[b, REF] = 1
         table[line, i] = b
@@ -210,64 +210,64 @@ def take(book: Any, line: int, first: int, count: int) -> None:
     c.number[BLANK] -= count - num_evicted
 
 
-@kernel(NOTHING, BOOK, NEW_INTS)
-def take_loose(book: Any, taken: Any) -> None:
+@kernel(NOTHING, CORE, NEW_INTS)
+def take_blocks(core: Any, taken: Any) -> None:
     """Fill `taken` with the next free blocks, which nobody's table has yet."""
-    c = columns_of(book)
+    c = columns_of(core)
     for i in range(len(taken)):
         b = np.int64(c.block[0, NEXT])
         if c.block[b, NODE]:
-            count_age(book, b, AT_EVICTION)
-            forget_content(book, b)
+            count_age(core, b, AT_EVICTION)
+            forget_content(core, b)
             c.number[EVICTED] += 1
         else:
             c.number[BLANK] -= 1
-        remove(book, b)
+        remove(core, b)
         c.number[FREE] -= 1
         c.block[b, REF] = 1
         taken[i] = b
 
 
-@kernel(NOTHING, BOOK, INTS)
-def take_listed(book: Any, ids: Any) -> None:
+@kernel(NOTHING, CORE, INTS)
+def take_listed(core: Any, ids: Any) -> None:
     """Take these blocks, which are free and without content."""
-    c = columns_of(book)
+    c = columns_of(core)
     for i in range(len(ids)):
         b = np.int64(ids[i])
-        remove(book, b)
+        remove(core, b)
         c.block[b, REF] = 1
         c.number[BLANK] -= 1
         c.number[FREE] -= 1
 
 
-@kernel(NOTHING, BOOK, INTS)
-def hold_all(book: Any, ids: Any) -> None:
+@kernel(NOTHING, CORE, INTS)
+def acquire_all(core: Any, ids: Any) -> None:
     """Hold blocks, as often as each is named."""
     for i in range(len(ids)):
-        hold(book, np.int64(ids[i]))
+        acquire(core, np.int64(ids[i]))
 
 
-@kernel(NOTHING, BOOK, INTS)
-def release_all(book: Any, ids: Any) -> None:
+@kernel(NOTHING, CORE, INTS)
+def release_all(core: Any, ids: Any) -> None:
     """Give blocks back, in order."""
     front = 0
     for i in range(len(ids)):
-        front = release(book, np.int64(ids[i]), front)
+        front = release(core, np.int64(ids[i]), front)
 
 
-@kernel(NOTHING, BOOK, INTS)
-def count_evicted(book: Any, ids: Any) -> None:
+@kernel(NOTHING, CORE, INTS)
+def count_evicted(core: Any, ids: Any) -> None:
     """Count cached blocks that nobody holds as evicted, before their contents are forgotten."""
-    c = columns_of(book)
+    c = columns_of(core)
     for i in range(len(ids)):
-        count_age(book, np.int64(ids[i]), AT_EVICTION)
+        count_age(core, np.int64(ids[i]), AT_EVICTION)
     c.number[EVICTED] += len(ids)
 
 
-@kernel(INT, BOOK, NEW_INTS)
-def first_free(book: Any, ids: Any) -> int:
+@kernel(INT, CORE, NEW_INTS)
+def first_free(core: Any, ids: Any) -> int:
     """Write the first blocks of the list to `ids`; return how many. Changes nothing."""
-    c = columns_of(book)
+    c = columns_of(core)
     b, count = np.int64(c.block[0, NEXT]), 0
     while b and count < len(ids):
         ids[count] = b
@@ -276,27 +276,27 @@ def first_free(book: Any, ids: Any) -> int:
     return count
 
 
-@kernel(INT, BOOK, INTS, NEW_INTS, NEW_INTS)
-def sealed_among(book: Any, ids: Any, sealed: Any, groups: Any) -> int:
+@kernel(INT, CORE, INTS, NEW_INTS, NEW_INTS)
+def sealed_among(core: Any, ids: Any, sealed: Any, groups: Any) -> int:
     """Write those of some blocks whose contents are sealed to `sealed`, with their groups; return
     how many they are."""
-    c = columns_of(book)
+    c = columns_of(core)
     count = np.int64(0)
     for i in range(len(ids)):
         b = np.int64(ids[i])
         n = np.int64(c.block[b, NODE])
         for g in range(len(c.group) if n else 0):
-            if c.node[n, BLOCK + 2 * g] == b and is_sealed(book, c.node[n, OWNER + 2 * g]):
+            if c.node[n, BLOCK + 2 * g] == b and is_sealed(core, c.node[n, OWNER + 2 * g]):
                 sealed[count], groups[count] = b, g
                 count += 1
     return count
 
 
-@kernel(INT, BOOK, INTS, NEW_INTS)
-def evict_all(book: Any, ids: Any, kept: Any) -> int:
+@kernel(INT, CORE, INTS, NEW_INTS)
+def evict_all(core: Any, ids: Any, kept: Any) -> int:
     """Let blocks lose their content that a policy has given out; the first one is taken first.
     Those of ordered groups that something continues stay: write them to `kept`, return how many."""
-    c = columns_of(book)
+    c = columns_of(core)
     front, num_kept = np.int64(0), 0
     for i in range(len(ids)):
         b = np.int64(ids[i])
@@ -310,9 +310,9 @@ def evict_all(book: Any, ids: Any, kept: Any) -> int:
             kept[num_kept] = b
             num_kept += 1
             continue
-        count_age(book, b, AT_EVICTION)
-        forget_content(book, b)
-        insert_after(book, front, b)
+        count_age(core, b, AT_EVICTION)
+        forget_content(core, b)
+        insert_after(core, front, b)
         c.number[BLANK] += 1
         c.number[EVICTED] += 1
         front = b

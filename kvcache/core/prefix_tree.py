@@ -23,6 +23,7 @@ from kvcache.core.columns import (
     CHILDREN,
     IS_FULL,
     KEYS,
+    LOGS_GONE,
     NEXT_NODE,
     NODE,
     NUM_GONE,
@@ -31,17 +32,16 @@ from kvcache.core.columns import (
     NUM_STEPS,
     OWNER,
     PARENT,
+    ROWS,
     SEALED_BELOW,
     SEED,
     SPARE_NODE,
-    STANDING,
-    TELLS,
     columns_of,
     logs_of,
     search_of,
 )
 from kvcache.core.machine import (
-    BOOK,
+    CORE,
     INT,
     INTS,
     NOTHING,
@@ -89,45 +89,45 @@ def are_tokens(own: Any, n: int, at: int) -> bool:
 
 
 @inner
-def is_child(book: Any, n: int, keys: int, at: int) -> bool:
+def is_child(core: Any, n: int, keys: int, at: int) -> bool:
     """Say whether node `n`, whose parent is right, has these extra keys, and the tokens at an
     address."""
-    c = columns_of(book)
+    c = columns_of(core)
     return (c.node[n, KEYS] >> 1) == keys and are_tokens(c.tokens, n, at)
 
 
 @routine
-def find_in_index(book: Any, parent: int, keys: int, at: int) -> int:
+def find_in_index(core: Any, parent: int, keys: int, at: int) -> int:
     """Return the child among those in `index`, 0 if there is none."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     last = len(s.index) - 1
     i = mix(c.number[SEED], parent, keys, at, c.tokens.shape[1]) & last
     while s.index[i]:
         n = np.int64(s.index[i])
-        if c.node[n, PARENT] == parent and is_child(book, n, keys, at):
+        if c.node[n, PARENT] == parent and is_child(core, n, keys, at):
             return n
         i = (i + 1) & last
     return np.int64(0)
 
 
 @inner
-def find_child(book: Any, parent: int, keys: int, at: int) -> int:
+def find_child(core: Any, parent: int, keys: int, at: int) -> int:
     """Return the child of `parent` with these extra keys, and the tokens at an address; 0 if there
     is none."""
-    c = columns_of(book)
+    c = columns_of(core)
     n = np.int64(c.node[parent, CHILD])
-    if n and is_child(book, n, keys, at):
+    if n and is_child(core, n, keys, at):
         return n
     if c.node[parent, CHILDREN] > (1 if n else 0):
-        return find_in_index(book, parent, keys, at)
+        return find_in_index(core, parent, keys, at)
     return np.int64(0)
 
 
 @inner
-def new_node(book: Any) -> int:
+def new_node(core: Any) -> int:
     """Return an unused node, 0 if there is none."""
-    c = columns_of(book)
+    c = columns_of(core)
     node, number = c.node, c.number
     n = number[SPARE_NODE]
     if n:
@@ -144,31 +144,31 @@ def new_node(book: Any) -> int:
 
 
 @routine
-def _home(book: Any, n: int) -> int:
+def _home(core: Any, n: int) -> int:
     """Return where in `index` the search for a node begins."""
-    c = columns_of(book)
+    c = columns_of(core)
     at, unit = address_of(c.tokens, n), c.tokens.shape[1]
-    keys, last = np.int64(c.node[n, KEYS]) >> 1, len(search_of(book).index) - 1
+    keys, last = np.int64(c.node[n, KEYS]) >> 1, len(search_of(core).index) - 1
     return mix(c.number[SEED], c.node[n, PARENT], keys, at, unit) & last
 
 
 @inner
-def _enter(book: Any, n: int) -> None:
+def _enter(core: Any, n: int) -> None:
     """Put a node into `index`."""
-    s = search_of(book)
+    s = search_of(core)
     last = len(s.index) - 1
-    i = _home(book, n)
+    i = _home(core, n)
     while s.index[i]:
         i = (i + 1) & last
     s.index[i] = n
 
 
 @routine
-def add_child(book: Any, parent: int, keys: int, at: int) -> int:
+def add_child(core: Any, parent: int, keys: int, at: int) -> int:
     """Make the node of the tokens at an address behind `parent`, which has no such child; 0: no
     room."""
-    c = columns_of(book)
-    n = new_node(book)
+    c = columns_of(core)
+    n = new_node(core)
     if n == 0:
         return n
     c.node[n, PARENT] = parent
@@ -178,23 +178,23 @@ def add_child(book: Any, parent: int, keys: int, at: int) -> int:
     if c.node[parent, CHILD] == 0:
         c.node[parent, CHILD] = n
     else:
-        _enter(book, n)
+        _enter(core, n)
         c.number[NUM_INDEXED] += 1
     return n
 
 
 @routine
-def remove_from_index(book: Any, n: int) -> None:
+def remove_from_index(core: Any, n: int) -> None:
     """Take a node out of `index`; those behind move up, so that no search ends too early."""
-    c = columns_of(book)
-    s = search_of(book)
-    last, i = len(s.index) - 1, _home(book, n)
+    c = columns_of(core)
+    s = search_of(core)
+    last, i = len(s.index) - 1, _home(core, n)
     while s.index[i] != n:
         i = (i + 1) & last
     then = (i + 1) & last
     while s.index[then]:
         m = np.int64(s.index[then])
-        if ((then - _home(book, m)) & last) >= ((then - i) & last):
+        if ((then - _home(core, m)) & last) >= ((then - i) & last):
             s.index[i] = m
             i = then
         then = (then + 1) & last
@@ -203,11 +203,11 @@ def remove_from_index(book: Any, n: int) -> None:
 
 
 @routine
-def prune(book: Any, n: int) -> None:
+def prune(core: Any, n: int) -> None:
     """Let a node go that nothing keeps alive any more, and then perhaps its parent."""
-    c = columns_of(book)
+    c = columns_of(core)
     node, number, num_groups = c.node, c.number, len(c.group)
-    while node[n, PARENT] and node[n, CHILDREN] == 0 and node[n, STANDING] == 0:
+    while node[n, PARENT] and node[n, CHILDREN] == 0 and node[n, ROWS] == 0:
         for g in range(num_groups):
             if node[n, BLOCK + 2 * g]:
                 return
@@ -215,7 +215,7 @@ def prune(book: Any, n: int) -> None:
         if node[parent, CHILD] == n:
             node[parent, CHILD] = 0
         else:
-            remove_from_index(book, n)
+            remove_from_index(core, n)
         node[parent, CHILDREN] -= 1
         node[n, PARENT] = 0
         node[n, CHILD] = number[SPARE_NODE]
@@ -225,18 +225,18 @@ def prune(book: Any, n: int) -> None:
 
 
 @routine
-def is_sealed(book: Any, owner: int) -> bool:
+def is_sealed(core: Any, owner: int) -> bool:
     """Say whether the step that made something hittable is complete."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     return owner < c.number[SEALED_BELOW] or s.client[owner & (NUM_STEPS - 1)] == 0
 
 
 @inner
-def is_seen(book: Any, owner: int, client: int) -> bool:
+def is_visible(core: Any, owner: int, client: int) -> bool:
     """Say whether a client may hit what a step made."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     if owner < c.number[SEALED_BELOW]:
         return True
     whose = s.client[owner & (NUM_STEPS - 1)]
@@ -244,31 +244,31 @@ def is_seen(book: Any, owner: int, client: int) -> bool:
 
 
 @routine
-def forget_content(book: Any, b: int) -> None:
+def forget_content(core: Any, b: int) -> None:
     """Let a block have no content any more; where it is listed is the caller's to change."""
-    c = columns_of(book)
+    c = columns_of(core)
     node, number = c.node, c.number
     n = np.int64(c.block[b, NODE])
     c.block[b, NODE] = 0
     for g in range(len(c.group)):
         if node[n, BLOCK + 2 * g] == b:
-            if number[TELLS]:
-                _note_gone(book, n, g)
+            if number[LOGS_GONE]:
+                _note_gone(core, n, g)
             node[n, BLOCK + 2 * g] = 0
             node[n, OWNER + 2 * g] = 0
             break
-    if node[n, CHILDREN] == 0 and node[n, STANDING] == 0:
-        prune(book, n)
+    if node[n, CHILDREN] == 0 and node[n, ROWS] == 0:
+        prune(core, n)
 
 
 @routine
-def _note_gone(book: Any, n: int, g: int) -> None:
+def _note_gone(core: Any, n: int, g: int) -> None:
     """Write down that what a node has of a group goes, if that was sealed."""
-    c = columns_of(book)
-    s = search_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    s = search_of(core)
+    log = logs_of(core)
     at = c.number[NUM_GONE]
-    if not is_sealed(book, c.node[n, OWNER + 2 * g]):
+    if not is_sealed(core, c.node[n, OWNER + 2 * g]):
         return
     if at >= len(log.gone):
         c.number[IS_FULL] = 1
@@ -278,48 +278,48 @@ def _note_gone(book: Any, n: int, g: int) -> None:
     c.number[NUM_GONE] = at + 1
 
 
-@kernel(INT, BOOK)
-def new_root(book: Any) -> int:
+@kernel(INT, CORE)
+def new_root(core: Any) -> int:
     """Make a node without a parent; 0: no room."""
-    return new_node(book)
+    return new_node(core)
 
 
-@kernel(NOTHING, BOOK, INT)
-def drop_root(book: Any, n: int) -> None:
+@kernel(NOTHING, CORE, INT)
+def drop_root(core: Any, n: int) -> None:
     """Give a root back that has no child and that no row stands on."""
-    c = columns_of(book)
+    c = columns_of(core)
     c.node[n, CHILD] = c.number[SPARE_NODE]
     c.number[SPARE_NODE] = n
     c.number[NUM_SPARE] += 1
 
 
-@kernel(INT, BOOK, INT, INT, INTS)
-def child_of(book: Any, parent: int, keys: int, tokens: Any) -> int:
+@kernel(INT, CORE, INT, INT, INTS)
+def child_of(core: Any, parent: int, keys: int, tokens: Any) -> int:
     """Return the child with these extra keys and tokens, 0 if there is none."""
-    return find_child(book, parent, keys, address_of(tokens, 0))
+    return find_child(core, parent, keys, address_of(tokens, 0))
 
 
-@kernel(INT, BOOK, INT, INT, INTS)
-def child_made(book: Any, parent: int, keys: int, tokens: Any) -> int:
+@kernel(INT, CORE, INT, INT, INTS)
+def get_or_add_child(core: Any, parent: int, keys: int, tokens: Any) -> int:
     """Return the child with these extra keys and tokens, made if need be; 0: no room."""
-    n = find_child(book, parent, keys, address_of(tokens, 0))
-    return n if n else add_child(book, parent, keys, address_of(tokens, 0))
+    n = find_child(core, parent, keys, address_of(tokens, 0))
+    return n if n else add_child(core, parent, keys, address_of(tokens, 0))
 
 
-@kernel(NOTHING, BOOK)
-def index_again(book: Any) -> None:
+@kernel(NOTHING, CORE)
+def rebuild_index(core: Any) -> None:
     """Enter into the empty `index` all nodes that are not their parent's CHILD."""
-    c = columns_of(book)
+    c = columns_of(core)
     for n in range(1, c.number[NEXT_NODE]):
         parent = c.node[n, PARENT]
         if parent and c.node[parent, CHILD] != n:
-            _enter(book, n)
+            _enter(core, n)
 
 
-@kernel(NOTHING, BOOK, INT, INT, INT)
-def put_block(book: Any, n: int, g: int, b: int) -> None:
+@kernel(NOTHING, CORE, INT, INT, INT)
+def put_block(core: Any, n: int, g: int, b: int) -> None:
     """Let node `n` have a sealed block of a group in which it has none."""
-    c = columns_of(book)
+    c = columns_of(core)
     c.node[n, BLOCK + 2 * g] = b
     c.node[n, OWNER + 2 * g] = 0
     c.block[b, NODE] = n

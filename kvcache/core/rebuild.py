@@ -19,10 +19,10 @@ import numpy.typing as npt
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import BlockError, MalformedMessageError
 from kvcache.base.ids import NULL_BLOCK_ID
-from kvcache.core.columns import NODE, PARENT, STANDING, columns_of
+from kvcache.core.columns import NODE, PARENT, ROWS, columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.machine import (
-    BOOK,
+    CORE,
     INT,
     INT_ROWS,
     INTS,
@@ -354,9 +354,9 @@ _GONE_FIRST = np.iinfo(np.intp).max
 """The rank of blocks beside which the leading group has none: they are evicted before others."""
 
 
-@kernel(INT, BOOK, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
-def plant(
-    book: Any, order: Any, above: Any, behind: Any, tokens: Any, keys: Any, nodes: Any
+@kernel(INT, CORE, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
+def add_nodes(
+    core: Any, order: Any, above: Any, behind: Any, tokens: Any, keys: Any, nodes: Any
 ) -> int:
     """Make the nodes of labels, parents first, and write the last one of each label to `nodes`.
 
@@ -364,7 +364,7 @@ def plant(
     `above[i]`, or node `behind[i]` where that is not negative; 0: its place is not known. Returns
     how many nodes there was no room for.
     """
-    c = columns_of(book)
+    c = columns_of(core)
     unit, lacking = c.tokens.shape[1], 0
     for k in range(len(order)):
         i = order[k]
@@ -373,9 +373,9 @@ def plant(
             n = np.int64(nodes[above[i]])
         u, at = 0, address_of(tokens, i)
         while n and u < keys.shape[1]:
-            child = find_child(book, n, np.int64(keys[i, u]), at)
+            child = find_child(core, n, np.int64(keys[i, u]), at)
             if child == 0:
-                child = add_child(book, n, np.int64(keys[i, u]), at)
+                child = add_child(core, n, np.int64(keys[i, u]), at)
                 lacking += child == 0
             n = child
             u += 1
@@ -384,11 +384,11 @@ def plant(
     return lacking
 
 
-@kernel(NOTHING, BOOK, INTS)
-def prune_all(book: Any, nodes: Any) -> None:
+@kernel(NOTHING, CORE, INTS)
+def prune_all(core: Any, nodes: Any) -> None:
     """Let nodes go that nothing keeps alive."""
     for i in range(len(nodes)):
-        prune(book, np.int64(nodes[i]))
+        prune(core, np.int64(nodes[i]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -415,7 +415,7 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
     Raises:
         BlockError: something is held or cached already; nothing was changed.
     """
-    c = core.books.columns
+    c = core.store.columns
     num_blocks = len(c.block)
     num_held = num_blocks - 1 - core.num_free_blocks()
     num_cached = int(np.count_nonzero(c.block[:, NODE]))
@@ -426,45 +426,45 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
         )
     sizes = c.group[:, SIZE].tolist() if core.can_hit else []
     fitting = fitting_labels(agreed_labels(labels), num_blocks, sizes, core.none_hash)
-    kept = _plant_groups(core, fitting) if sizes else []
+    kept = _rebuild_groups(core, fitting) if sizes else []
     victims = _victims(core, fitting, kept)
     labelled = labelled_blocks(labels, num_blocks)
-    core.teller.cleared()
-    core.teller.unlabel(int32_array(np.setdiff1d(labelled, victims, assume_unique=True)))
-    take_listed(core.books.book, victims)
+    core.notifier.cleared()
+    core.notifier.unlabel(int32_array(np.setdiff1d(labelled, victims, assume_unique=True)))
+    take_listed(core.store.address, victims)
     for each in kept:
         ids = fitting.groups[each.group].block_ids
         for row in each.rows.tolist():
-            put_block(core.books.book, int(each.nodes[row]), each.group, int(ids[row]))
-        np.subtract.at(core.books.columns.node[:, STANDING], each.nodes[each.rows], 1)
+            put_block(core.store.address, int(each.nodes[row]), each.group, int(ids[row]))
+        np.subtract.at(core.store.columns.node[:, ROWS], each.nodes[each.rows], 1)
         if core.tenants is not None:
             namespaces = fitting.groups[each.group].namespaces[each.rows]
             for place in np.unique(namespaces).tolist():
                 account = core.tenants.account(fitting.namespaces[place])
                 core.tenants.took(ids[each.rows[namespaces == place]], account)
-    release_all(core.books.book, victims)
+    release_all(core.store.address, victims)
     for each in kept:
         if len(each.rows):
-            core.teller.sealed(_notes(core, each), is_labelled=True)
+            core.notifier.sealed(_notes(core, each), is_labelled=True)
     return len(victims)
 
 
-def _plant_groups(core: FlatCore, fitting: FittingLabels) -> list[_Kept]:
+def _rebuild_groups(core: FlatCore, fitting: FittingLabels) -> list[_Kept]:
     """Make the nodes of all labels whose place is known; ordered groups first, short blocks first,
     since others find their places behind those."""
-    c = core.books.columns
+    c = core.store.columns
     groups = sorted(
-        range(core.books.num_groups), key=lambda g: (c.group[g, KIND] != FULL, c.group[g, SIZE])
+        range(core.store.num_groups), key=lambda g: (c.group[g, KIND] != FULL, c.group[g, SIZE])
     )
     places: dict[tuple[int, bytes], int] = {}
-    return [_plant_group(core, fitting, g, places) for g in groups]
+    return [_rebuild_group(core, fitting, g, places) for g in groups]
 
 
-def _plant_group(
+def _rebuild_group(
     core: FlatCore, fitting: FittingLabels, g: int, places: dict[tuple[int, bytes], int]
 ) -> _Kept:
-    labels, length = fitting.groups[g], int(core.books.columns.group[g, LENGTH])
-    is_ordered = core.books.columns.group[g, KIND] == FULL
+    labels, length = fitting.groups[g], int(core.store.columns.group[g, LENGTH])
+    is_prefix_group = core.store.columns.group[g, KIND] == FULL
     above = labels.parent_rows(core.none_hash)
     count = len(labels)
     behind = np.zeros(count, np.int32)
@@ -474,7 +474,9 @@ def _plant_group(
         behind[row] = roots[namespaces[row]]
     keys = _unit_keys(core, fitting, labels.keys, length)
     unknown = (keys < 0).any(axis=1)
-    if not is_ordered:  # the label before one may be lost or wrong, where others know the place
+    if (
+        not is_prefix_group
+    ):  # the label before one may be lost or wrong, where others know the place
         for row in np.flatnonzero(above != FIRST_BLOCK).tolist():
             name = roots[namespaces[row]], labels.parents[row].tobytes()
             behind[row] = places.get(name, 0)
@@ -488,16 +490,16 @@ def _plant_group(
     core.reach_nodes(count * length)
     above_32 = int32_array(np.where(behind > 0, NO_ROW, above))
     tokens = np.ascontiguousarray(labels.tokens, np.int32)
-    plant(
-        core.books.book, int32_array(order), above_32, behind, tokens,
+    add_nodes(
+        core.store.address, int32_array(order), above_32, behind, tokens,
         np.ascontiguousarray(keys, np.int32), nodes,
     )  # fmt: skip
     rows = np.flatnonzero(nodes)
     core.digester.make(int32_array(nodes[rows]))
-    c = core.books.columns
+    c = core.store.columns
     is_right = (c.digest[nodes[rows]] == labels.digests[rows]).all(axis=1)
     rows = rows[is_right]
-    if is_ordered:
+    if is_prefix_group:
         rows = _unbroken(rows, above, depths)
     dropped = np.setdiff1d(np.flatnonzero(nodes), rows)
     for row in rows[~unknown[rows]].tolist():
@@ -505,9 +507,9 @@ def _plant_group(
         for _ in range(length):
             places[root, c.digest[n].tobytes()] = n
             n = int(c.node[n, PARENT])
-    np.add.at(c.node[:, STANDING], nodes[rows], 1)  # nothing else keeps them alive yet
+    np.add.at(c.node[:, ROWS], nodes[rows], 1)  # nothing else keeps them alive yet
     if len(dropped):
-        prune_all(core.books.book, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
+        prune_all(core.store.address, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
     is_kept = np.zeros(count + 1, np.bool_)
     is_kept[rows] = True
     above = np.where(is_kept[np.maximum(above, NO_ROW)], above, FIRST_BLOCK)
@@ -517,7 +519,7 @@ def _plant_group(
 
 def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
     """Return node `n` if a block with these tokens ends there, else 0."""
-    c, end = core.books.columns, n
+    c, end = core.store.columns, n
     for own in reversed(tokens.reshape(-1, c.tokens.shape[1])):
         if not end or not np.array_equal(c.tokens[end], own):
             return 0
@@ -560,7 +562,7 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
     """
     if not found:
         return EMPTY_INT32
-    group = core.books.columns.group
+    group = core.store.columns.group
     leading = found[0]
     chain_of = np.append(leading.chains.of_rows(len(leading.depths)), NO_CHAIN)
     lead_depths = np.append(leading.depths, NO_ROW)
@@ -585,7 +587,7 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
 
 def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> None:
     """Evict blocks that are in no leading chain with the first chain that continues them."""
-    c = core.books.columns
+    c = core.store.columns
     place_of = {int(kept.nodes[row]): i for i, row in enumerate(kept.rows.tolist())}
     for i in np.argsort(-depth, kind="stable").tolist():
         n = int(kept.nodes[kept.rows[i]])

@@ -24,17 +24,16 @@ from kvcache.core.columns import (
     BLOCK,
     CAPACITY,
     COLUMNS,
-    DOUBLES,
+    DUPLICATES,
     ENDS,
     FIRST_KEYS,
     FLAGS,
     FREE,
     GENERATION,
+    HAS_GAPS,
     HAS_ITEMS,
     HAS_POLICY,
     IS_FULL,
-    IS_LOOSE,
-    IS_MUTE,
     IS_OPEN,
     IS_SHARING,
     KEPT,
@@ -42,6 +41,7 @@ from kvcache.core.columns import (
     LAST,
     LAST_END,
     NEXT_NODE,
+    NO_CACHING,
     NODE,
     NUM_CHANGES,
     NUM_ENCODER,
@@ -50,7 +50,7 @@ from kvcache.core.columns import (
     NUM_INDEXED,
     NUM_MOVED,
     NUM_NOTES,
-    NUM_ORDERED,
+    NUM_PREFIX_GROUPS,
     NUM_SPARE,
     OTHER_KEYS,
     OWN_END,
@@ -59,9 +59,9 @@ from kvcache.core.columns import (
     REF,
     ROOM,
     ROOT,
+    ROWS,
     SERIAL,
     SKIP_AT,
-    STANDING,
     UNITS,
     columns_of,
     logs_of,
@@ -71,8 +71,8 @@ from kvcache.core.hits import fit, walk
 from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
 from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
 from kvcache.core.machine import (
-    BOOK,
     BYTE_ROWS,
+    CORE,
     INT,
     INT_ROWS,
     INTS,
@@ -84,7 +84,7 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
-from kvcache.core.pool import hold, release, release_run, take
+from kvcache.core.pool import acquire, release, release_run, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 from kvcache.core.running import (
     CLIENT,
@@ -111,9 +111,9 @@ SKIP, COUNT, GROW, ALL = range(4)
 
 
 @routine
-def note_limits(book: Any, r: int) -> None:
+def note_limits(core: Any, r: int) -> None:
     """Note how far a row can go on before anything must be done for it."""
-    c = columns_of(book)
+    c = columns_of(core)
     capacity = skip = np.int64(NEVER)
     for g in range(len(c.group)):
         columns = np.int64(c.row[r, COLUMNS + 2 * g]) - c.group[g, EXTRA]
@@ -125,12 +125,12 @@ def note_limits(book: Any, r: int) -> None:
 
 
 @routine
-def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
+def note_change(core: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
     """Write down that so many columns of a table are new from `first` on, if it has a slot."""
     if slot < 0:
         return
-    c = columns_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    log = logs_of(core)
     at, to = c.number[NUM_CHANGES], c.number[NUM_IDS]
     if at >= log.change.shape[1] or to + count > len(log.ids):
         c.number[IS_FULL] = 1
@@ -143,63 +143,63 @@ def note_change(book: Any, slot: int, g: int, line: int, first: int, count: int)
 
 
 @routine
-def table_end(book: Any, r: int, g: int, slot_tokens: int) -> int:
+def table_end(core: Any, r: int, g: int, slot_tokens: int) -> int:
     """Return how many columns a row's table must have for so many tokens and its forward."""
-    s = search_of(book)
+    s = search_of(core)
     return num_columns(
-        columns_of(book).group[g], slot_tokens, np.int64(s.forward[r, OWN_END]),
+        columns_of(core).group[g], slot_tokens, np.int64(s.forward[r, OWN_END]),
         np.int64(s.forward[r, NUM_ENCODER]),
     )  # fmt: skip
 
 
 @routine
-def lacking(book: Any, r: int, g: int, held: int, computed: int, slot_tokens: int) -> int:
+def lacking(core: Any, r: int, g: int, held: int, computed: int, slot_tokens: int) -> int:
     """Return how many blocks a row's table of `held` columns needs for so many tokens; new columns
     that nobody reads after `computed` need none."""
-    rule, total = columns_of(book).group[g], table_end(book, r, g, slot_tokens)
+    rule, total = columns_of(core).group[g], table_end(core, r, g, slot_tokens)
     if total <= held:
         return np.int64(0)
     if rule[KIND] == STATE:
-        return lacking_states(book, r, g, held, computed, total)
+        return lacking_states(core, r, g, held, computed, total)
     return total - max(held, min(num_skipped(rule, computed), total))
 
 
 @routine
-def growth(book: Any, r: int, computed: int, slot_tokens: int) -> int:
+def growth(core: Any, r: int, computed: int, slot_tokens: int) -> int:
     """Return how many blocks `grow` takes."""
-    c = columns_of(book)
+    c = columns_of(core)
     needed = np.int64(0)
     for g in range(len(c.group)):
-        needed += lacking(book, r, g, np.int64(c.row[r, COLUMNS + 2 * g]), computed, slot_tokens)
+        needed += lacking(core, r, g, np.int64(c.row[r, COLUMNS + 2 * g]), computed, slot_tokens)
     return needed
 
 
 @routine
-def grow(book: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
+def grow(core: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
     """Extend a row's tables for so many tokens, null where nobody reads; there is room."""
-    c = columns_of(book)
+    c = columns_of(core)
     for g in range(len(c.group)):
         line, held = r * len(c.group) + g, np.int64(c.row[r, COLUMNS + 2 * g])
-        total = table_end(book, r, g, slot_tokens)
+        total = table_end(core, r, g, slot_tokens)
         if total > held:
             if c.group[g, KIND] == STATE:
-                grow_states(book, r, g, held, computed, total)
+                grow_states(core, r, g, held, computed, total)
             else:
                 first = max(held, min(num_skipped(c.group[g], computed), total))
                 for i in range(held, first):
                     c.table[line, i] = 0
-                take(book, line, first, total - first)
+                take(core, line, first, total - first)
             c.row[r, COLUMNS + 2 * g] = total
-            note_change(book, slot, g, line, held, total - held)
+            note_change(core, slot, g, line, held, total - held)
             for i in range(held, total if c.group[g, KIND] == STATE else held):
                 c.table[line, i] = abs(c.table[line, i])
-    note_limits(book, r)
+    note_limits(core, r)
 
 
 @routine
-def skip(book: Any, r: int, computed: int, front: int) -> int:
+def skip(core: Any, r: int, computed: int, front: int) -> int:
     """Give back what nobody reads any more, group by group, right to left; see `release`."""
-    c = columns_of(book)
+    c = columns_of(core)
     for g in range(len(c.group)):
         if c.group[g, KIND] == FULL:
             continue
@@ -209,31 +209,31 @@ def skip(book: Any, r: int, computed: int, front: int) -> int:
             for i in range(end - 1, start - 1, -1):
                 b = np.int64(c.table[line, i])
                 if b:
-                    front = release(book, b, front)
+                    front = release(core, b, front)
                     c.table[line, i] = 0
             c.row[r, KEPT + 2 * g] = end
-    note_limits(book, r)
+    note_limits(core, r)
     return front
 
 
 @routine
-def stand(book: Any, r: int, n: int, num_units: int) -> None:
+def attach_to_node(core: Any, r: int, n: int, num_units: int) -> None:
     """Let a row stand on node `n`, behind so many units, and no longer where it stood."""
-    c = columns_of(book)
+    c = columns_of(core)
     before = np.int64(c.row[r, LAST])
-    c.node[n, STANDING] += 1
+    c.node[n, ROWS] += 1
     c.row[r, LAST], c.row[r, UNITS] = n, num_units
     if before:
-        c.node[before, STANDING] -= 1
-        if c.node[before, STANDING] == 0:
-            prune(book, before)
+        c.node[before, ROWS] -= 1
+        if c.node[before, ROWS] == 0:
+            prune(core, before)
 
 
 @routine
-def _has_room(book: Any, r: int, n: int, u: int) -> bool:
+def _has_room(core: Any, r: int, n: int, u: int) -> bool:
     """Say whether the row's tenant may hold, besides its own blocks of unit `u`, those of node `n`
     with the same content, and count them."""
-    c = columns_of(book)
+    c = columns_of(core)
     count = np.int64(0)
     for g in range(len(c.group)):
         if c.group[g, KIND] == FULL and (u + 1) % c.group[g, LENGTH] == 0:
@@ -247,15 +247,15 @@ def _has_room(book: Any, r: int, n: int, u: int) -> bool:
 
 
 @routine
-def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, digests: int) -> None:
+def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, digests: int) -> None:
     """Put a row's full units up to `end` into the tree.
 
     `tokens`, `keys` and `digests`, two addresses and an array, begin with unit `base`. Without
     `keys`, extra keys are the row's, without `digests` they are made when somebody needs them.
     """
-    c = columns_of(book)
-    s = search_of(book)
-    log = logs_of(book)
+    c = columns_of(core)
+    s = search_of(core)
+    log = logs_of(core)
     unit, num_groups, num_bytes = c.tokens.shape[1], len(c.group), s.digest.shape[1]
     parent, at = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
     serial, u = c.number[SERIAL], np.int64(c.row[r, UNITS])
@@ -264,11 +264,13 @@ def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
         own = np.int64(c.row[r, FIRST_KEYS]) if u == 0 else np.int64(c.row[r, OTHER_KEYS])
         if len(keys):
             own = np.int64(keys[u - base])
-        n = find_child(book, parent, own, at_tokens)
+        n = find_child(core, parent, own, at_tokens)
         if n == 0:
-            n = add_child(book, parent, own, at_tokens)
-        if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(book, r, n, u)):
-            c.row[r, FLAGS] |= IS_MUTE  # no node is left, or no room: the row caches nothing more
+            n = add_child(core, parent, own, at_tokens)
+        if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(core, r, n, u)):
+            c.row[r, FLAGS] |= (
+                NO_CACHING  # no node is left, or no room: the row caches nothing more
+            )
             break
         # Behind nodes without digests it is made with theirs, when somebody needs it.
         if digests and c.node[n, KEYS] & 1 == 0 and c.node[parent, KEYS] & 1:
@@ -279,19 +281,19 @@ def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
             if of_block > 1 and (u + 1) % of_block:
                 continue
             column, mine = u if of_block == 1 else (u + 1) // of_block - 1, np.int64(0)
-            is_there = c.group[g, KIND] != STATE or s.forward[r, ENDS + u] != 0
-            if is_there and column < c.row[r, COLUMNS + 2 * g]:
+            has_content = c.group[g, KIND] != STATE or s.forward[r, ENDS + u] != 0
+            if has_content and column < c.row[r, COLUMNS + 2 * g]:
                 mine = np.int64(c.table[r * num_groups + g, column])
             cached = np.int64(c.node[n, BLOCK + 2 * g])
             if mine == 0 or mine == cached:
                 continue
             if cached:
                 if c.group[g, KIND] == FULL:
-                    hold(book, cached)
-                    c.row[r, DOUBLES] += 1
+                    acquire(core, cached)
+                    c.row[r, DUPLICATES] += 1
             elif c.block[mine, NODE] == 0:
                 # A fork that has the block may have others before it.
-                c.number[IS_LOOSE] |= c.block[mine, REF] > 1 and c.group[g, KIND] == FULL
+                c.number[HAS_GAPS] |= c.block[mine, REF] > 1 and c.group[g, KIND] == FULL
                 c.node[n, BLOCK + 2 * g], c.node[n, OWNER + 2 * g] = mine, serial
                 c.block[mine, NODE] = n
                 to = c.number[NUM_NOTES]
@@ -304,42 +306,42 @@ def publish(book: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
         parent = n
         u += 1
     if u > at:
-        stand(book, r, parent, u)
+        attach_to_node(core, r, parent, u)
 
 
 @routine
-def rewind(book: Any, r: int, num_units: int) -> None:
+def rewind(core: Any, r: int, num_units: int) -> None:
     """Let a row stand behind so many units again; it may publish those behind once more."""
-    c = columns_of(book)
+    c = columns_of(core)
     n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
     while u > num_units:
-        if c.row[r, DOUBLES]:
+        if c.row[r, DUPLICATES]:
             for g in range(len(c.group)):
                 if c.group[g, KIND] == FULL and u % c.group[g, LENGTH] == 0:
                     column = u // c.group[g, LENGTH] - 1
                     cached = np.int64(c.node[n, BLOCK + 2 * g])
                     if cached and cached != c.table[r * len(c.group) + g, column]:
-                        front = release(book, cached, front)
-                        c.row[r, DOUBLES] -= 1
-                        c.number[IS_LOOSE] = 1
+                        front = release(core, cached, front)
+                        c.row[r, DUPLICATES] -= 1
+                        c.number[HAS_GAPS] = 1
         n = np.int64(c.node[n, PARENT])
         u -= 1
-    stand(book, r, n, u)
+    attach_to_node(core, r, n, u)
 
 
 @routine
 def open_row(
-    book: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
+    core: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
     spare: int,
 ) -> int:  # fmt: skip
     """Let a new row adopt the hit in `found`, of which the tree has `depth` units in `path`; return
     how many blocks more it needs. Without room nothing changes: -1 less all that it lacks."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     num_groups, needed, unheld = len(c.group), np.int64(0), np.int64(0)
     for g in range(num_groups):
         num_hit = hit_tokens // c.group[g, SIZE]
-        needed += lacking(book, r, g, num_hit, computed, slot_tokens)
+        needed += lacking(core, r, g, num_hit, computed, slot_tokens)
         for i in range(min(num_skipped(c.group[g], computed), num_hit), num_hit):
             b = np.int64(s.found[g, i])
             unheld += b != 0 and c.block[b, REF] == 0
@@ -355,92 +357,92 @@ def open_row(
                 kept = i
         for i in range(kept, num_hit):
             if c.table[line, i]:
-                hold(book, np.int64(c.table[line, i]))
+                acquire(core, np.int64(c.table[line, i]))
         c.row[r, COLUMNS + 2 * g], c.row[r, KEPT + 2 * g] = num_hit, kept
-    c.row[r, ROOT], c.row[r, LAST], c.row[r, DOUBLES] = root, 0, 0
-    stand(book, r, np.int64(s.path[depth - 1]) if depth else root, depth)
+    c.row[r, ROOT], c.row[r, LAST], c.row[r, DUPLICATES] = root, 0, 0
+    attach_to_node(core, r, np.int64(s.path[depth - 1]) if depth else root, depth)
     return needed
 
 
 @routine
-def _is_to_tell(book: Any) -> int:
+def _has_news(core: Any) -> int:
     """Say whether Python is to pass something on."""
-    number = columns_of(book).number
-    return number[NUM_MOVED] | number[NUM_GONE] | number[IS_LOOSE] | number[IS_FULL]
+    number = columns_of(core).number
+    return number[NUM_MOVED] | number[NUM_GONE] | number[HAS_GAPS] | number[IS_FULL]
 
 
 @routine
-def let_in(
-    book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
+def admit(
+    core: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: int, keys: Any, digests: int,
 ) -> int:  # fmt: skip
     """Do `admit`; tokens and digests by their address."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
     s.forward[r, ACCEPTED], s.forward[r, NUM_ENCODER] = 0, num_encoder
-    needed = open_row(book, r, root, depth, hit_tokens, computed, slot_tokens, spare)
+    needed = open_row(core, r, root, depth, hit_tokens, computed, slot_tokens, spare)
     if needed < 0:
         return needed
     c.row[r, FLAGS], c.row[r, FIRST_KEYS], c.row[r, OTHER_KEYS] = flags, first, other
-    note_end(book, r, computed)
+    note_end(core, r, computed)
     if end >= 0:
-        grow(book, r, slot, computed, slot_tokens)
+        grow(core, r, slot, computed, slot_tokens)
         if end > depth:
-            publish(book, r, end, 0, tokens, keys, digests)
+            publish(core, r, end, 0, tokens, keys, digests)
     return needed
 
 
-@kernel(_types.UniTuple(INT, 2), BOOK, *[INT] * 14, INTS, INTS, BYTE_ROWS)
-def admit(
-    book: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
+@kernel(_types.UniTuple(INT, 2), CORE, *[INT] * 14, INTS, INTS, BYTE_ROWS)
+def admit_row(
+    core: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: Any, keys: Any, digests: Any,
 ) -> Any:  # fmt: skip
     """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
     is only opened. Returns what `open_row` does, and whether there is something to be told. Changes
     are written down with a `slot` of 0."""
-    needed = let_in(
-        book, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
+    needed = admit(
+        core, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
         slot_tokens, spare, end, slot, address_of(tokens, 0), keys,
         address_of(digests, 0) if len(digests) else 0,
     )  # fmt: skip
-    return needed, columns_of(book).number[NUM_NOTES] | _is_to_tell(book)
+    return needed, columns_of(core).number[NUM_NOTES] | _has_news(core)
 
 
-@kernel(INT, BOOK, INT, INT, INT, INT)
-def tend(book: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
+@kernel(INT, CORE, INT, INT, INT, INT)
+def serve_row(core: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
     """Let one row SKIP or GROW, for which there is room; return how many blocks it lacks before."""
     if what == SKIP:
-        skip(book, r, computed, np.int64(0))
-    needed = growth(book, r, computed, slot_tokens)
+        skip(core, r, computed, np.int64(0))
+    needed = growth(core, r, computed, slot_tokens)
     if what == GROW:
-        grow(book, r, np.int64(0), computed, slot_tokens)
-        note_end(book, r, computed)
+        grow(core, r, np.int64(0), computed, slot_tokens)
+        note_end(core, r, computed)
     return needed
 
 
-@kernel(NOTHING, BOOK, INT, INT, INTS, INTS, BYTE_ROWS)
-def publish_row(book: Any, r: int, end: int, tokens: Any, keys: Any, digests: Any) -> None:
+@kernel(NOTHING, CORE, INT, INT, INTS, INTS, BYTE_ROWS)
+def publish_row(core: Any, r: int, end: int, tokens: Any, keys: Any, digests: Any) -> None:
     """Publish one row's units."""
     publish(
-        book, r, end, 0, address_of(tokens, 0), keys, address_of(digests, 0) if len(digests) else 0
+        core, r, end, 0, address_of(tokens, 0), keys, address_of(digests, 0) if len(digests) else 0
     )
 
 
-@kernel(NOTHING, BOOK, INT, INT)
-def rewind_row(book: Any, r: int, num_units: int) -> None:
+@kernel(NOTHING, CORE, INT, INT)
+def rewind_row(core: Any, r: int, num_units: int) -> None:
     """Let a row stand behind fewer units: its forwards behind them count no more."""
-    rewind(book, r, num_units)
-    forget_ends(book, r, num_units)
+    rewind(core, r, num_units)
+    forget_ends(core, r, num_units)
 
 
-@kernel(INT, BOOK, INT, INT, INT)
-def merge_row(book: Any, r: int, first: int, end: int) -> int:
+@kernel(INT, CORE, INT, INT, INT)
+def merge_row(core: Any, r: int, first: int, end: int) -> int:
     """Let a row whose forwards for units `[first, end)` are done give its own blocks up where the
     tree has their contents in sealed ones; return how many of them nobody holds any more."""
-    c = columns_of(book)
+    c = columns_of(core)
     n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
     count = np.int64(0)
     while u > first:
@@ -454,40 +456,40 @@ def merge_row(book: Any, r: int, first: int, end: int) -> int:
             mine, cached = np.int64(c.table[line, column]), np.int64(c.node[n, BLOCK + 2 * g])
             if mine == 0 or cached == 0 or mine == cached or c.block[mine, NODE]:
                 continue
-            if not is_sealed(book, c.node[n, OWNER + 2 * g]):
+            if not is_sealed(core, c.node[n, OWNER + 2 * g]):
                 continue
             if c.group[g, KIND] == FULL:
-                c.row[r, DOUBLES] -= 1
+                c.row[r, DUPLICATES] -= 1
             else:
-                hold(book, cached)
+                acquire(core, cached)
             c.table[line, column] = cached
-            front = release(book, mine, front)
+            front = release(core, mine, front)
             count += c.block[mine, REF] == 0
         n = np.int64(c.node[n, PARENT])
         u -= 1
     return count
 
 
-@kernel(NOTHING, BOOK, INT)
-def limit_row(book: Any, r: int) -> None:
+@kernel(NOTHING, CORE, INT)
+def limit_row(core: Any, r: int) -> None:
     """Note a row's limits again."""
-    note_limits(book, r)
+    note_limits(core, r)
 
 
 @routine
-def close_row(book: Any, r: int) -> None:
+def close_row(core: Any, r: int) -> None:
     """Give all blocks of a row back, and close it: single ones first, each group from its end,
     then those of ordered groups, the last tokens' first."""
-    c = columns_of(book)
+    c = columns_of(core)
     num_groups, front = len(c.group), np.int64(0)
-    forget_ends(book, r, np.int64(0))
+    forget_ends(core, r, np.int64(0))
     for g in range(num_groups):
         if c.group[g, KIND] != FULL:
             start, end = c.row[r, KEPT + 2 * g], c.row[r, COLUMNS + 2 * g]
-            front = release_run(book, r * num_groups + g, start, end, front)
+            front = release_run(core, r * num_groups + g, start, end, front)
             c.row[r, COLUMNS + 2 * g] = 0
     n, u = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS])
-    num_left = c.number[NUM_ORDERED]
+    num_left = c.number[NUM_PREFIX_GROUPS]
     while num_left:
         best, most = np.int64(-1), np.int64(0)
         num_left = np.int64(0)
@@ -504,8 +506,8 @@ def close_row(book: Any, r: int) -> None:
         # Where only one group is left, its blocks go in one sweep.
         last = column if num_left > 1 else np.int64(0)
         of_block, line = np.int64(c.group[best, LENGTH]), r * num_groups + best
-        if c.row[r, DOUBLES] == 0:
-            front = release_run(book, line, last, column + 1, front)
+        if c.row[r, DUPLICATES] == 0:
+            front = release_run(core, line, last, column + 1, front)
             c.row[r, COLUMNS + 2 * best] = last
             continue
         for i in range(column, last - 1, -1):
@@ -516,37 +518,37 @@ def close_row(book: Any, r: int) -> None:
                     u -= 1
                 cached = np.int64(c.node[n, BLOCK + 2 * best])
                 if cached and cached != b:
-                    front = release(book, cached, front)
+                    front = release(core, cached, front)
             if b:
-                front = release(book, b, front)
+                front = release(core, b, front)
         c.row[r, COLUMNS + 2 * best] = last
     n = np.int64(c.row[r, LAST])
-    c.node[n, STANDING] -= 1
+    c.node[n, ROWS] -= 1
     for g in range(num_groups):
         c.row[r, COLUMNS + 2 * g] = c.row[r, KEPT + 2 * g] = 0
-    for i in range(DOUBLES + 1):
+    for i in range(DUPLICATES + 1):
         c.row[r, i] = 0
     c.row[r, GENERATION] += 1
-    if c.node[n, STANDING] == 0:
-        prune(book, n)
+    if c.node[n, ROWS] == 0:
+        prune(core, n)
 
 
-@kernel(INT, BOOK, INT)
-def free_row(book: Any, r: int) -> int:
+@kernel(INT, CORE, INT)
+def free_row(core: Any, r: int) -> int:
     """Do `close_row`; say whether that is to be told."""
-    close_row(book, r)
-    return _is_to_tell(book)
+    close_row(core, r)
+    return _has_news(core)
 
 
 # --- many rows ---------------------------------------------------------------------------------
 
 
-@kernel(INT, BOOK, INTS)
-def free_rows(book: Any, rows: Any) -> int:
+@kernel(INT, CORE, INTS)
+def free_rows(core: Any, rows: Any) -> int:
     """Do `close_row` for each of these; say whether that is to be told."""
     for r in rows:
-        close_row(book, np.int64(r))
-    return _is_to_tell(book)
+        close_row(core, np.int64(r))
+    return _has_news(core)
 
 
 NUM_TOKENS, NUM_READ, MOST_NEW, NUM_EXTERNAL, NUM_AHEAD, NUM_OF_ENCODER, IS_DELAYED, IN_SLOT = (
@@ -559,10 +561,10 @@ SLOT, NUM_HIT, NUM_SCHEDULED = range(3)
 
 
 @kernel(
-    _types.UniTuple(INT, 4), BOOK, *[INT] * 8, INTS, INT_ROWS, INTS, *[NEW_INT_ROWS] * 4,
+    _types.UniTuple(INT, 4), CORE, *[INT] * 8, INTS, INT_ROWS, INTS, *[NEW_INT_ROWS] * 4,
 )  # fmt: skip
 def admit_rows(
-    book: Any, root: int, client: int, publishes: int, num_reached: int, client_index: int,
+    core: Any, root: int, client: int, publishes: int, num_reached: int, client_index: int,
     num_running: int, spare: int, max_model_len: int, tokens: Any, wishes: Any, rows: Any,
     running: Any, ring: Any, answers: Any, published: Any,
 ) -> Any:  # fmt: skip
@@ -573,7 +575,7 @@ def admit_rows(
 
     Where there must be room for more first, nothing is changed: return -1, the most slots that one
     wants, and for how many nodes and columns of tables there must be room."""
-    c = columns_of(book)
+    c = columns_of(core)
     unit, width, none, num_groups = c.tokens.shape[1], ring.shape[1], np.int64(0), len(c.group)
     most = total = num_nodes = num_columns = none
     for i in range(len(wishes)):
@@ -584,9 +586,9 @@ def admit_rows(
     for g in range(num_groups):
         num_columns += total // unit + len(wishes) * (1 + np.int64(c.group[g, EXTRA]))
     num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
-    is_narrow = most > num_reached * unit or num_nodes > num_spare
-    is_narrow |= 2 * (c.number[NUM_INDEXED] + num_nodes) > len(search_of(book).index)
-    if is_narrow or num_columns > len(logs_of(book).ids):
+    needs_space = most > num_reached * unit or num_nodes > num_spare
+    needs_space |= 2 * (c.number[NUM_INDEXED] + num_nodes) > len(search_of(core).index)
+    if needs_space or num_columns > len(logs_of(core).ids):
         return np.int64(-1), most, num_nodes, num_columns
     start = count = num_published = none
     for i in range(len(wishes)):
@@ -598,15 +600,15 @@ def admit_rows(
             continue
         hit = depth = none
         if publishes and num_read >= unit:
-            depth = walk(book, root, client, none, none, rows[:0], these, num_read // unit)
-            hit = fit(book, depth, num_read, client)
+            depth = walk(core, root, client, none, none, rows[:0], these, num_read // unit)
+            hit = fit(core, depth, num_read, client)
             depth = min(depth, hit // unit)
         computed = min(hit + wishes[i, NUM_EXTERNAL], num_tokens - 1)
         end = min(computed + wishes[i, MOST_NEW], num_tokens)
         num_units = end // unit if publishes and not wishes[i, IS_DELAYED] else none
         r, slot = np.int64(rows[count]), np.int64(wishes[count, IN_SLOT])
-        needed = let_in(
-            book, r, np.int64(IS_OPEN), none, none, end, np.int64(wishes[i, NUM_OF_ENCODER]), root,
+        needed = admit(
+            core, r, np.int64(IS_OPEN), none, none, end, np.int64(wishes[i, NUM_OF_ENCODER]), root,
             depth, hit, computed, min(end + wishes[i, NUM_AHEAD], max_model_len),
             spare if num_running + count else none, num_units, np.int64(-1), address_of(these, 0),
             rows[:0], none,
@@ -616,7 +618,7 @@ def admit_rows(
         for g in range(num_groups):
             if c.row[r, COLUMNS + 2 * g]:
                 line, columns = r * num_groups + g, np.int64(c.row[r, COLUMNS + 2 * g])
-                note_change(book, slot, g, line, none, columns)
+                note_change(core, slot, g, line, none, columns)
         if num_units > depth:
             published[num_published, 0], published[num_published, 1] = r, c.row[r, GENERATION]
             published[num_published, 2], published[num_published, 3] = depth, num_units
@@ -635,14 +637,14 @@ def admit_rows(
 
 @routine
 def _inspect(
-    book: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
+    core: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
     cached: Any, rows: Any, places: Any,
 ) -> Any:  # fmt: skip
     """Find the `rows` in slots, and those of them for which something is to be done; return how
     many those are, how many skip, how many fill a unit, whether one shares what it may write, the
     most slots that one wants, and the place of one whose slot has no row, or that wants to cache
     tokens for which it wants no slots, or -1. Changes nothing."""
-    c = columns_of(book)
+    c = columns_of(core)
     unit = c.tokens.shape[1]
     num_busy = num_late = num_filled = is_sharing = most = np.int64(0)
     for i in range(len(slots)):
@@ -655,7 +657,7 @@ def _inspect(
             return num_busy, num_late, num_filled, is_sharing, most, np.int64(i)
         is_late = computed[i] >= c.row[r, SKIP_AT]
         is_filled = cached[i] >= (np.int64(c.row[r, UNITS]) + 1) * unit
-        if is_filled and (publishes == 0 or c.row[r, FLAGS] & IS_MUTE):
+        if is_filled and (publishes == 0 or c.row[r, FLAGS] & NO_CACHING):
             is_filled = False
         if not (is_late or is_filled or slot_tokens[i] > c.row[r, CAPACITY]):
             continue
@@ -675,34 +677,34 @@ def _inspect(
     return num_busy, num_late, num_filled, is_sharing, most, np.int64(-1)
 
 
-@kernel(_types.UniTuple(INT, 6), BOOK, INT, INTS, INTS, INTS, INTS, INTS, NEW_INTS, NEW_INT_ROWS)
+@kernel(_types.UniTuple(INT, 6), CORE, INT, INTS, INTS, INTS, INTS, INTS, NEW_INTS, NEW_INT_ROWS)
 def inspect(
-    book: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
+    core: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
     cached: Any, rows: Any, places: Any,
 ) -> Any:  # fmt: skip
     """Do `_inspect`."""
     return _inspect(
-        book, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
+        core, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
     )
 
 
 @routine
-def _skip_rows(book: Any, rows: Any, computed: Any, places: Any, num_late: int) -> None:
+def _skip_rows(core: Any, rows: Any, computed: Any, places: Any, num_late: int) -> None:
     front = np.int64(0)
     for k in range(num_late):
         i = places[LATE, k]
-        front = skip(book, np.int64(rows[i]), np.int64(computed[i]), front)
+        front = skip(core, np.int64(rows[i]), np.int64(computed[i]), front)
 
 
 @routine
 def _grant_rows(
-    book: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
+    core: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
     num_free: int, is_reserved: Any,
 ) -> int:  # fmt: skip
     total = np.int64(0)
     for k in range(num_busy):
         i = places[BUSY, k]
-        needed = growth(book, np.int64(rows[i]), np.int64(computed[i]), np.int64(slot_tokens[i]))
+        needed = growth(core, np.int64(rows[i]), np.int64(computed[i]), np.int64(slot_tokens[i]))
         if total + needed <= num_free:
             total += needed
         else:
@@ -712,20 +714,20 @@ def _grant_rows(
 
 @routine
 def _grow_rows(
-    book: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
+    core: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
     num_busy: int, num_filled: int, is_reserved: Any,
 ) -> Any:  # fmt: skip
-    c = columns_of(book)
+    c = columns_of(core)
     unit = c.tokens.shape[1]
     for k in range(num_busy):
         i = places[BUSY, k]
         if is_reserved[i] and slot_tokens[i] > c.row[rows[i], CAPACITY]:
             grow(
-                book, np.int64(rows[i]), np.int64(slots[i]), np.int64(computed[i]),
+                core, np.int64(rows[i]), np.int64(slots[i]), np.int64(computed[i]),
                 np.int64(slot_tokens[i]),
             )  # fmt: skip
         if is_reserved[i]:
-            note_end(book, np.int64(rows[i]), np.int64(computed[i]))
+            note_end(core, np.int64(rows[i]), np.int64(computed[i]))
     num_single = num_long = np.int64(0)
     for k in range(num_filled):
         i = places[FILLED, k]
@@ -742,46 +744,46 @@ def _grow_rows(
     return num_single, num_long
 
 
-@kernel(INT, BOOK, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, NEW_INTS)
+@kernel(INT, CORE, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, NEW_INTS)
 def grant_rows(
-    book: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
+    core: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
     num_free: int, is_reserved: Any,
 ) -> int:  # fmt: skip
     """Say, in order, which busy rows can have all they lack; return how many blocks that is."""
-    return _grant_rows(book, rows, computed, slot_tokens, places, num_busy, num_free, is_reserved)
+    return _grant_rows(core, rows, computed, slot_tokens, places, num_busy, num_free, is_reserved)
 
 
 @kernel(
-    _types.UniTuple(INT, 2), BOOK, INTS, INTS, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, INT, INT,
+    _types.UniTuple(INT, 2), CORE, INTS, INTS, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, INT, INT,
     NEW_INTS,
 )  # fmt: skip
-def serve(
-    book: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
+def serve_rows(
+    core: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
     num_busy: int, num_late: int, num_filled: int, what: int, is_reserved: Any,
 ) -> Any:  # fmt: skip
     """Let busy rows SKIP, or GROW where `is_reserved` says so, or do ALL: skip, find who can have
     all its blocks, grow. Sort those that fill units; return how many fill one, and how many others
     there are."""
-    c = columns_of(book)
+    c = columns_of(core)
     if what != GROW:
-        _skip_rows(book, rows, computed, places, num_late)
+        _skip_rows(core, rows, computed, places, num_late)
     if what == ALL:
         _grant_rows(
-            book, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
+            core, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
         )
     if what == SKIP:
         return np.int64(0), np.int64(0)
     return _grow_rows(
-        book, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled, is_reserved
+        core, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled, is_reserved
     )
 
 
-@kernel(INT, BOOK, INTS, INTS, INTS, INTS)
-def note_forwards(book: Any, rows: Any, own: Any, last: Any, accepted: Any) -> int:
+@kernel(INT, CORE, INTS, INTS, INTS, INTS)
+def note_forwards(core: Any, rows: Any, own: Any, last: Any, accepted: Any) -> int:
     """Note where forwards of rows are to end, and where those before did; return how many columns
     tables of states lack for that."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     total = np.int64(0)
     for i in range(len(rows)):
         r = rows[i]
@@ -789,37 +791,37 @@ def note_forwards(book: Any, rows: Any, own: Any, last: Any, accepted: Any) -> i
         s.forward[r, ACCEPTED] = accepted[i]
         for g in range(len(c.group)):
             if c.group[g, KIND] == STATE:
-                end = table_end(book, r, g, np.int64(0))
+                end = table_end(core, r, g, np.int64(0))
                 total += max(np.int64(0), end - c.row[r, COLUMNS + 2 * g])
     return total
 
 
-@kernel(NOTHING, BOOK, INTS, INTS, INT_ROWS, NEW_INT_ROWS)
-def publish_units(book: Any, rows: Any, places: Any, tokens: Any, published: Any) -> None:
+@kernel(NOTHING, CORE, INTS, INTS, INT_ROWS, NEW_INT_ROWS)
+def publish_units(core: Any, rows: Any, places: Any, tokens: Any, published: Any) -> None:
     """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`. Note row,
     generation, unit and the one behind it in `published[k]`."""
-    c = columns_of(book)
+    c = columns_of(core)
     for k in range(len(places)):
         r = np.int64(rows[places[k]])
         u = np.int64(c.row[r, UNITS])
         published[k, 0], published[k, 1] = r, c.row[r, GENERATION]
         published[k, 2], published[k, 3] = u, u + 1
-        publish(book, r, u + 1, u, address_of(tokens, k), rows[:0], 0)
+        publish(core, r, u + 1, u, address_of(tokens, k), rows[:0], 0)
 
 
-DONE, ODD, NARROW, SHARING = range(4)
+DONE, BAD_ROW, NEEDS_SPACE, SHARING = range(4)
 """What `run_rows` answers: all is done; a slot has no row yet, or wants to cache more than it has
 slots for; there must be room for more units or nodes; rows share what they may write. Nothing is
 changed but where all is done."""
 
 
 @kernel(
-    _types.UniTuple(INT, 4), BOOK, INT, INT, INTS, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
+    _types.UniTuple(INT, 4), CORE, INT, INT, INTS, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
     INT_ROWS, INTS, INTS, NEW_INTS, NEW_INT_ROWS, NEW_INTS, NEW_INT_ROWS,
 )  # fmt: skip
 def run_rows(
-    book: Any, publishes: int, num_reached: int, row_of_slot: Any, running: Any, ring: Any,
-    slots: Any, offsets: Any, token_ids: Any, figures: Any, computed: Any, slot_tokens: Any,
+    core: Any, publishes: int, num_reached: int, row_of_slot: Any, running: Any, ring: Any,
+    slots: Any, offsets: Any, token_ids: Any, positions: Any, computed: Any, slot_tokens: Any,
     rows: Any, places: Any, is_reserved: Any, published: Any,
 ) -> Any:  # fmt: skip
     """Run the rows of a step on: append their tokens, skip, grow those that can have all their
@@ -827,31 +829,31 @@ def run_rows(
     units were published alone, each with a line in `published`, and how many rows are left to be
     published one by one (LONG in `places`); or another answer, the most slots that a row wants and
     how many units are filled."""
-    c = columns_of(book)
-    s = search_of(book)
-    cached, unit, none = figures[END_OF_OWN], c.tokens.shape[1], np.int64(0)
-    num_busy, num_late, num_filled, is_sharing, most, odd = _inspect(
-        book, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
+    c = columns_of(core)
+    s = search_of(core)
+    cached, unit, none = positions[END_OF_OWN], c.tokens.shape[1], np.int64(0)
+    num_busy, num_late, num_filled, is_sharing, most, bad = _inspect(
+        core, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
     )
-    if odd >= 0:
-        return np.int64(ODD), odd, none, none
+    if bad >= 0:
+        return np.int64(BAD_ROW), bad, none, none
     if is_sharing:
         return np.int64(SHARING), none, none, none
     num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
-    is_narrow = most > num_reached * unit or num_filled > num_spare
-    if is_narrow or 2 * (c.number[NUM_INDEXED] + num_filled) > len(s.index):
-        return np.int64(NARROW), most, num_filled, none
+    needs_space = most > num_reached * unit or num_filled > num_spare
+    if needs_space or 2 * (c.number[NUM_INDEXED] + num_filled) > len(s.index):
+        return np.int64(NEEDS_SPACE), most, num_filled, none
     append(running, ring, slots, offsets, token_ids)
     for i in range(len(slots)):
         is_reserved[i] = 1
     num_single = num_long = none
     if num_busy:
-        _skip_rows(book, rows, computed, places, num_late)
+        _skip_rows(core, rows, computed, places, num_late)
         _grant_rows(
-            book, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
+            core, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
         )
         num_single, num_long = _grow_rows(
-            book, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled,
+            core, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled,
             is_reserved,
         )  # fmt: skip
     num_published, width = none, ring.shape[1]
@@ -867,26 +869,26 @@ def run_rows(
         published[num_published, 2], published[num_published, 3] = u, u + 1
         num_published += 1
         base = u - u % (width // unit)
-        publish(book, r, u + 1, base, address_of(ring, slot), slots[:0], 0)
-    note_ends(running, slots, figures, is_reserved)
+        publish(core, r, u + 1, base, address_of(ring, slot), slots[:0], 0)
+    note_ends(running, slots, positions, is_reserved)
     return np.int64(DONE), num_published, num_long, none
 
 
-@kernel(NOTHING, BOOK, INT, INT, INT, INTS, INTS)
-def share(book: Any, parent: int, child: int, num_units: int, ends: Any, states: Any) -> None:
+@kernel(NOTHING, CORE, INT, INT, INT, INTS, INTS)
+def share(core: Any, parent: int, child: int, num_units: int, ends: Any, states: Any) -> None:
     """Let row `child` have the first `ends[g]` columns of row `parent`, and hold their blocks; it
     stands where the parent stands, but behind `num_units` units at most. Of a group that keeps
     states it has one only, that of the parent's column `states[g]`, in its last column."""
-    c = columns_of(book)
+    c = columns_of(core)
     num_groups = len(c.group)
     n, u = np.int64(c.row[parent, LAST]), np.int64(c.row[parent, UNITS])
     while u > num_units:
         n = np.int64(c.node[n, PARENT])
         u -= 1
-    s = search_of(book)
+    s = search_of(core)
     s.forward[child, NUM_ENCODER] = s.forward[parent, NUM_ENCODER]
     c.row[child, ROOT], c.row[child, LAST] = c.row[parent, ROOT], 0
-    c.row[child, DOUBLES] = 0
+    c.row[child, DUPLICATES] = 0
     for g in range(num_groups):
         source, line = parent * num_groups + g, child * num_groups + g
         kept = min(np.int64(ends[g]), np.int64(c.row[parent, KEPT + 2 * g]))
@@ -900,29 +902,29 @@ def share(book: Any, parent: int, child: int, num_units: int, ends: Any, states:
                 b = np.int64(c.table[source, states[g]])
             c.table[line, i] = b
             if b:
-                hold(book, b)
+                acquire(core, b)
         c.row[child, COLUMNS + 2 * g], c.row[child, KEPT + 2 * g] = ends[g], kept
-    stand(book, child, n, u)
+    attach_to_node(core, child, n, u)
     m = n
-    while c.row[parent, DOUBLES] and u > 0:
+    while c.row[parent, DUPLICATES] and u > 0:
         for g in range(num_groups):
             if c.group[g, KIND] == FULL and u % c.group[g, LENGTH] == 0:
                 column = u // c.group[g, LENGTH] - 1
                 cached = np.int64(c.node[m, BLOCK + 2 * g])
                 if cached and cached != c.table[child * num_groups + g, column]:
-                    hold(book, cached)
-                    c.row[child, DOUBLES] += 1
+                    acquire(core, cached)
+                    c.row[child, DUPLICATES] += 1
         m = np.int64(c.node[m, PARENT])
         u -= 1
-    note_limits(book, child)
+    note_limits(core, child)
 
 
-@kernel(NOTHING, BOOK, INT, INT, INT, INT)
-def replace_block(book: Any, r: int, g: int, column: int, b: int) -> None:
+@kernel(NOTHING, CORE, INT, INT, INT, INT)
+def replace_block(core: Any, r: int, g: int, column: int, b: int) -> None:
     """Put a block, which is held for it, into a column; the one there before is given back."""
-    c = columns_of(book)
+    c = columns_of(core)
     line = r * len(c.group) + g
     before = np.int64(c.table[line, column])
     c.table[line, column] = b
-    release(book, before, 0)
-    note_change(book, 0, g, line, column, 1)
+    release(core, before, 0)
+    note_change(core, 0, g, line, column, 1)

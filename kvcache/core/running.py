@@ -39,7 +39,7 @@ TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, CONFIRMED, MARK, NUM_COLUM
 tokens, and those from FIRST_IN_RING on are in the ring; CONFIRMED is scratch, and MARK the stamp of
 the check that saw the row last."""
 
-BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_FIGURES = range(7)
+BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_POSITIONS = range(7)
 """Of a row of a step, in `figures`: how far it had come before; COMPUTED once rejected drafts are
 taken back; where its forward ends with its own tokens, and with its drafts; how many of its tokens
 were computed before this step and are its own."""
@@ -60,7 +60,7 @@ class RunningRows(NamedTuple):
 
     slots: Int32Array
     generations: npt.NDArray[np.int64]
-    figures: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
     offsets: Int32Array
     token_ids: Int32Array
     is_crowded: bool
@@ -88,7 +88,7 @@ class RowTable(Protocol):
 NO_ROWS = RunningRows(
     EMPTY_INT32,
     np.empty(0, np.int64),
-    np.empty((NUM_FIGURES, 0), np.int32),
+    np.empty((NUM_POSITIONS, 0), np.int32),
     EMPTY_INT32,
     EMPTY_INT32,
     False,
@@ -103,7 +103,7 @@ NEW_LONGS = array_type("int64")
 )
 def check_rows(
     rows: Any, generation: Any, slots: Any, num_new: Any, num_draft: Any, num_rejected: Any,
-    offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, figures: Any,
+    offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, positions: Any,
     generations: Any, stamp: int, client: int, max_model_len: int, most_drafts: int, width: int,
 ) -> int:  # fmt: skip
     """Check the rows of a step, and note their `figures` and `generations`; see `IS_WRONG`.
@@ -155,9 +155,9 @@ def check_rows(
         num_drafts += drafts
         if after - rows[slot, SYNCED] > width:
             result = np.int64(IS_CROWDED)
-        figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i] = before_computed, before
-        figures[SETTLED, i], figures[END_OF_OWN, i] = settled, own_end
-        figures[END, i], figures[CONFIRMED_END, i] = settled + new, min(settled, before)
+        positions[BEFORE_COMPUTED, i], positions[BEFORE_TOKENS, i] = before_computed, before
+        positions[SETTLED, i], positions[END_OF_OWN, i] = settled, own_end
+        positions[END, i], positions[CONFIRMED_END, i] = settled + new, min(settled, before)
         generations[i] = generation[slot]
     if len(draft_token_ids) and len(draft_token_ids) != num_drafts:
         return IS_WRONG
@@ -183,31 +183,31 @@ def append_tokens(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any
 
 
 @routine
-def note_ends(rows: Any, slots: Any, figures: Any, has_run: Any) -> None:
+def note_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
     """Note how far each row is computed: to its end where it got its blocks."""
     for i in range(len(slots)):
         slot = slots[i]
         if has_run[i]:
-            rows[slot, COMPUTED] = figures[END, i]
-            if figures[END, i] > figures[SETTLED, i]:
-                rows[slot, OWN] = figures[END_OF_OWN, i]
+            rows[slot, COMPUTED] = positions[END, i]
+            if positions[END, i] > positions[SETTLED, i]:
+                rows[slot, OWN] = positions[END_OF_OWN, i]
         else:
-            rows[slot, COMPUTED] = figures[SETTLED, i]
+            rows[slot, COMPUTED] = positions[SETTLED, i]
 
 
 @kernel(NOTHING, NEW_INT_ROWS, INTS, INT_ROWS, INTS)
-def note_forwards(rows: Any, slots: Any, figures: Any, has_run: Any) -> None:
+def note_row_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
     """Do `note_ends`."""
-    note_ends(rows, slots, figures, has_run)
+    note_ends(rows, slots, positions, has_run)
 
 
 @kernel(NOTHING, NEW_INT_ROWS, LONGS, INTS, LONGS, INT_ROWS)
-def confine(rows: Any, generation: Any, slots: Any, generations: Any, figures: Any) -> None:
+def confine(rows: Any, generation: Any, slots: Any, generations: Any, positions: Any) -> None:
     """Note as CONFIRMED what rows had before a step, where the same request is in the slot."""
     for i in range(len(slots)):
         slot = slots[i]
         if generation[slot] == generations[i]:
-            rows[slot, CONFIRMED] = min(figures[BEFORE_COMPUTED, i], figures[BEFORE_TOKENS, i])
+            rows[slot, CONFIRMED] = min(positions[BEFORE_COMPUTED, i], positions[BEFORE_TOKENS, i])
 
 
 @kernel(INT, INT_ROWS, INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS)

@@ -142,8 +142,8 @@ class SingleTypeKVCacheManager:
         """Return, per group, the blocks of the longest hit, null for skipped ones, as `longest_hit`
         finds it. A digest hits where all groups have it. The arguments are right."""
         found = [pool.get_cached_block(digest, group_ids, namespace) for digest in block_hashes]
-        is_there = np.array([blocks is not None for blocks in found], np.bool_)
-        hit = cls.longest_hit(spec, is_there, len(found), num_extra_blocks=num_extra_blocks)
+        is_cached = np.array([blocks is not None for blocks in found], np.bool_)
+        hit = cls.longest_hit(spec, is_cached, len(found), num_extra_blocks=num_extra_blocks)
         null = [NULL_BLOCK_ID] * len(group_ids)
         columns = [null] * hit.start + [found[i] or null for i in hit]
         return [[column[place] for column in columns] for place in range(len(group_ids))]

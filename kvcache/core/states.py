@@ -31,26 +31,26 @@ from kvcache.core.pool import take
 
 
 @inner
-def first_written(book: Any, r: int, g: int, held: int) -> int:
+def first_written(core: Any, r: int, g: int, held: int) -> int:
     """Return the first column behind `held` ones to which the forward writes a state."""
-    c = columns_of(book)
-    return max(held, column_of(c.group[g], search_of(book).forward[r, OWN_END]))
+    c = columns_of(core)
+    return max(held, column_of(c.group[g], search_of(core).forward[r, OWN_END]))
 
 
 @routine
-def read_apart(book: Any, r: int, g: int, held: int, computed: int) -> int:
+def read_apart(core: Any, r: int, g: int, held: int, computed: int) -> int:
     """Return the column behind `held` ones whose state the forward reads though none of the row's
     wrote it, as it comes with external tokens; -1: there is none."""
-    read = column_of(columns_of(book).group[g], computed)
-    return read if held <= read < first_written(book, r, g, held) else np.int64(-1)
+    read = column_of(columns_of(core).group[g], computed)
+    return read if held <= read < first_written(core, r, g, held) else np.int64(-1)
 
 
 @routine
-def next_spare(book: Any, r: int, g: int, i: int) -> int:
+def next_spare(core: Any, r: int, g: int, i: int) -> int:
     """Return the first column from `i` on with a state that the forward passes by and that nobody
     else has or can hit; -1: there is none."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     last = column_of(c.group[g], s.forward[r, LAST_END])
     written = column_of(c.group[g], s.forward[r, OWN_END])
     if s.forward[r, LAST_END] < 0 or written <= last + 1:
@@ -65,63 +65,63 @@ def next_spare(book: Any, r: int, g: int, i: int) -> int:
 
 
 @routine
-def lacking_states(book: Any, r: int, g: int, held: int, computed: int, total: int) -> int:
+def lacking_states(core: Any, r: int, g: int, held: int, computed: int, total: int) -> int:
     """Return how many blocks `grow_states` takes."""
-    needed = total - first_written(book, r, g, held)
-    needed += read_apart(book, r, g, held, computed) >= 0
-    i = next_spare(book, r, g, 0)
+    needed = total - first_written(core, r, g, held)
+    needed += read_apart(core, r, g, held, computed) >= 0
+    i = next_spare(core, r, g, 0)
     while needed > 0 and i >= 0:
         needed -= 1
-        i = next_spare(book, r, g, i + 1)
+        i = next_spare(core, r, g, i + 1)
     return needed
 
 
 @routine
-def grow_states(book: Any, r: int, g: int, held: int, computed: int, total: int) -> None:
+def grow_states(core: Any, r: int, g: int, held: int, computed: int, total: int) -> None:
     """Extend a table of `held` columns to `total`: a block where the forward reads or writes a
     state, null elsewhere; there is room. Blocks that move on are negative, to tell them from those
     that are taken."""
-    c = columns_of(book)
-    line, first = r * len(c.group) + g, first_written(book, r, g, held)
+    c = columns_of(core)
+    line, first = r * len(c.group) + g, first_written(core, r, g, held)
     for i in range(held, first):
         c.table[line, i] = 0
-    apart, to = read_apart(book, r, g, held, computed), first
+    apart, to = read_apart(core, r, g, held, computed), first
     if apart >= 0:
         to = apart
-    i = next_spare(book, r, g, 0)
+    i = next_spare(core, r, g, 0)
     while to < total and i >= 0:
         c.table[line, to] = -c.table[line, i]
         c.table[line, i] = 0
         to = to + 1 if to >= first else first
-        i = next_spare(book, r, g, i + 1)
+        i = next_spare(core, r, g, i + 1)
     if to < first:
-        take(book, line, to, np.int64(1))
+        take(core, line, to, np.int64(1))
         to = first
-    take(book, line, to, total - to)
+    take(core, line, to, total - to)
 
 
 @routine
-def note_end(book: Any, r: int, computed: int) -> None:
+def note_end(core: Any, r: int, computed: int) -> None:
     """Note where the own tokens of a row's forward end, which begins after `computed` ones unless
     one was before. Ends beyond its begin were those of forwards that failed. A first one without
     own tokens stands for others elsewhere, whose state comes with external tokens."""
-    s = search_of(book)
-    unit = columns_of(book).tokens.shape[1]
+    s = search_of(core)
+    unit = columns_of(core).tokens.shape[1]
     end, start = np.int64(s.forward[r, OWN_END]), np.int64(computed)
     is_first = s.forward[r, LAST_END] < 0
     if not is_first:
         start = np.int64(s.forward[r, LAST_END]) + s.forward[r, ACCEPTED]
     if s.forward.shape[1] > ENDS and (end > start or (is_first and end == start)):
-        forget_ends(book, r, start // unit)
+        forget_ends(core, r, start // unit)
         if end % unit == 0:
             s.forward[r, ENDS + end // unit - 1] = 1
 
 
 @routine
-def forget_ends(book: Any, r: int, num_units: int) -> None:
+def forget_ends(core: Any, r: int, num_units: int) -> None:
     """Forget that forwards of a row ended behind more than so many units."""
-    c = columns_of(book)
-    s = search_of(book)
+    c = columns_of(core)
+    s = search_of(core)
     last = np.int64(0)
     for g in range(len(c.group)):
         if c.group[g, KIND] == STATE:

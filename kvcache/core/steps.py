@@ -17,6 +17,7 @@ from kvcache.base.errors import RequestError
 from kvcache.core.columns import (
     BLOCK,
     GENERATION,
+    LOGS_GONE,
     NEXT_NODE,
     NUM_STEPS,
     OPENED,
@@ -24,27 +25,26 @@ from kvcache.core.columns import (
     PARENT,
     SEALED_BELOW,
     SERIAL,
-    TELLS,
     UNITS,
-    Books,
+    ColumnStore,
     columns_of,
 )
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
-from kvcache.core.machine import BOOK, INT, NEW_INT_ROWS, kernel
+from kvcache.core.machine import CORE, INT, NEW_INT_ROWS, kernel
 from kvcache.core.prefix_tree import is_sealed
 from kvcache.core.rows import rewind_row
 
 NodeNotes = Any
 
 
-@kernel(INT, BOOK, NEW_INT_ROWS, INT, NEW_INT_ROWS)
-def settle_notes(book: Any, notes: Any, serial: int, waiting: Any) -> int:
+@kernel(INT, CORE, NEW_INT_ROWS, INT, NEW_INT_ROWS)
+def settle_notes(core: Any, notes: Any, serial: int, waiting: Any) -> int:
     """Move those of a step's notes that still stand to the front, and return how many they are.
 
     What continues a block that waits for another client's step waits for that step, too: nobody is
     told of a content before its parent. The serial of that step is in `waiting`, 0 for others.
     """
-    c = columns_of(book)
+    c = columns_of(core)
     count = 0
     for i in range(len(notes)):
         n, g = np.int64(notes[i, 0]), np.int64(notes[i, 1])
@@ -58,7 +58,7 @@ def settle_notes(book: Any, notes: Any, serial: int, waiting: Any) -> int:
             for _ in range(c.group[g, LENGTH]):
                 above = np.int64(c.node[above, PARENT])
             owner = np.int64(c.node[above, OWNER + 2 * g])
-            if owner != serial and c.node[above, PARENT] and not is_sealed(book, owner):
+            if owner != serial and c.node[above, PARENT] and not is_sealed(core, owner):
                 c.node[n, OWNER + 2 * g] = owner
                 waiting[count, 0] = owner
         count += 1
@@ -81,12 +81,12 @@ class OpenStep:
     rows: list[Any] = field(default_factory=list)
 
 
-class StepBook:
+class StepTable:
     """The open step of one core, and the steps that wait, by client and in order."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, store: ColumnStore) -> None:
         """Know no step."""
-        self._books = books
+        self._store = store
         self.current: OpenStep | None = None
         """The open step."""
         self._client_id = ""
@@ -126,7 +126,7 @@ class StepBook:
             return
         self._end_current()
         self.current = None
-        self._books.cells[SERIAL] = 0
+        self._store.cells[SERIAL] = 0
         if self._client_id not in self._waiting:
             self._numbers.pop(self._client_id, None)
 
@@ -138,7 +138,7 @@ class StepBook:
     def note_row(self, r: int, end: int) -> None:
         """Remember that a row is about to publish its units up to `end`."""
         if self.current is not None:
-            row = self._books.columns.row
+            row = self._store.columns.row
             self.current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
 
     def note(self, notes: NodeNotes) -> None:
@@ -153,17 +153,19 @@ class StepBook:
         waiting, completed = self._waiting.get(client_id), list[OpenStep]()
         if not waiting or waiting[0].step > through_step:
             return completed
-        c = self._books.columns
+        c = self._store.columns
         # Without others' steps, only those who are told want to know what still stands.
-        settles = self._books.cells[TELLS] or len(self._waiting) > 1
+        settles = self._store.cells[LOGS_GONE] or len(self._waiting) > 1
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
             if step.notes and settles:
                 notes = step.notes[0] if len(step.notes) == 1 else np.concatenate(step.notes)
-                step.notes = [self.settled(_once(notes) if step.waits else notes, step.serial)]
+                step.notes = [
+                    self.settled(_last_of_each(notes) if step.waits else notes, step.serial)
+                ]
             c.client[step.serial & (NUM_STEPS - 1)] = 0
             completed.append(step)
-        self._after(client_id)
+        self._update_sealed_below(client_id)
         return completed
 
     def take_failed(self, client_id: str, from_step: int) -> list[OpenStep]:
@@ -172,30 +174,30 @@ class StepBook:
         after that is gone."""
         self._keep_current()
         waiting, failed = self._waiting.get(client_id), []
-        row, book = self._books.columns.row, self._books.book
+        row, core = self._store.columns.row, self._store.address
         while waiting and waiting[-1].step >= from_step:
             step = waiting.pop()
             failed.append(step)
             for rows in reversed(step.rows):
                 for r, generation, units, _ in rows if isinstance(rows, list) else rows.tolist():
                     if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
-                        rewind_row(book, r, units)
+                        rewind_row(core, r, units)
         return failed
 
     def end_failed(self, client_id: str, failed: list[OpenStep]) -> None:
         """All that these steps made hittable is gone."""
         for step in failed:
-            self._books.columns.client[step.serial & (NUM_STEPS - 1)] = 0
-        self._after(client_id)
+            self._store.columns.client[step.serial & (NUM_STEPS - 1)] = 0
+        self._update_sealed_below(client_id)
 
     def clear(self) -> None:
         """Let nothing wait. Nothing carries a serial any more."""
         self._waiting.clear()
-        self._books.columns.client[:] = 0
+        self._store.columns.client[:] = 0
         current, self.current = self.current, None
         self._numbers = {} if current is None else {self._client_id: current.client}
         self._next_serial = 1
-        self._books.columns.number[SEALED_BELOW] = 1
+        self._store.columns.number[SEALED_BELOW] = 1
         if current is not None:
             self._begin(current.client, current.step)
 
@@ -204,7 +206,7 @@ class StepBook:
         what was made hittable outside any step. What continues another client's unsealed blocks is
         left to that client's step."""
         waiting = np.zeros((len(notes), 1), np.int32)
-        count = settle_notes(self._books.book, notes, serial, waiting)
+        count = settle_notes(self._store.address, notes, serial, waiting)
         notes, owners = notes[:count], waiting[:count, 0]
         if np.count_nonzero(owners):
             for owner in np.unique(owners[owners != 0]).tolist():
@@ -224,12 +226,12 @@ class StepBook:
 
     def _begin(self, client: int, step: int) -> None:
         """Open a step with the next serial, which it gives back if it makes nothing hittable."""
-        cells = self._books.cells
+        cells = self._store.cells
         if self._next_serial - cells[SEALED_BELOW] >= NUM_STEPS - 1:
             self._renumber()
         serial = self._next_serial
         self.current = OpenStep(client, step, serial)
-        self._books.columns.client[serial & (NUM_STEPS - 1)] = client
+        self._store.columns.client[serial & (NUM_STEPS - 1)] = client
         cells[SERIAL] = cells[OPENED] = serial
         waiting = self._waiting.get(self._client_id)
         if waiting and waiting[-1].step == step:
@@ -250,19 +252,19 @@ class StepBook:
         if current.rows or current.notes:
             self._waiting.setdefault(self._client_id, deque()).append(current)
         else:
-            self._books.columns.client[current.serial & (NUM_STEPS - 1)] = 0
+            self._store.columns.client[current.serial & (NUM_STEPS - 1)] = 0
             self._next_serial = current.serial
 
     def _step_of(self, serial: int) -> OpenStep:
         return next(s for steps in self._waiting.values() for s in steps if s.serial == serial)
 
-    def _after(self, client_id: str) -> None:
+    def _update_sealed_below(self, client_id: str) -> None:
         """Note below which serial all steps are sealed."""
         self._forget_if_idle(client_id)
         oldest = self._next_serial if self.current is None else self.current.serial
         if self._waiting:
             oldest = min([steps[0].serial for steps in self._waiting.values()])
-        self._books.cells[SEALED_BELOW] = oldest
+        self._store.cells[SEALED_BELOW] = oldest
 
     def _forget_if_idle(self, client_id: str) -> None:
         if not self._waiting.get(client_id):
@@ -272,7 +274,7 @@ class StepBook:
 
     def _renumber(self) -> None:
         """Give waiting steps the lowest serials, in order; the open one gets its own after that."""
-        c = self._books.columns
+        c = self._store.columns
         steps = sorted(
             (step for steps in self._waiting.values() for step in steps), key=lambda s: s.serial
         )
@@ -295,7 +297,7 @@ class StepBook:
         self._next_serial = len(steps) + 1
 
 
-def _once(notes: NodeNotes) -> NodeNotes:
+def _last_of_each(notes: NodeNotes) -> NodeNotes:
     """Return the last note of each node and group, in order."""
     _, places = np.unique(notes[::-1, :2], axis=0, return_index=True)
     return np.ascontiguousarray(notes[np.sort(len(notes) - 1 - places)])

@@ -31,7 +31,7 @@ from kvcache.core import (
     patch_of,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_forwards
+from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_row_ends
 from kvcache.manager.admission import Admission
 from kvcache.manager.forks import seat_copy
 from kvcache.manager.model_limits import ModelLimits
@@ -219,9 +219,9 @@ class StepExecutor:
         """Settle the rows and reserve their blocks; say which rows got them."""
         rows, table = plan.rows, self._table
         record.rows = rows
-        slots, figures = rows.slots, rows.figures
+        slots, positions = rows.slots, rows.positions
         confirmed = plan.client.confirmed_tokens(rows, table)
-        wanted = self._slot_tokens(figures, plan.request.num_lookahead_tokens)
+        wanted = self._slot_tokens(positions, plan.request.num_lookahead_tokens)
         fits = not rows.is_crowded or table.make_room(rows)
         reserved = self._core.run_rows(table, rows, confirmed, wanted) if fits else None
         if reserved is None:
@@ -232,13 +232,13 @@ class StepExecutor:
                     slots,
                     confirmed,
                     wanted,
-                    figures[END_OF_OWN],
+                    positions[END_OF_OWN],
                     BatchTokens(table, slots),
                     self._row_states(rows) if self._keeps_states else None,
                     are_tokens_known=True,
                 )
             )
-            note_forwards(table.rows, slots, figures, reserved.is_reserved)
+            note_row_ends(table.rows, slots, positions, reserved.is_reserved)
         return reserved.is_reserved, reserved.patches
 
     def _refuse_rows(self, rows: RunningRows, is_reserved: Int32Array, answer: _Answer) -> None:
@@ -246,7 +246,7 @@ class StepExecutor:
         for i in np.flatnonzero(is_reserved == 0).tolist():
             request, num_tokens = (
                 self._table.requests[rows.slots[i]],
-                int(rows.figures[END_OF_OWN, i]),
+                int(rows.positions[END_OF_OWN, i]),
             )
             refusal = self._admission.refusal(request, num_tokens, is_counted=True)
             if refusal is not None:
@@ -254,16 +254,16 @@ class StepExecutor:
 
     def _row_states(self, rows: RunningRows) -> RowStates:
         """Say where each row's forward ends, if it has one, and where its last one did."""
-        figures, last = rows.figures, self._table.rows[rows.slots, OWN]
-        ends = np.where(figures[END] > figures[SETTLED], figures[END_OF_OWN], last)
-        return RowStates(ends, last, figures[SETTLED] - last)
+        positions, last = rows.positions, self._table.rows[rows.slots, OWN]
+        ends = np.where(positions[END] > positions[SETTLED], positions[END_OF_OWN], last)
+        return RowStates(ends, last, positions[SETTLED] - last)
 
-    def _slot_tokens(self, figures: npt.NDArray[np.int32], num_ahead: int) -> Int32Array:
+    def _slot_tokens(self, positions: npt.NDArray[np.int32], num_ahead: int) -> Int32Array:
         """Up to where each row needs slots; a row that only settles needs none ahead."""
-        ends: Int32Array = figures[END]
+        ends: Int32Array = positions[END]
         if not num_ahead:
             return ends
-        wanted = ends + np.int64(min(num_ahead, self._max_model_len)) * (ends > figures[SETTLED])
+        wanted = ends + np.int64(min(num_ahead, self._max_model_len)) * (ends > positions[SETTLED])
         return int32_array(np.minimum(wanted, self._max_model_len))
 
     def _admit_together(

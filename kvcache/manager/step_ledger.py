@@ -143,13 +143,15 @@ class ClientSteps:
         Blocks may be given up only behind confirmed tokens. Accepted drafts are drafts again if
         this step fails. A step that admitted a row confines nothing: if it fails, the row goes.
         """
-        settled: Int32Array = rows.figures[CONFIRMED_END]
+        settled: Int32Array = rows.positions[CONFIRMED_END]
         if not self.records:
             return settled
         table.rows[rows.slots, CONFIRMED] = settled
         for record in reversed(self.records):
             before = record.rows
-            confine(table.rows, table.generation, before.slots, before.generations, before.figures)
+            confine(
+                table.rows, table.generation, before.slots, before.generations, before.positions
+            )
         confirmed: Int32Array = np.minimum(table.rows[rows.slots, CONFIRMED], settled)
         return confirmed
 
@@ -165,8 +167,8 @@ class ClientSteps:
                 return 0
             places = np.flatnonzero(record.rows.generations == generation)
             if len(places):
-                figures = record.rows.figures[:, int(places[0])].tolist()
-                num_before: int = min(figures[BEFORE_COMPUTED], figures[BEFORE_TOKENS])
+                positions = record.rows.positions[:, int(places[0])].tolist()
+                num_before: int = min(positions[BEFORE_COMPUTED], positions[BEFORE_TOKENS])
                 return min(num_confirmed, num_before)
         return num_confirmed
 
@@ -211,8 +213,8 @@ def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> 
     """How the rows that a step ran or resumed stood before it, as far as they are still known."""
     rows = zip(
         record.rows.generations.tolist(),
-        record.rows.figures[BEFORE_COMPUTED].tolist(),
-        record.rows.figures[BEFORE_TOKENS].tolist(),
+        record.rows.positions[BEFORE_COMPUTED].tolist(),
+        record.rows.positions[BEFORE_TOKENS].tolist(),
         strict=True,
     )
     before = [

@@ -23,7 +23,7 @@ from kvcache.core.running import (
     IS_CROWDED,
     IS_WRONG,
     NO_ROWS,
-    NUM_FIGURES,
+    NUM_POSITIONS,
     TOKENS,
     RunningRows,
     check_rows,
@@ -363,9 +363,12 @@ def plan_rows(  # noqa: PLR0917 - a step, and what it is checked against
     )
     try:
         count = len(columns[0]) if isinstance(columns[0], np.ndarray) else 0
-        figures, generations = np.empty((NUM_FIGURES, count), np.int32), np.empty(count, np.int64)
+        positions, generations = (
+            np.empty((NUM_POSITIONS, count), np.int32),
+            np.empty(count, np.int64),
+        )
         seen = check_rows(
-            rows, table.generation, *columns, gone, figures, generations, table.next_stamp(),
+            rows, table.generation, *columns, gone, positions, generations, table.next_stamp(),
             client.index, limits.max_model_len, limits.most_drafts, table.width,
         )  # fmt: skip
     except TypeError:
@@ -381,7 +384,7 @@ def plan_rows(  # noqa: PLR0917 - a step, and what it is checked against
     return RunningRows(
         running.slots.copy(),  # a record keeps them
         generations,
-        figures,
+        positions,
         running.token_offsets,
         running.token_ids,
         seen == IS_CROWDED,

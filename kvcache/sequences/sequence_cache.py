@@ -18,7 +18,7 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.errors import BlockError, shown
 from kvcache.base.logs import get_logger
-from kvcache.core.telling import PendingCopies
+from kvcache.core.notifier import PendingCopies
 from kvcache.requests.hashing import BlockHash, RequestBlockHasher
 from kvcache.sequences.block import PrefixCachingBlock
 from kvcache.sequences.held_blocks import HeldBlocks

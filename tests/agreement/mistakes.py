@@ -27,7 +27,7 @@ from kvcache.core import (
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.interface import CoreSettings
-from kvcache.core.pool import hold_all
+from kvcache.core.pool import acquire_all
 from kvcache.protocol.commands import Command, Copy, Unlabel
 from kvcache.requests.request import Namespace, Request
 from tests.agreement.walk import FACTORIES
@@ -75,7 +75,7 @@ class LeaksBlocks(FlatCore):
         held = [block for block in self.block_ids(request.request_id)[0] if block]
         self.num_freed += 1
         if held and self.num_freed % 5 == 0:
-            hold_all(self.books.book, flat_core.int32_array(held[:1]))
+            acquire_all(self.store.address, flat_core.int32_array(held[:1]))
         super().free(request)
 
 
@@ -132,7 +132,7 @@ class HitsStatesOfTheOpenStep(FlatCore):
     """A state can be read in the step that writes it."""
 
     def look_up(self, request: Request) -> CacheHit:
-        self.books.columns.number[OPENED] = 1 << 60
+        self.store.columns.number[OPENED] = 1 << 60
         return super().look_up(request)
 
 
@@ -140,9 +140,9 @@ class CachesInspiteOfAnEviction(FlatCore):
     """A request that lost a content still makes later ones hittable."""
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        flags = self.books.columns.row[:, flat_core.FLAGS].copy()
+        flags = self.store.columns.row[:, flat_core.FLAGS].copy()
         super().evict(block_ids)
-        self.books.columns.row[:, flat_core.FLAGS] = flags
+        self.store.columns.row[:, flat_core.FLAGS] = flags
 
 
 class HitsWhatItDrains(FlatCore):
@@ -226,7 +226,7 @@ MISTAKES = (
     Planted(
         "seals before the step of another client",
         DISAGREE + "|before its parent",
-        patches=((steps, "settle_notes", lambda book, notes, serial, waiting: len(notes)),),
+        patches=((steps, "settle_notes", lambda core, notes, serial, waiting: len(notes)),),
     ),
     Planted(
         "leaves rows of a failed step where they are",
@@ -237,8 +237,8 @@ MISTAKES = (
         "skips one token early",
         DISAGREE + "|lacks tokens",
         patches=(
-            (flat_core, "serve", one_more(flat_core.serve, 3)),
-            (flat_core, "tend", one_more(flat_core.tend, 2)),
+            (flat_core, "serve_rows", one_more(flat_core.serve_rows, 3)),
+            (flat_core, "serve_row", one_more(flat_core.serve_row, 2)),
             (flat_core, "inspect", one_more(flat_core.inspect, 4)),
             (flat_core, "run_rows", one_more(flat_core.run_rows, 10)),
         ),
@@ -251,7 +251,7 @@ MISTAKES = (
             (
                 eviction,
                 "evict_all",
-                lambda book, ids, kept: EVICT_ALL(book, ids[::-1].copy(), kept),
+                lambda core, ids, kept: EVICT_ALL(core, ids[::-1].copy(), kept),
             ),
         ),
         configurations=("forks: full", "forks: full, window"),

@@ -149,7 +149,7 @@ def eviction_order(core: FlatCore) -> list[int]:
     if core.order is not None:
         return [int(block) for block in core.order.policy.order()]
     cached = {block for _, _, block, _ in core.contents()}
-    return [block for block in free_list(core.books) if block in cached]
+    return [block for block in free_list(core.store) if block in cached]
 
 
 def row_batch(

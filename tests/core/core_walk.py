@@ -461,7 +461,7 @@ class Walk:
             g, place = slow.content(block)
             key = place.namespace, g, slow.digest(place), block.waits_for is None
             twins.pair([contents[key]], [block.id])
-        held = {one: int(flat.books.columns.block[one, 0]) for one in twins.there if one}
+        held = {one: int(flat.store.columns.block[one, 0]) for one in twins.there if one}
         assert held == {one: slow.blocks[two].holders for one, two in twins.there.items() if one}
 
 
@@ -469,7 +469,7 @@ def flat_contents(core: FlatCore) -> dict[tuple[object, ...], int]:
     """Return the block of every content: namespace, group, digest, whether it is sealed."""
     found = [*core.contents()]
     core.digester.make(np.array([n for n, *_ in found], np.int32))
-    digests = core.books.columns.digest
+    digests = core.store.columns.digest
     return {
         (core.namespaces[core.root_of(n)], g, digests[n].tobytes(), is_sealed): block
         for n, g, block, is_sealed in found

@@ -548,7 +548,7 @@ class SlowCore:
             for table, group in zip(tables, self.groups, strict=True)
             if num_units * self.hash_block_size % group.block_size == 0
         ]
-        return 0 if any(self.followed.books.columns.block[b, NODE] for b in blocks) else 2
+        return 0 if any(self.followed.store.columns.block[b, NODE] for b in blocks) else 2
 
     def skip(self, row: Row, computed: int) -> None:
         for g, group in enumerate(self.groups):

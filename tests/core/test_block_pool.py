@@ -382,7 +382,7 @@ def test_a_block_view_shows_the_present() -> None:
 def test_check_finds_a_lost_reference() -> None:
     pool = BlockPool(4)
     pool.get_new_blocks(1)
-    pool._books.columns.block[1, REF] = 0
+    pool._store.columns.block[1, REF] = 0
     with pytest.raises(InvariantError) as error:
         pool.check()
     assert str(error.value) == "3 blocks are unheld, 2 are free"

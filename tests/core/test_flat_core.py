@@ -57,7 +57,7 @@ def labelled_digests(algorithm: str) -> tuple[int, bytes, list[bytes]]:
     core.reserve(request, Reservation(0, 30, 30), hit)
     (label,) = core.take_commands()
     assert isinstance(label, Label)
-    return int(core.books.columns.word[0]), label.digests, list(request.block_hashes)
+    return int(core.store.columns.word[0]), label.digests, list(request.block_hashes)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -133,12 +133,12 @@ def test_steps_go_on_while_another_client_never_completes_one() -> None:
 
 def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
     core = make_flat_core(12, window(5), has_workers=False)
-    core.books.max_nodes = 300
+    core.store.max_nodes = 300
     for number in range(60):
         request = make_request(f"r{number}", [number] * 200)
         for end in range(8, 201, 8):
             assert core.reserve(request, Reservation(end - 8, end, end)) is not None
-        assert len(core.books.columns.node) <= 300
+        assert len(core.store.columns.node) <= 300
         core.free(request)
         core.check()
         again = make_request("again", [number] * 201)
@@ -167,7 +167,7 @@ def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(poli
 def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) -> None:
     for length in range(280, 305, 4):
         core = make_flat_core(12, window(5), has_workers=False, eviction_policy=policy)
-        core.books.max_nodes = 76  # as many as there are from the start
+        core.store.max_nodes = 76  # as many as there are from the start
         first = make_request("first", [1] * length)
         for end in range(8, length + 8, 8):
             assert core.reserve(first, Reservation(end - 8, end, min(end, length))) is not None
@@ -185,14 +185,14 @@ def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) 
 
 def test_states_alone_keep_the_nodes_before_them_within_bounds() -> None:
     core = make_flat_core(12, mamba(), has_workers=False)
-    core.books.max_nodes = 300
+    core.store.max_nodes = 300
     for number in range(60):
         request = make_request(f"r{number}", [number] * 200)
         for start in range(0, 200, 40):
             newest = NewestState(start, 0) if start else None
             end = start + 40
             assert core.reserve(request, Reservation(start, end, end, 0, end, newest)) is not None
-        assert len(core.books.columns.node) <= 300
+        assert len(core.store.columns.node) <= 300
         core.free(request)
         core.check()
         again = make_request("again", [number] * 201)

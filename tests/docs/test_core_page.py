@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.core.columns import BLOCK, CHILD, NEXT, NODE, OWNER, PARENT, REF, STANDING
+from kvcache.core.columns import BLOCK, CHILD, NEXT, NODE, OWNER, PARENT, REF, ROWS
 from kvcache.core.flat_core import FlatCore
 from tests.core.builders import full, make_flat_core, make_request, run_request
 
@@ -15,7 +15,7 @@ OF_NODES = {
     "CHILD": CHILD,
     "BLOCK": BLOCK,
     "OWNER": OWNER,
-    "STANDING": STANDING,
+    "ROWS": ROWS,
 }
 UNITS = {"a": 10, "b": 11, "c": 12, "d": 13, "x": 20, "y": 21, "z": 22, "e": 30}
 
@@ -33,7 +33,7 @@ def pictures() -> list[dict[str, list[str]]]:
 
 def require(core: FlatCore, picture: dict[str, list[str]]) -> None:
     """Compare every line that a picture has."""
-    columns = core.books.columns
+    columns = core.store.columns
     for names, rows, numbers in (
         (OF_BLOCKS, columns.block, picture["block"]),
         (OF_NODES, columns.node, picture.get("node", [])),
@@ -51,7 +51,7 @@ def require(core: FlatCore, picture: dict[str, list[str]]) -> None:
 
 
 def free_list(core: FlatCore) -> str:
-    block, found = core.books.columns.block, []
+    block, found = core.store.columns.block, []
     b = int(block[0, NEXT])
     while b:
         found.append(str(b))

@@ -137,7 +137,7 @@ def test_inconsistent_state_is_rebuilt_from_the_labels() -> None:
     with LocalCluster(config("on")) as cluster, cluster.client() as client:
         compute(client, "a")
         core: Any = cluster.coordinator.manager
-        core._core.books.columns.number[FREE] += 1
+        core._core.store.columns.number[FREE] += 1
         epoch = cluster.coordinator.epoch
         with pytest.raises(
             Exception, match="the coordinator's state is inconsistent and is rebuilt"

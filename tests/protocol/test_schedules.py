@@ -239,7 +239,7 @@ def test_a_state_one_column_off_turns_the_simulation_red(
 def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, place in (("inspect", 4), ("run_rows", 10), ("serve", 3), ("tend", 2)):
+    for name, place in (("inspect", 4), ("run_rows", 10), ("serve_rows", 3), ("serve_row", 2)):
         kernel = one_token_later(getattr(flat_core, name), place)
         monkeypatch.setattr(flat_core, name, kernel)
     assert turns_red(60, model, first_seed=29 if model == "chunk" else 5)
@@ -261,7 +261,7 @@ def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def hits_open_step(self: FlatCore, request: Request) -> CacheHit:
-        self.books.columns.number[OPENED] = 1 << 60
+        self.store.columns.number[OPENED] = 1 << 60
         return look_up(self, request)
 
     look_up = FlatCore.look_up

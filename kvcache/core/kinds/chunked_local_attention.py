@@ -20,7 +20,7 @@ from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
 
 
 @inner
-def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int) -> int:
+def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> int:
     """Return the end of the longest hit, in blocks: those of its last chunk until the first miss.
 
     Where no multiple of `step` is left in the chunk, the search goes on in the one before.
@@ -29,7 +29,7 @@ def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int) -> int:
     while end > 0:
         start = first_read(rule, end)
         i = start
-        while i < end and is_there(where, i):
+        while i < end and is_cached(blocks, i):
             i += 1
         end = i - i % step
         if end >= start:

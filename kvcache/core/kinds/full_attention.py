@@ -11,10 +11,10 @@ from kvcache.core.machine import inner
 
 
 @inner
-def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int) -> int:
+def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> int:
     """Return the end of the longest hit, in blocks: they are there from the left on."""
     end = np.int64(0)
-    while end < limit and is_there(where, end):
+    while end < limit and is_cached(blocks, end):
         end += 1
     return end - end % step
 

@@ -23,10 +23,10 @@ from kvcache.core.machine import inner
 
 
 @inner
-def longest(is_there: Any, where: Any, limit: int, step: int) -> int:
+def longest(is_cached: Any, blocks: Any, limit: int, step: int) -> int:
     """Return the end of the longest hit, in blocks: the rightmost one that is there."""
     end = limit - limit % step
-    while end > 0 and not is_there(where, end - 1):
+    while end > 0 and not is_cached(blocks, end - 1):
         end -= step
     return end
 

@@ -66,18 +66,18 @@ def next_skip(rule: Any, num_kept: int) -> int:
 
 
 @inner
-def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: int) -> int:
+def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra: int) -> int:
     """Return the end, in blocks, of the longest hit of one group: a multiple of `step`, at most
     `limit`; its last `extra` blocks will be dropped, and the rest must still do."""
     if rule[KIND] == WINDOW:
-        return sliding_window.longest(rule, is_there, where, limit, step, extra)
+        return sliding_window.longest(rule, is_cached, blocks, limit, step, extra)
     if rule[KIND] == CHUNK:
-        return chunked_local_attention.longest(rule, is_there, where, limit, step)
+        return chunked_local_attention.longest(rule, is_cached, blocks, limit, step)
     if rule[KIND] == STATE:
-        return mamba.longest(is_there, where, limit, step)
+        return mamba.longest(is_cached, blocks, limit, step)
     if rule[KIND] == ENCODER:
         return np.int64(0)
-    return full_attention.longest(rule, is_there, where, limit, step)
+    return full_attention.longest(rule, is_cached, blocks, limit, step)
 
 
 @routine
@@ -120,7 +120,7 @@ def _first_read_of(rule: Any, end: int, extra: int) -> int:
 
 def longest_hit(
     spec: KVCacheSpec,
-    is_there: npt.NDArray[np.bool_],
+    is_cached: npt.NDArray[np.bool_],
     max_blocks: int,
     *,
     num_extra_blocks: int = 0,
@@ -137,7 +137,7 @@ def longest_hit(
         ConfigurationError: the spec's kind has no rules.
     """
     rule = rule_of(spec, spec.block_size)
-    there = np.ascontiguousarray(is_there, np.bool_).view(np.uint8)
+    there = np.ascontiguousarray(is_cached, np.bool_).view(np.uint8)
     end = int(_longest_of(rule, there, max_blocks, alignment_blocks, num_extra_blocks))
     return range(int(_first_read_of(rule, end, num_extra_blocks)), end)
 

@@ -17,7 +17,7 @@ from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 
 
 @inner
-def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: int) -> int:
+def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra: int) -> int:
     """Return the end of the longest hit, in blocks: the rightmost run that covers a window.
 
     A run is tried from its right: a miss rules out every end behind it. Near the start a run is as
@@ -28,7 +28,7 @@ def longest(rule: Any, is_there: Any, where: Any, limit: int, step: int, extra: 
     while end > 0:
         i = end - 1
         start = max(np.int64(0), end - needed)
-        while i >= start and is_there(where, i):
+        while i >= start and is_cached(blocks, i):
             i -= 1
         if i < start:
             return end

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.core.columns import Books
+from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester, describe
 from kvcache.core.interface import (
     AllBlocksCleared,
@@ -70,16 +70,16 @@ NodeNotes = Any
 _MEDIUM = "device"
 
 
-class Teller:
+class Notifier:
     """Commands that wait to be taken, and the way to the event sink and the tiers below."""
 
     def __init__(
         self,
-        books: Books,
+        store: ColumnStore,
         digester: Digester,
         sink: EventSink | None,
         *,
-        told_groups: frozenset[int],
+        event_groups: frozenset[int],
         has_workers: bool,
         none_hash: bytes,
         offload: OffloadHooks | None,
@@ -91,12 +91,12 @@ class Teller:
         `namespaces` are those of roots, a live view; `slots_of` says whose slots blocks came from.
         """
         self.has_workers = has_workers
-        self.told_groups = frozenset() if sink is None else told_groups
+        self.event_groups = frozenset() if sink is None else event_groups
         self.offload = offload
-        self.tells = has_workers or bool(self.told_groups) or offload is not None
-        self.needs_digests = has_workers or bool(self.told_groups)
+        self.has_listeners = has_workers or bool(self.event_groups) or offload is not None
+        self.needs_digests = has_workers or bool(self.event_groups)
         self.copies = PendingCopies()
-        self._books, self._digester, self._sink = books, digester, sink
+        self._store, self._digester, self._sink = store, digester, sink
         self._none_hash = none_hash
         self._namespaces, self._slots_of = namespaces, slots_of
         self._commands: list[Command] = []
@@ -107,23 +107,23 @@ class Teller:
 
     def sealed(self, notes: NodeNotes, *, is_labelled: bool = False) -> None:
         """Blocks have their bytes now; `is_labelled`: workers know already, no label is sent."""
-        if not self.tells or not len(notes):
+        if not self.has_listeners or not len(notes):
             return
         if self.needs_digests:
             self._digester.make(np.ascontiguousarray(notes[:, 0]))
-        group = self._books.columns.group
-        for g in range(self._books.num_groups):
+        group = self._store.columns.group
+        for g in range(self._store.num_groups):
             here = notes
-            if self._books.num_groups > 1:
+            if self._store.num_groups > 1:
                 here = np.ascontiguousarray(notes[notes[:, 1] == g])
                 if not len(here):
                     continue
-            self._tell_of(g, int(group[g, LENGTH]), here, is_labelled=is_labelled)
+            self._report_group(g, int(group[g, LENGTH]), here, is_labelled=is_labelled)
 
     def forgotten(self, block_ids: Int32Array, groups: Int32Array, digests: Any) -> None:
         """These sealed contents are gone, one of each row."""
         self.unlabel(block_ids)
-        for g in sorted(self.told_groups) if len(block_ids) else ():
+        for g in sorted(self.event_groups) if len(block_ids) else ():
             packed = digests[groups == g].tobytes()
             if packed:
                 size = digests.shape[1]
@@ -175,15 +175,17 @@ class Teller:
             self._commands.append(join_labels(self._labels))
             self._labels = []
 
-    def _tell_of(self, g: int, length: int, notes: NodeNotes, *, is_labelled: bool) -> None:
+    def _report_group(self, g: int, length: int, notes: NodeNotes, *, is_labelled: bool) -> None:
         """Tell of blocks of one group."""
-        c, count = self._books.columns, len(notes)
+        c, count = self._store.columns, len(notes)
         size, unit = c.digest.shape[1], c.tokens.shape[1]
         ids, follows = np.empty(count, np.int32), np.empty(count, np.int32)
         digests, parents = np.empty((count, size), np.uint8), np.empty((count, size), np.uint8)
         tokens = np.empty((count, length * unit), np.int32)
         numbers = np.empty((count, length), np.int32)
-        describe(self._books.book, notes, length, ids, digests, parents, tokens, numbers, follows)
+        describe(
+            self._store.address, notes, length, ids, digests, parents, tokens, numbers, follows
+        )
         keys: list[ExtraKeys | None] = []
         if np.count_nonzero(numbers):
             keys = [self._joined_keys(row) for row in numbers.tolist()]
@@ -193,7 +195,7 @@ class Teller:
             self._labels.append(
                 self._label(g, length * unit, notes, ids, digests, parents, tokens, keys)
             )
-        if g in self.told_groups:
+        if g in self.event_groups:
             cuts = np.flatnonzero(follows == 0).tolist()
             for start, end in zip(cuts, [*cuts[1:], count], strict=True):
                 self._emit_stored(
@@ -239,7 +241,7 @@ class Teller:
                 digests=PackedDigests(digests.tobytes(), digests.shape[1]),
                 parent_digest=None if parent == self._none_hash else BlockHash(parent),
                 token_ids=tokens,
-                block_size=int(self._books.columns.group[g, SIZE]),
+                block_size=int(self._store.columns.group[g, SIZE]),
                 namespace=self._namespaces[root],
                 extra_keys=keys,
             )
@@ -250,7 +252,7 @@ class Teller:
         by where they start, then the salt."""
         if len(numbers) == 1:
             return self._digester.keys_of(numbers[0])
-        unit = self._books.unit_tokens
+        unit = self._store.unit_tokens
         found: dict[ExtraKey, None] = {}
         for place, number in enumerate(numbers):
             for key in self._digester.keys_of(number) or ():
