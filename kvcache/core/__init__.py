@@ -1,7 +1,7 @@
-"""One core: the books of a pool of blocks, and what goes into and comes out of them.
+"""The core of one pool: which blocks exist, what they cache, and which requests reference them.
 
-`protocol.py` is what the rest of the package works with: its names are imported from here. The core
-itself (`flat_core.py`) is made from `CoreSettings`, see `settings.py`.
+`interface.py` has the names that the rest of the package uses; they are imported from here. The
+core itself is `FlatCore` (`flat_core.py`), made from `CoreSettings`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Do the columns add up? And the whole of them as plain values.
+"""Audits of a core: `check_core` verifies its invariants, `dump_core` returns its state as plain
+values.
 
-Beside the core: looks, changes nothing but digests that were not made yet. Refuses to repair.
+Nothing is changed or repaired; only digests that were not made yet are made.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 
 
 def check_core(core: FlatCore) -> None:
-    """Raise InvariantError with the first sum that fails. O(blocks)."""
+    """Raise InvariantError at the first invariant that does not hold. O(blocks)."""
     check_list(core.store)
     check_nodes(core.store, core.roots.values(), core.rows.values())
     _check_contents(core)
@@ -76,7 +77,7 @@ def check_core(core: FlatCore) -> None:
 
 
 def dump_core(core: FlatCore) -> dict[str, object]:
-    """Return contents, rows and orders as plain values; equal for cores that act alike."""
+    """Return contents, rows and orders as plain values. Cores that act alike have equal dumps."""
     c = core.store.columns
     contents = list(core.contents())
     core.digester.make(int32_array([n for n, _, _, _ in contents]))
@@ -115,7 +116,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
 
 
 def free_list(store: ColumnStore) -> list[int]:
-    """Return the blocks in the list of free ones, the next first."""
+    """Return the blocks in the free list, the next one first."""
     block = store.columns.block
     found: list[int] = []
     b = block.item(0, NEXT)
@@ -131,19 +132,19 @@ def _require(is_right: object, message: str) -> None:
 
 
 def check_list(store: ColumnStore) -> None:
-    """Raise InvariantError unless the list of free blocks is whole and counted."""
+    """Raise InvariantError unless the free list is intact and its counts are right."""
     c, listed = store.columns, free_list(store)
     way = [0, *listed, 0]
     for one, other in pairwise(way):
-        _require(c.block[other, PREV] == one, f"block {other} does not lead back to {one}")
+        _require(c.block[other, PREV] == one, f"block {other} does not link back to {one}")
     held = [b for b in listed if c.block[b, REF]]
-    _require(not held, f"blocks {held[:5]} are held, and in the list of free ones")
+    _require(not held, f"blocks {held[:5]} are referenced, and in the free list")
     cached = [bool(c.block[b, NODE]) for b in listed]
-    _require(cached == sorted(cached), "blocks without content stand behind cached ones")
+    _require(cached == sorted(cached), "blocks without content come after cached ones")
     num_blank = len(cached) - sum(cached)
     _require(num_blank == c.number[BLANK], f"{num_blank} blocks are blank, not {c.number[BLANK]}")
     if c.number[HAS_POLICY]:
-        _require(not any(cached), "a cached block is in the list, but a policy orders those")
+        _require(not any(cached), "a cached block is in the free list, but a policy orders it")
     else:
         _require(
             len(listed) == c.number[FREE], f"{len(listed)} blocks are free, not {c.number[FREE]}"
@@ -153,7 +154,8 @@ def check_list(store: ColumnStore) -> None:
 
 
 def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int]) -> None:
-    """Raise InvariantError unless all nodes hang together; with these roots and rows."""
+    """Raise InvariantError unless the nodes form trees with exactly these roots, and `rows` are
+    counted at their newest nodes."""
     c, roots = store.columns, set(all_roots)
     end, num_groups = int(c.number[NEXT_NODE]), store.num_groups
     node = c.node[:end]
@@ -172,19 +174,19 @@ def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int
         f"{len(living)} nodes, {len(roots)} roots and {len(spare)} spare ones are not {end - 1}",
     )
     children = np.bincount(node[living, PARENT], minlength=end)
-    standing = Counter(int(c.row[r, LAST]) for r in rows)
+    num_rows = Counter(int(c.row[r, LAST]) for r in rows)
     num_indexed = 0
     for n in [*living, *roots]:
-        _require(children[n] == node[n, CHILDREN], f"node {n} counts its children wrongly")
-        _require(standing[n] == node[n, ROWS], f"node {n} counts rows wrongly")
+        _require(children[n] == node[n, CHILDREN], f"node {n} has a wrong number of children")
+        _require(num_rows[n] == node[n, ROWS], f"node {n} has a wrong number of rows")
         child = int(node[n, CHILD])
-        _require(not child or node[child, PARENT] == n, f"node {n} has a child of another")
+        _require(not child or node[child, PARENT] == n, f"node {n} has a CHILD of another node")
     for n in living:
         parent = int(node[n, PARENT])
         is_living = node[parent, PARENT] or parent in roots
         _require(is_living, f"node {n} continues node {parent}, which is gone")
         has_digests = node[parent, KEYS] & 1 or not node[n, KEYS] & 1
-        _require(has_digests, f"node {n} has a digest, and node {parent} before it has none")
+        _require(has_digests, f"node {n} has a digest, and its parent {parent} has none")
         has_block = any(node[n, BLOCK + 2 * g] for g in range(num_groups))
         is_kept = has_block or node[n, CHILDREN] or node[n, ROWS]
         _require(is_kept, f"nothing keeps node {n} alive")
@@ -193,7 +195,7 @@ def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int
         _require(found == n, f"node {n} is found as {found}")
     _require(
         num_indexed == c.number[NUM_INDEXED] == np.count_nonzero(c.index),
-        f"{num_indexed} nodes belong into the index, {c.number[NUM_INDEXED]} are counted",
+        f"{num_indexed} nodes belong in the index, {c.number[NUM_INDEXED]} are counted",
     )
     _require(
         2 * num_indexed <= len(c.index),
@@ -212,11 +214,11 @@ def _check_contents(core: FlatCore) -> None:
         for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
             b, owner = int(c.node[n, BLOCK + 2 * g]), int(c.node[n, OWNER + 2 * g])
             cached += 1
-            _require(c.block[b, NODE] == n, f"block {b} does not know that it caches node {n}")
+            _require(c.block[b, NODE] == n, f"block {b} does not name node {n}, which it caches")
             is_open = owner >= c.number[SEALED_BELOW] and not core.is_sealed(n, g)
             _require(
                 not is_open or owner in open_serials,
-                f"node {n} waits for serial {owner}, of which no step is known",
+                f"node {n} waits for serial {owner}, which no step has",
             )
             above = n
             for _ in range(length):
@@ -229,15 +231,16 @@ def _check_contents(core: FlatCore) -> None:
                 is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[HAS_GAPS]
                 _require(
                     not is_held or c.block[c.node[above, BLOCK + 2 * g], REF],
-                    f"block {b} of group {g} is held, but not the one before it",
+                    f"block {b} of group {g} is referenced, but not the one before it",
                 )
     counted = int(np.count_nonzero(c.block[:, NODE]))
-    _require(cached == counted, f"{counted} blocks cache something, nodes have {cached}")
-    _require(c.block[0, NODE] == 0 == c.block[0, REF], "the null block is held or cached")
+    _require(cached == counted, f"{counted} blocks have a node, nodes have {cached} blocks")
+    _require(c.block[0, NODE] == 0 == c.block[0, REF], "the null block is referenced or cached")
 
 
 def _check_rows(core: FlatCore) -> Counter[int]:
-    """Check tables and paths; return how often rows hold cached blocks beside their own."""
+    """Check tables and paths. Return how many references rows have to cached blocks that their own
+    blocks duplicate."""
     c, num_groups = core.store.columns, core.store.num_groups
     held: Counter[int] = Counter()
     for name, r in core.rows.items():
@@ -249,30 +252,33 @@ def _check_rows(core: FlatCore) -> Counter[int]:
                 if c.group[g, KIND] != FULL or u % length:
                     continue
                 mine, cached = int(core.table(r, g)[u // length - 1]), int(c.node[n, BLOCK + 2 * g])
-                _require(cached, f"{name} stands behind node {n}, which has lost its block")
+                _require(cached, f"{name} continues node {n}, which has lost its block")
                 if mine != cached:
                     duplicates += 1
                     held[cached] += 1
             n = int(c.node[n, PARENT])
             u -= 1
-        _require(n == c.row[r, ROOT], f"{name} stands elsewhere than its row says")
-        _require(duplicates == c.row[r, DUPLICATES], f"{name} has {duplicates} contents twice")
+        _require(n == c.row[r, ROOT], f"{name} is under another root than its row says")
+        _require(duplicates == c.row[r, DUPLICATES], f"{name} has {duplicates} duplicate blocks")
         for g in range(num_groups):
             kept = int(c.row[r, KEPT + 2 * g])
-            _require(kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped what it never had")
+            _require(
+                kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped more than its table has"
+            )
             _require(not core.table(r, g)[:kept].any(), f"{name} has blocks that it has skipped")
     closed = np.setdiff1d(np.arange(len(c.row)), list(core.rows.values()))
-    _require(not c.forward[closed, ENDS:].any(), "forwards are noted of rows that have gone")
+    _require(not c.forward[closed, ENDS:].any(), "forwards are noted of closed rows")
     return held
 
 
 def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
-    """Blocks with contents are their namespaces' tenants', others those of the rows they are in."""
+    """Check that cached blocks belong to their namespace's tenant, and all other blocks to the
+    tenant of the rows that reference them."""
     c, owners = core.store.columns, tenants.owners
     tenants.check()
     is_used = (c.block[:, REF] != 0) | (c.block[:, NODE] != 0)
     wrong = np.flatnonzero((owners != UNOWNED) != is_used)
-    _require(not len(wrong), f"blocks {wrong[:5]} are used, or have a tenant, but not both")
+    _require(not len(wrong), f"blocks {wrong[:5]} have a tenant but are unused, or the reverse")
     unheld: Counter[int] = Counter()
     for n, _, b, _ in core.contents():
         namespace = core.namespaces[core.root_of(n)]
@@ -288,7 +294,7 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
     for account in tenants.accounts():
         _require(
             unheld[account.number] == account.num_unheld,
-            f"tenant {account.name!r} has {unheld[account.number]} unheld blocks, "
+            f"tenant {account.name!r} has {unheld[account.number]} unreferenced blocks, "
             f"{account.num_unheld} are counted",
         )
 
@@ -302,5 +308,5 @@ def _check_references(core: FlatCore, duplicates: Counter[int]) -> None:
     if len(wrong):
         b = int(wrong[0])
         raise InvariantError(
-            f"block {b} is held {counts[b]} times, counted are {core.store.columns.block[b, REF]}"
+            f"block {b} has {counts[b]} references, counted are {core.store.columns.block[b, REF]}"
         )

@@ -1,16 +1,17 @@
-"""A pool of blocks for callers that keep block tables themselves: single-type managers, sequences.
+"""A pool of blocks for callers that keep their own block tables: single-type managers and
+sequences.
 
-`KVCacheManager` has none of these: this is a face of columns of its own (`columns.py`), for callers
-that know contents by digest.
+`KVCacheManager` has no such pool. A `BlockPool` has columns of its own (`columns.py`); its callers
+identify contents by digest.
 
     free ──get_new_blocks──▶ owned ──cache_full_blocks──▶ sealed ──evict_blocks──▶ owned
       ▲                        │                            │
-      └──────free_blocks───────┘      a cached block that nobody holds waits in the eviction policy
+      └──────free_blocks───────┘      an unreferenced cached block waits in the eviction policy
 
-A cached block has a node. In an ordered group (full attention) it continues the node of the block
-before it, which is then never evicted first; in others each stands alone. A content has
-one block: another one that fills up with it stays its holder's own. Refuses to hand out a block
-that somebody holds, and to take back more references than were given.
+A cached block has a node. In a prefix group (full attention) the node continues that of the block
+before it, which is never evicted first. In other groups each node stands alone. Each content has
+one cached block; a duplicate stays private. The pool never hands out a referenced block, and never
+takes back more references than it gave.
 """
 
 from __future__ import annotations
@@ -71,42 +72,43 @@ from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 
-ORDERED, SINGLE = range(2)
-"""The two groups of the columns: blocks that need those before them, and blocks that do not."""
+PREFIX, WINDOWED = range(2)
+"""The two groups of the columns: blocks that need the blocks before them, and blocks that do
+not."""
 
 _SPECS = (FullAttentionSpec(1, 1, 1), SlidingWindowSpec(1, 1, 1, sliding_window=1))
 
 _CONTENT_BYTES = 36
-"""What policies know contents by: a digest of up to 32 bytes and its group."""
+"""The bytes by which policies know a content: a digest of up to 32 bytes, and its group."""
 
 _Table = tuple[Namespace, int]
 """Namespace and group."""
 
 
 class BlockState(Enum):
-    """What may be done with a block. The first that applies, from the bottom up.
+    """What may be done with a block. If several states apply, the lowest one in this list counts.
 
-    Whether a hittable or sealed block is in use is another question: `ref_cnt` answers it.
+    A hittable or sealed block may be in use or not: see `ref_cnt`.
     """
 
     FREE = "free"
-    """Nobody holds it, and it holds nothing."""
+    """Unreferenced and without content."""
     OWNED = "owned"
-    """Held, and not (or no longer) to be found by its content."""
+    """Referenced, and not (or no longer) found by its content."""
     HITTABLE = "hittable"
-    """Full; its last token is scheduled, its bytes are not confirmed. A `BlockPool` knows no steps:
-    what is cached there is sealed."""
+    """Full; its last token is scheduled, its bytes are not confirmed. A `BlockPool` has no steps:
+    whatever it caches is sealed."""
     SEALED = "sealed"
-    """Its bytes are there on every rank."""
+    """Its bytes have been written on every rank."""
     IN_FLIGHT = "in flight"
-    """A copy reads or writes it: not handed out before the copy ends."""
+    """A copy reads or writes it. It is not handed out before the copy ends."""
     QUARANTINED = "quarantined"
-    """Somebody may still write to it: never handed out before it is released."""
+    """A write to it may still be in flight. It is not handed out before it is released."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KVCacheBlock:
-    """A view of one block of a pool: always shows the present, costs nothing to keep.
+    """A view of one block of a pool, which is always current.
 
     `BlockPool.block` checks the id.
     """
@@ -116,12 +118,12 @@ class KVCacheBlock:
 
     @property
     def ref_cnt(self) -> int:
-        """References of all kinds; always 0 for the null block."""
+        """The number of references of all kinds; always 0 for the null block."""
         return self.pool.num_references(self.block_id)
 
     @property
     def block_hash(self) -> BlockHash | None:
-        """Digest by which the block can be found, None if it cannot."""
+        """The digest by which the block can be found, or None."""
         name = self.pool.names.get(self.block_id)
         return None if name is None else name[1]
 
@@ -142,7 +144,7 @@ class KVCacheBlock:
         return BlockState.OWNED if self.ref_cnt else BlockState.FREE
 
     def reset_hash(self) -> None:
-        """Forget the block's content, and that of its cached descendants; it stays held."""
+        """Forget the content of the block and of its cached descendants. References stay."""
         self.pool.evict_blocks([self.block_id])
 
     def __repr__(self) -> str:
@@ -150,11 +152,11 @@ class KVCacheBlock:
 
 
 class BlockPool:
-    """Blocks `1..num_blocks - 1`, and block 0, the null block, which is nobody's.
+    """Blocks `1..num_blocks - 1`, and block 0, the null block, which is never handed out.
 
-    `names` says what each cached block holds: namespace, group and digest. Invariants: `_contents`
-    is its inverse, and exactly its blocks have a node; the columns count as many holders as
-    `_references` does, and one more of a block that is in `quarantined`.
+    `names` has the namespace, group and digest of each cached block. Invariants: `_contents` is its
+    inverse, and exactly its blocks have a node. A block's count in the columns is the sum of its
+    `_references`, plus 1 if it is in `quarantined`.
     """
 
     def __init__(
@@ -169,12 +171,12 @@ class BlockPool:
     ) -> None:
         """Make a pool of free blocks.
 
-        `ordered_groups` are those in which only blocks without a cached child are evicted: the
-        full-attention ones. `eviction_policy` is one of `policies` by name. With
-        `enable_kv_cache_events` events are kept for `take_events`.
+        `ordered_groups` are the prefix groups (full attention): a block with a cached child is not
+        evicted. `eviction_policy` names one of `policies`. With `enable_kv_cache_events`, events
+        are kept for `take_events`.
 
         Raises:
-            ConfigurationError: fewer than one block, or an unknown policy.
+            ConfigurationError: there is no block, or the policy is unknown.
         """
         num_blocks = as_int("num_blocks", num_blocks, 0, MAX_INT32, ConfigurationError)
         self.enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)
@@ -192,14 +194,14 @@ class BlockPool:
             store, None, lambda capacity, book: make(capacity=capacity, book=book)
         )
         self._root = int(new_root(store.address))
-        store.columns.node[self._root, KEYS] = 1  # what comes before first blocks has a digest
+        store.columns.node[self._root, KEYS] = 1  # the parent of first blocks has a digest
         self._contents: dict[tuple[_Table, BlockHash], int] = {}
         self.names: dict[int, tuple[_Table, BlockHash]] = {}
         self._references: dict[ReferenceKind, dict[int, int]] = {kind: {} for kind in ReferenceKind}
         self.quarantined: set[int] = set()
         self._events: list[CacheEvent] | None = [] if keeps_events else None
 
-    # --- what there is -------------------------------------------------------------------------
+    # --- counts and views ----------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -208,16 +210,16 @@ class BlockPool:
 
     @property
     def num_evictions(self) -> int:
-        """Contents that were forgotten because their blocks were needed, since the start."""
+        """How many cached blocks were evicted since the start."""
         return self._store.columns.number.item(EVICTED)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found by their content."""
+        """How many blocks can be found by their content."""
         return len(self.names)
 
     def get_num_free_blocks(self) -> int:
-        """Return how many blocks `get_new_blocks` could hand out now, cached ones included."""
+        """Return how many blocks `get_new_blocks` can hand out now, cached ones included."""
         return self._store.columns.number.item(FREE)
 
     def num_blocks_in_use(self) -> int:
@@ -230,24 +232,26 @@ class BlockPool:
         return 1.0 - self.get_num_free_blocks() / total if total else 0.0
 
     def get_all_free_blocks(self) -> list[int]:
-        """Return what can be handed out in order: empty blocks, then victims. O(n), for audits."""
+        """Return the free blocks in the order in which they are handed out: empty blocks, then
+        victims. O(n), for audits."""
         blank = np.empty(self._store.columns.number[BLANK], np.int32)
         first_free(self._store.address, blank)
         return [*blank.tolist(), *self._order.policy.order()]
 
     def block(self, block_id: int) -> KVCacheBlock:
-        """Return a view of a block; raises BlockError if there is no such block."""
+        """Return a view of a block; raises BlockError for an unknown id."""
         return KVCacheBlock(self, self._one_known(block_id))
 
     def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
-        """Return a block's references of one kind, or of all; raises BlockError for no block."""
+        """Return a block's number of references of one kind, or of all; raises BlockError for an
+        unknown id."""
         block_id = self._one_known(block_id)
         check_kind("kind", kind, (ReferenceKind, type(None)), BlockError)
         kinds = ReferenceKind if kind is None else (kind,)
         return sum(self._references[each].get(block_id, 0) for each in kinds)
 
     def num_unheld(self, block_ids: Ids) -> int:
-        """Return how many of these distinct blocks nobody holds, null blocks left out.
+        """Return how many of these distinct blocks are unreferenced. Null blocks do not count.
 
         Raises BlockError for an unknown block.
         """
@@ -257,10 +261,10 @@ class BlockPool:
     # --- taking and giving back ----------------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[int]:
-        """Hand out blocks, each with one request reference; empty ones first, then by eviction.
+        """Hand out blocks, each with one request reference: empty blocks first, then evicted ones.
 
         Raises:
-            BlockError: that is no number of blocks.
+            BlockError: `num_blocks` is not a number of blocks.
             OutOfBlocksError: fewer are free; nothing was changed.
         """
         count = as_int("num_blocks", num_blocks, error=BlockError)
@@ -282,10 +286,11 @@ class BlockPool:
         return block_ids
 
     def touch(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
-        """Take one reference more of each block, as often as it is named; save it from eviction.
+        """Add one reference per mention of a block, which protects it from eviction.
 
         Raises:
-            BlockError: unknown, the null block, quarantined, or free and empty; nothing changed.
+            BlockError: unknown, the null block, quarantined, or free and empty; nothing was
+                changed.
         """
         ids, held = self._holdable(block_ids), self._references_of(kind)
         quarantined = sorted(self.quarantined.intersection(ids.tolist()))
@@ -303,9 +308,11 @@ class BlockPool:
         self._settle()
 
     def free_blocks(self, block_ids: Ids, kind: ReferenceKind = ReferenceKind.REQUEST) -> None:
-        """Give one reference of each block back. Of those now unheld the first is evicted first.
+        """Drop one reference per mention of a block. Blocks that become unreferenced are evicted in
+        the given order.
 
-        Cached ones go to the back of the eviction order, others to the front of the free blocks.
+        Cached blocks go to the end of the eviction order, other blocks to the front of the free
+        blocks.
 
         Raises:
             BlockError: unknown, or without a reference of this kind; nothing was changed.
@@ -326,9 +333,9 @@ class BlockPool:
         self._settle()
 
     def quarantine(self, block_ids: Ids) -> None:
-        """Somebody may still write to these blocks: forget them, and hand them out to nobody.
+        """Forget blocks that may still be written to, and do not hand them out.
 
-        Who holds one keeps it. Raises BlockError, unchanged, for an unknown or the null block.
+        Their references stay. Raises BlockError, unchanged, for an unknown block or the null block.
         """
         ids = self._holdable(block_ids)
         self._forget(ids)
@@ -338,7 +345,7 @@ class BlockPool:
             self.quarantined.add(block_id)
 
     def release_quarantine(self, block_ids: Ids) -> None:
-        """Nobody writes to these blocks any more: they may be handed out when nobody holds them.
+        """End the quarantine of blocks: they can be handed out once they are unreferenced.
 
         Raises BlockError, unchanged, if one is not quarantined.
         """
@@ -357,9 +364,9 @@ class BlockPool:
         group_ids: Sequence[int],
         namespace: Namespace = DEFAULT_NAMESPACE,
     ) -> list[int] | None:
-        """Return the block that holds a digest in each group, or None if one of them has none.
+        """Return the block with a digest in each group, or None if a group has none.
 
-        Raises BlockError for what is no digest, no group or no namespace.
+        Raises BlockError for a wrong type of digest, group or namespace.
         """
         as_bytes("block_hash", block_hash, BlockError)
         check_kind("namespace", namespace, Namespace, BlockError)
@@ -376,14 +383,14 @@ class BlockPool:
         block_size: int,
         group_id: int = 0,
     ) -> None:
-        """Let blocks `[num_cached_blocks, num_full_blocks)` of a request's table be found.
+        """Make blocks `[num_cached_blocks, num_full_blocks)` of a request's table hittable.
 
-        `block_ids` is the table of one group, of blocks of `block_size` tokens; null blocks are
-        left out. In an ordered group nothing is cached behind a block that cannot be found.
+        `block_ids` is the table of one group, with blocks of `block_size` tokens. Null blocks are
+        left out. In a prefix group nothing is cached after a block that cannot be found.
 
         Raises:
             BlockError: a block is free, quarantined, or has a digest; nothing was changed.
-            RequestError: it has no digests of so many blocks of this size; nothing was changed.
+            RequestError: the request has too few digests of this size; nothing was changed.
         """
         check_kind("request", request, Request, RequestError)
         table = self._known(block_ids)
@@ -404,8 +411,8 @@ class BlockPool:
         bad += self.quarantined.intersection(new.tolist())
         if bad or len(np.unique(new)) < len(new):
             raise BlockError(
-                f"blocks {bad[:5] or new[:5].tolist()} cannot be cached: only a held block without "
-                "a digest can, once"
+                f"blocks {bad[:5] or new[:5].tolist()} cannot be cached: only a referenced block "
+                "without a digest can, once"
             )
         name, entered = (request.namespace, group_id), []
         for i in range(start, end):
@@ -415,11 +422,11 @@ class BlockPool:
         self._tell_stored(request, entered, digests, block_size, group_id)
 
     def cache_block(self, block_id: int, digest: BlockHash, parent: BlockHash | None) -> bool:
-        """Let a held block of group 0 be found by `digest`, which continues `parent` (None: it is a
-        first one); return whether it can be.
+        """Make a block of group 0 hittable by `digest`, which continues `parent` (None: it is a
+        first block). Return whether it is hittable now.
 
-        It cannot where another block has that content, or the parent cannot be found. Sends no
-        event: nothing is known of its tokens.
+        It is not if another block has that content, or if the parent cannot be found. No event is
+        sent, because the block's tokens are unknown.
 
         Raises:
             BlockError: the block is free, quarantined, or has a digest; nothing was changed.
@@ -430,14 +437,15 @@ class BlockPool:
             as_bytes("parent", parent, BlockError)
         if self.block(block_id).state is not BlockState.OWNED:
             raise BlockError(
-                f"blocks [{block_id}] cannot be cached: only a held block without a digest can"
+                f"blocks [{block_id}] cannot be cached: only a referenced block "
+                "without a digest can"
             )
         return self._enter(block_id, digest, parent, (DEFAULT_NAMESPACE, 0))
 
     def evict_blocks(self, block_ids: Ids) -> list[int]:
         """Forget the contents of these blocks and of their cached descendants; return all of them.
 
-        Blocks in use stay with their holders, and cannot be found any more.
+        Blocks in use keep their references.
 
         Raises:
             BlockError: unknown block; nothing was changed.
@@ -445,7 +453,7 @@ class BlockPool:
         return self._forget(self._known(block_ids))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every content; return False, unchanged, while any block is in use."""
+        """Forget all contents; return False, unchanged, while any block is in use."""
         if self.num_blocks_in_use():
             return False
         events, self._events = self._events, None
@@ -455,14 +463,14 @@ class BlockPool:
         return True
 
     def take_events(self) -> list[CacheEvent]:
-        """Return events since the last call; empty unless they are enabled."""
+        """Return the events since the last call; empty unless events are enabled."""
         events = self._events or []
         if self._events is not None:
             self._events = []
         return events
 
     def check(self) -> None:
-        """Raise InvariantError with the first sum that fails. O(blocks)."""
+        """Raise InvariantError at the first invariant that does not hold. O(blocks)."""
         store, block = self._store, self._store.columns.block
         check_list(store)
         check_nodes(store, (self._root,), ())
@@ -479,14 +487,15 @@ class BlockPool:
         wrong = [b for b, held in enumerate(block[:, REF].tolist()) if held != counts[b]]
         if wrong:
             b = wrong[0]
-            raise InvariantError(f"block {b} is held {block[b, REF]} times, not {counts[b]}")
+            raise InvariantError(f"block {b} has {block[b, REF]} references, not {counts[b]}")
 
     # --- inside --------------------------------------------------------------------------------
 
     def _enter(
         self, block_id: int, digest: BlockHash, parent: BlockHash | None, table: _Table
     ) -> bool:
-        """Let a block be found in a table, if its content has no other and can be; say whether."""
+        """Make a block hittable in a table, unless its content is cached or its parent is missing.
+        Return whether it is hittable now."""
         if not self.enable_caching or (table, digest) in self._contents:
             return False
         is_prefix_group, above = table[1] in self._prefix_groups, self._root
@@ -499,7 +508,7 @@ class BlockPool:
         c, content = self._store.columns, table[1].to_bytes(4, "big") + digest
         c.digest[n] = np.frombuffer(content.ljust(_CONTENT_BYTES)[:_CONTENT_BYTES], np.uint8)
         c.node[n, KEYS] |= 1
-        put_block(self._store.address, n, ORDERED if is_prefix_group else SINGLE, block_id)
+        put_block(self._store.address, n, PREFIX if is_prefix_group else WINDOWED, block_id)
         self._contents[table, digest], self.names[block_id] = block_id, (table, digest)
         return True
 
@@ -511,7 +520,7 @@ class BlockPool:
         return gone
 
     def _settle(self) -> None:
-        """Tell the policy what happened, and drop the names of contents that are gone."""
+        """Tell the policy what happened, and drop the names of forgotten contents."""
         self._order.tell()
         c = self._store.columns
         count = c.number.item(NUM_GONE)
@@ -533,7 +542,7 @@ class BlockPool:
         size: int,
         group_id: int,
     ) -> None:
-        """Keep an event for each unbroken stretch of a request's blocks that were entered."""
+        """Keep an event for each run of consecutive blocks that became hittable."""
         if self._events is None:
             return
         for _, places in groupby(enumerate(entered), lambda place: place[1] - place[0]):
@@ -561,15 +570,15 @@ class BlockPool:
         """Do `_known`, and refuse the null block."""
         ids = self._known(block_ids)
         if np.count_nonzero(ids) < len(ids):
-            raise BlockError("the null block is nobody's: leave it out")
+            raise BlockError("the null block has no references: leave it out")
         return ids
 
     def _one_known(self, block_id: int) -> int:
-        """Return an id; raises BlockError if it is none of a block."""
+        """Return a block id; raises BlockError if it is unknown."""
         return self._known([block_id]).item()
 
     def _known(self, block_ids: Ids) -> Int32Array:
-        """Return ids as an array; raises BlockError if one is none of a block."""
+        """Return block ids as an array; raises BlockError if one is unknown."""
         ids = as_integers("block_ids", block_ids, -MAX_INT, error=BlockError)
         bad = ids[(ids < 0) | (ids >= self.num_blocks)].tolist()
         if bad:
@@ -578,13 +587,13 @@ class BlockPool:
 
 
 def _digests_of(request: Request, block_size: int) -> Sequence[BlockHash]:
-    """Return a digest for each full block of so many tokens: the last of those it consists of."""
+    """Return the digest of each full block of `block_size` tokens: that of its last hash block."""
     hasher = request.block_hasher
     unit = block_size if hasher is None else hasher.block_size
     if block_size % unit:
         raise RequestError(
-            f"request {request.request_id} has a digest per {unit} tokens, of which a block of "
-            f"{block_size} is no multiple: hash at a divisor of every group's block size"
+            f"request {request.request_id} has a digest per {unit} tokens, which does not "
+            f"divide a block of {block_size}: hash at a divisor of every group's block size"
         )
     per_block = block_size // unit
     return request.block_hashes[per_block - 1 :: per_block]

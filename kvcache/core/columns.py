@@ -1,33 +1,36 @@
-"""The columns: all state of a flat core, as a few arrays that compiled functions walk over.
+"""The columns: the whole state of a core in a few numpy arrays, which compiled functions read and
+write.
 
-A *node* is one place in the prefix tree: the tokens of one unit behind one parent. A *unit* is as
-many tokens as divide every group's block size. A *block* is a page of device memory; a node has at
-most one for each KV cache group, where a block of that group ends. A *row* is a running request.
+A *unit* is a hash block: its length divides every group's block size. A *node* is a place in the
+prefix tree: one unit that continues its parent. A *block* is a page of device memory. A node has at
+most one block per KV cache group, and only where a block of that group ends. A *row* is a running
+request. A *prefix group* reads the whole prefix (full attention); all others are *windowed groups*
+(windows, chunks, states).
 
-    block[b]    REF PREV NEXT NODE                  holders; the list of free blocks; what it caches
-    node[n]     PARENT CHILD CHILDREN STANDING KEYS | BLOCK OWNER for each group
-    tokens[n]   the unit's tokens                   digest[n]   its digest, once somebody needed it
-    index       open addressing: (parent, keys, tokens) -> node, for all children but one
+    block[b]    REF PREV NEXT NODE                  references; the free list; the node it caches
+    node[n]     PARENT CHILD CHILDREN ROWS KEYS     | BLOCK OWNER for each group
+    tokens[n]   the unit's tokens                   digest[n]   its digest, once it is needed
+    index       open addressing: (parent, keys, tokens) -> node, for all children but CHILD
     row[r]      UNITS LAST ROOT FLAGS ...           | COLUMNS KEPT for each group
     table[r, g] the row's blocks, column by column
 
 Invariants, which `audit.py` checks one by one:
 
-- Block 0 is the null block, and the head of the list of free blocks: those without content first,
-  then, unless a policy orders them, cached ones, the next victim first. `number[FREE]` counts both.
+- Block 0 is the null block and the head of the free list. Blocks without content come first. Cached
+  blocks follow, the next victim first, unless a policy orders them. `number[FREE]` counts both.
 - `block[b, NODE] == n` exactly if `node[n, BLOCK + 2 * g] == b` for one group `g`.
-- A node lives while it has a block, a child, or a row that stands on it (STANDING); then its
-  ancestors live, too. So a node may outlive its own block. Number 0 is no node.
-- A node that has its digest continues one that has its own.
-- Whoever holds a block of an ordered group (full attention) holds those of that group before it:
-  a row that computed again what is cached keeps its own block, and holds the cached one besides.
-- What was made hittable in a step carries the step's serial in OWNER (0: in none). It is sealed
-  when `SEALED_BELOW` or the step's entry in `client` says so: sealing writes one number.
+- A node lives while it has a block, a child, or a row whose newest node it is (ROWS). So the
+  ancestors of a node always live, and a node may outlive its own block. Number 0 is no node.
+- If a node has its digest, so has its parent.
+- A row that references a block of a prefix group also references that group's blocks before it. If
+  a row computed content that was cached already, it keeps its own block and also references the
+  cached one.
+- A block that a step made hittable carries the step's serial in OWNER (0: no step). It is sealed
+  when `SEALED_BELOW` or the step's entry in `client` says so. So sealing a step writes one number.
 
-Kernels get all columns as one array of addresses and shapes: numba takes longer to look at an array
-that it is handed than most kernels take. Rows of digests and tokens are compared and copied as
-bytes. Refuses to check indices: they come from these books; what comes from outside is checked
-before it gets here.
+Kernels get all columns as the address of one table of addresses and shapes, because numba needs
+longer to inspect an array argument than most kernels run. Kernels compare and copy digests and
+tokens as bytes. They do not check indices: callers validate whatever comes from outside the core.
 """
 
 from __future__ import annotations
@@ -46,85 +49,107 @@ from kvcache.core.machine import columns_at
 from kvcache.specs import KVCacheSpec
 
 REF, PREV, NEXT, NODE = range(4)
-"""Of a block: who holds it, counted; its neighbours in the list of free blocks; what it caches."""
+"""Columns of a block: its reference count, its neighbours in the free list, and the node that it
+caches."""
 
 PARENT, CHILD, CHILDREN, ROWS, KEYS, BLOCK, OWNER = range(7)
-"""Of a node. CHILD is one of its children, found without a search; STANDING counts the rows whose
-newest unit it is; KEYS is twice the number of its extra keys, plus one once its digest is there.
-BLOCK and OWNER of group `g` are `2 * g` further."""
+"""Columns of a node. CHILD is one child, found without a search. ROWS counts the rows whose newest
+node it is. KEYS is twice the number of its extra keys, plus 1 once it has its digest. BLOCK and
+OWNER of group `g` are `2 * g` further."""
 
 UNITS, LAST, ROOT, FLAGS, DUPLICATES, CAPACITY, SKIP_AT, GENERATION = range(8)
 FIRST_KEYS, OTHER_KEYS, COLUMNS, KEPT = range(8, 12)
-"""Of a row: units in the tree, the node of the newest, its namespace's root; flags; units whose
-content the tree has in another block; tokens for which it has slots; computed tokens from which on
-something is skipped; how many requests had the row before. Extra keys of its first unit, and of
-those without multimodal items. COLUMNS and KEPT of group `g` are `2 * g` further: the length of its
-table, and how many leading columns are null."""
+"""Columns of a row:
+
+    UNITS LAST ROOT             its units in the tree, its newest node, its namespace's root
+    FLAGS                       see IS_OPEN
+    DUPLICATES                  its own blocks whose content the tree has in another block
+    CAPACITY                    the number of tokens that it has slots for
+    SKIP_AT                     the number of computed tokens at which it skips a block
+    GENERATION                  how many requests had this row before
+    FIRST_KEYS OTHER_KEYS       extra keys of its first unit, and of later ones without items
+    COLUMNS KEPT                the length of its table, and how many leading columns are null;
+                                those of group `g` are `2 * g` further
+"""
 
 OWN_END, LAST_END, ACCEPTED, NUM_ENCODER, ENDS = range(5)
-"""Of a row's forwards: own tokens behind the one that is reserved for; those behind the one before,
--1 where there was none, and how many of its drafts were accepted; tokens of the encoder. From ENDS
-on, unit by unit, whether a forward's own tokens ended right behind it."""
+"""Columns of `forward`, about a row's forwards: the number of own tokens at which the reserved
+forward ends; the same of the previous forward (-1: there was none), and how many of its drafts were
+accepted; the number of encoder tokens. From ENDS on, one entry per unit: whether the own tokens of
+a forward ended with that unit."""
 
 IS_OPEN, NO_CACHING, IS_SHARING, HAS_ITEMS = 1, 2, 4, 8
-"""Flags of a row: in use; caches nothing more; may write blocks that others hold; has multimodal
-items."""
+"""Flags of a row: it is in use; it caches nothing more; it may write blocks that others reference;
+it has multimodal items."""
 
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_PREFIX_GROUPS,
     HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, NUM_NUMBERS,
 ) = range(25)  # fmt: skip
-"""Entries of `number`: free blocks, and those of them without content; the first node never used,
-the chain of nodes given back and its length; the open step's serial (0: none), and that below which
-all are sealed; blocks evicted; what nobody outside knows of hashes in `index`, and its entries;
-lengths of the logs; tokens of which hits are a multiple; whether hits drop their last block; groups
-that read the whole prefix; whether a policy orders cached blocks (2: one for each tenant); whether
-`gone` is wanted; whether a log was too short; the first serial of the open step; with tenants, how
-many blocks more the one that is served may hold; whether somebody may hold a block of an ordered
-group and not those before it."""
+"""Entries of `number`:
+
+    FREE BLANK                  free blocks; those of them without content
+    NEXT_NODE                   the first node that was never used
+    SPARE_NODE NUM_SPARE        the list of nodes given back, and its length
+    SERIAL SEALED_BELOW         the open step's serial (0: none); all serials below are sealed
+    EVICTED                     blocks evicted so far
+    SEED NUM_INDEXED            the secret seed of hashes in `index`; its number of entries
+    NUM_CHANGES .. NUM_MOVED    lengths of the logs `change`, `ids`, `note`, `gone` and `moved`
+    STEP_TOKENS IS_EAGLE        hits are a multiple of so many tokens; hits drop their last block
+    NUM_PREFIX_GROUPS           groups that read the whole prefix
+    HAS_POLICY                  a policy orders cached blocks (2: one policy per tenant)
+    LOGS_GONE                   forgotten contents are logged in `gone`
+    IS_FULL                     a log was too short
+    OPENED                      the first serial of the open step
+    ROOM                        with tenants: how many more blocks the served one may reference
+    HAS_GAPS                    a block of a prefix group may be referenced without those before it
+"""
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
-"""What a policy is told of a cached block in `moved`: out of use, used again, content forgotten.
-With tenants also which block nobody holds any more and has no content."""
+"""Entries of `moved`, which a policy is told: a cached block became unused; it is used again; its
+content was forgotten. With tenants also: a block without content became free."""
 
 NUM_STEPS = 4096
-"""Serials that may be open at once, a power of two."""
+"""How many serials may be open at once; a power of two."""
 
 _FEW_ROWS, _FEW_COLUMNS, _FEW_INDEXED = 32, 64, 1024
 
 
 AGE_BOUNDS, AT_HIT, AT_EVICTION = range(3)
-"""Lines of `ages`: upper bounds, the last one infinite, and what time it is; how many cached blocks
-were at most so old when they were hit, and the sum of all; the same when they were evicted."""
+"""Lines of `ages`. The first has the upper bounds in seconds, the last one infinite, and then the
+current time. The other two count cached blocks by their age when they were hit, and when they were
+evicted; their last entry is the sum of the ages in seconds."""
 
 
 class BlockAges:
-    """Counts how long cached blocks have been out of use when they are hit, and when evicted.
+    """Counts for how long cached blocks have been unused when they are hit, and when they are
+    evicted.
 
-    Kernels count, by bucket, into `table`, shape `(3, bounds + 2)`, see AGE_BOUNDS. `idle_since`
-    says since when each cached block of the newest pool is out of use, -1 for all other blocks.
-    The owner sets the time before anything changes. One owner, one thread.
+    Kernels count into `table`, shape `(3, bounds + 2)`; see AGE_BOUNDS. `idle_since[b]` is the time
+    since when block `b` of the newest pool is cached and unused, or -1. Set the time before every
+    change. One owner, one thread.
     """
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
-        """Count nothing yet. `bounds_s` rise."""
+        """Start with counts of 0. `bounds_s` must rise."""
         self.table = np.zeros((3, len(bounds_s) + 2))
         self.table[AGE_BOUNDS, :-1] = [*bounds_s, np.inf]
         self.idle_since = np.zeros(0)
 
     def set_time(self, now_s: float) -> None:
-        """Say what time it is."""
+        """Set the current time, in seconds."""
         self.table[AGE_BOUNDS, -1] = now_s
 
     def watch(self, num_blocks: int) -> Any:
-        """Return the column for a new pool, whose blocks are all free and hold nothing."""
+        """Return `idle_since` for a new pool, whose blocks are all free and without content."""
         self.idle_since = np.full(num_blocks, -1.0)
         return self.idle_since
 
 
 class Columns(NamedTuple):
-    """All there is, in the order of the address book. Shapes; `G` is the number of groups."""
+    """All columns, in the order of the address table. In the shapes, `G` is the number of
+    groups."""
 
     number: Any  # int64 (NUM_NUMBERS,)
     block: Any  # int32 (blocks, 4)
@@ -135,26 +160,26 @@ class Columns(NamedTuple):
     index: Any  # int32 (power of two,): at most half full, so that every search ends
     row: Any  # int32 (rows, 10 + 2 * G)
     table: Any  # int32 (rows * G, columns): row r * G + g
-    group: Any  # int32 (G, 4): the rule of each, see kinds/rule.py
-    client: Any  # int32 (NUM_STEPS,): whose step a serial is, 0: nobody's, sealed
+    group: Any  # int32 (G, NUM_ENTRIES): the rule of each, see kinds/rule.py
+    client: Any  # int32 (NUM_STEPS,): the client of each serial's step; 0: it is sealed
     found: Any  # int32 (G, columns): the blocks of the last look-up
     path: Any  # int32 (units,): the nodes of the last look-up
     change: Any  # int32 (4, changes): slot, group, first column, count of what entered tables
-    ids: Any  # int32 (ids,): the blocks of all changes; negative: the row had it before
+    ids: Any  # int32 (ids,): the blocks of all changes; negative: moved within the row
     note: Any  # int32 (blocks, 5): node, group, row, generation, root of what became hittable
-    gone: Any  # int32 (blocks, 2): block and group of sealed contents that were forgotten
+    gone: Any  # int32 (blocks, 2): block and group of forgotten sealed contents
     gone_digest: Any  # uint8 (blocks, digest bytes)
-    moved: Any  # int32 (4 * blocks, 2): what happened to cached blocks, and which
-    tail: Any  # uint8 (bytes,): what extra keys add to hashed bytes
+    moved: Any  # int32 (4 * blocks, 2): what happened, and to which cached block
+    tail: Any  # uint8 (bytes,): the hashed bytes of extra keys
     tail_at: Any  # int64 (keys, 2): first byte and number of bytes, by number of extra keys
     word: Any  # int64 (6,): addresses of hash functions
     forward: Any  # int32 (rows, ENDS + columns where states are cached)
-    since: Any  # float64 (blocks,): since when cached blocks are out of use, -1: others; or (0,)
+    since: Any  # float64 (blocks,): when cached blocks became unused, else -1; or (0,)
     ages: Any  # float64 (3, bounds + 2): see BlockAges
 
 
 class State(NamedTuple):
-    """Of `Columns`, what nearly every function works on."""
+    """The columns that nearly every function needs."""
 
     number: Any
     block: Any
@@ -166,7 +191,8 @@ class State(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Of `Columns`, what finds nodes, says for whom they are, and where forwards end."""
+    """The columns that find nodes, say which clients may hit them, and record where forwards
+    end."""
 
     digest: Any
     mark: Any
@@ -178,7 +204,7 @@ class Search(NamedTuple):
 
 
 class Logs(NamedTuple):
-    """Of `Columns`, what Python is told, and what digests are made with."""
+    """The logs that Python reads, and the inputs of digests."""
 
     change: Any
     ids: Any
@@ -202,7 +228,7 @@ _DTYPES = {
 
 
 def _part(part: Any) -> Any:
-    """Return what gives kernels a part of the columns behind their book."""
+    """Return a function that gives kernels some of the columns behind an address."""
     places = [
         (Columns._fields.index(name), _DTYPES.get(name, "int32"), 1 if name in _LINES else 2)
         for name in part._fields
@@ -217,13 +243,15 @@ def _same(core: Any) -> Any:
 columns_of: Any = _same if IS_PLAIN else _part(State)
 search_of: Any = _same if IS_PLAIN else _part(Search)
 logs_of: Any = _same if IS_PLAIN else _part(Logs)
-"""The columns behind the book that a kernel gets, in three parts: each costs time to compile."""
+"""The columns behind the address that a kernel gets, in three parts, because each costs compile
+time."""
 
 
 class ColumnStore:
-    """The columns of one core, and the book that kernels get. Grows what must grow.
+    """Allocates the columns of one core and enlarges them.
 
-    `book` is another one after each growth: get it for each call.
+    `address` is what kernels get; in plain mode it is the columns themselves. It changes whenever
+    an array grows, so read it for each call.
     """
 
     def __init__(
@@ -237,10 +265,10 @@ class ColumnStore:
         step_tokens: int,
         ages: BlockAges | None = None,
     ) -> None:
-        """Make the books of a pool of free blocks; `ages` count those of its blocks.
+        """Allocate the columns of a pool of free blocks. `ages` counts the ages of its blocks.
 
         Raises:
-            ConfigurationError: no block at all, or a kind that has no rule here.
+            ConfigurationError: there is no block, or a kind of group has no rule.
         """
         if num_blocks < 1:
             raise ConfigurationError(
@@ -255,14 +283,14 @@ class ColumnStore:
         self.unit_tokens = unit_tokens
         width = 2 * self.num_groups
         most_units = max((spec.block_size // unit_tokens for spec in specs), default=1)
-        # A prompt's nodes are made before what its blocks held is forgotten. Nodes that are never
-        # used take no memory; more of them later are a copy of all.
+        # A prompt's nodes are added before the old contents of its blocks are forgotten. Unused
+        # nodes take no memory, but adding nodes later copies all of them.
         num_nodes = num_blocks + num_blocks // 4 + 64
         has_prefix_groups = any(spec.reads_whole_prefix for spec in specs)
         units_per_block = 512 if self.keeps_states and not has_prefix_groups else 8 * most_units
         self.max_nodes = units_per_block * num_blocks + 4096
-        """Most nodes: where they outlive their blocks, what is oldest is forgotten for new ones.
-        One state may stand for all tokens of a long chunk."""
+        """The most nodes there may be. Nodes can outlive their blocks; at the limit the core
+        forgets the oldest cached blocks. One state may stand for all tokens of a long chunk."""
         int32 = np.int32
         group = np.array([rule_of(spec, unit_tokens) for spec in specs], int32)
         self.columns = c = Columns(
@@ -301,20 +329,20 @@ class ColumnStore:
         ids = np.arange(num_blocks, dtype=int32)
         c.block[:, NEXT], c.block[:, PREV] = np.roll(ids, -1), np.roll(ids, 1)
         self.cells = number.data
-        """`number` once more: Python reads and writes a cell there in less time."""
+        """`number` as a memoryview, which Python reads and writes faster."""
         self.num_reached = len(c.path) - self._extra_columns
-        """Units for which tables and look-ups have room."""
+        """How many units tables and look-ups have room for."""
         self.free_rows = list(range(_FEW_ROWS - 1, -1, -1))
         self.address: Any = None
         self._bind()
 
     def replace(self, **arrays: Any) -> None:
-        """Use other arrays for some columns from now on."""
+        """Replace some columns by other arrays."""
         self.columns = self.columns._replace(**arrays)
         self._bind()
 
     def more_rows(self) -> None:
-        """Make more free rows, which are taken behind those that are left."""
+        """Double the number of rows. The new ones are taken last."""
         c = self.columns
         old, new = len(c.row), 2 * len(c.row)
         changes = max(c.change.shape[1], 2 * new * self.num_groups)
@@ -327,13 +355,14 @@ class ColumnStore:
         self.free_rows = [*range(new - 1, old - 1, -1), *self.free_rows]
 
     def reach_units(self, num_units: int) -> None:
-        """Make sure that tables and look-ups have room for so many units."""
+        """Make room for `num_units` units in tables and look-ups."""
         num_units += self._extra_columns
         if num_units <= len(self.columns.path):
             return
         c = self.columns
         width = max(num_units, 2 * len(c.path))
-        width += 16 - width % 16 + 16 * (not width & (width - 1))  # powers of two share cache lines
+        # Not a power of two: such lines would share the same few sets of the processor's cache.
+        width += 16 - width % 16 + 16 * (not width & (width - 1))
         in_use = int(c.row[:, COLUMNS::2].max(initial=0)) if self.num_groups else 0
         table = np.zeros((c.table.shape[0], width), np.int32)
         table[:, :in_use] = c.table[:, :in_use]
@@ -348,24 +377,24 @@ class ColumnStore:
         self.reach_changes(width * self.num_groups)
 
     def reach_changes(self, num_columns: int) -> None:
-        """Make sure that so many columns can enter tables beside all blocks."""
+        """Make room in `ids` for `num_columns` table columns and all blocks."""
         wanted = 2 * (num_columns + len(self.columns.block))
         if wanted > len(self.columns.ids):
             self.replace(ids=np.zeros(wanted, np.int32))
 
     def num_spare_nodes(self) -> int:
-        """Return how many nodes could be made now."""
+        """Return how many nodes can be added without growing."""
         return self.cells[NUM_SPARE] + len(self.columns.node) - self.cells[NEXT_NODE]
 
     def has_nodes(self, num_more: int) -> bool:
-        """Say whether so many nodes could be made, and found, as the columns are."""
+        """Return whether `num_more` nodes fit into the columns and into `index` without growing."""
         cells, c = self.cells, self.columns
         return cells[NUM_SPARE] + len(c.node) - cells[NEXT_NODE] >= num_more and 2 * (
             cells[NUM_INDEXED] + num_more
         ) <= len(c.index)
 
     def reach_nodes(self, num_more: int) -> bool:
-        """Make sure that so many nodes can be made; say whether that is possible."""
+        """Make room for `num_more` nodes, up to `max_nodes`; return whether they fit."""
         lacking = num_more - self.num_spare_nodes()
         if lacking <= 0:
             return True
@@ -389,7 +418,7 @@ class ColumnStore:
         for i, column in enumerate(c):
             entries[i, 0] = column.ctypes.data
             entries[i, 1 : 1 + column.ndim] = column.shape
-        self._entries = entries.reshape(-1)  # what the address leads to
+        self._entries = entries.reshape(-1)  # kept alive: the address points to it
         self.address = entries.ctypes.data
 
 

@@ -1,8 +1,8 @@
 """All KV cache groups of a model together: one hit, one count, one allocation.
 
-For engines that keep block tables themselves, above the managers of the groups. A hit must hold in
-every group, so kinds shorten each other's hits until all agree. Refuses to allocate by halves:
-callers count with `get_num_blocks_to_allocate` first.
+For engines that keep block tables themselves; a coordinator works on the managers of the groups. A
+hit must be valid in every group, so the kinds shorten it until all agree. Allocation has no
+rollback: callers first count with `get_num_blocks_to_allocate`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcache.specs import KVCacheConfig, KVCacheSpec, can_cache_prefixes, requir
 
 
 class KVCacheCoordinator(ABC):
-    """The managers of all groups, asked in order of group."""
+    """The managers of all groups, called in order of group."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class KVCacheCoordinator(ABC):
         use_eagle: bool = False,
         managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
     ) -> None:
-        """Make a manager per group.
+        """Make one manager per group.
 
         Raises:
-            ConfigurationError: a kind that nobody serves, or that EAGLE cannot be used with.
+            ConfigurationError: a kind has no manager, or cannot be used with EAGLE.
         """
         check_kind("kv_cache_config", kv_cache_config, KVCacheConfig, ConfigurationError)
         check_kind("pool", pool, BlockPool, ConfigurationError)
@@ -68,10 +68,10 @@ class KVCacheCoordinator(ABC):
     ) -> CacheHit:
         """Return the longest prefix of at most `max_length` tokens that hits in every group.
 
-        `block_hashes` come one per `hash_block_size` tokens. Changes nothing.
+        `block_hashes` has one digest per `hash_block_size` tokens. Changes nothing.
 
         Raises:
-            RequestError: an argument is of another type.
+            RequestError: an argument has a wrong type.
         """
 
     def get_num_blocks_to_allocate(
@@ -99,7 +99,7 @@ class KVCacheCoordinator(ABC):
             manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
-        """Extend all tables as reserved; return what entered each. There is room."""
+        """Extend all tables as reserved; return what entered each. Enough blocks are free."""
         check_request_id(request_id)
         check_kind("reservation", reservation, Reservation, RequestError)
         return [manager.allocate_new_blocks(request_id, reservation) for manager in self.managers]
@@ -108,7 +108,7 @@ class KVCacheCoordinator(ABC):
         """Make full blocks up to `num_tokens` hittable in every group.
 
         Raises:
-            RequestError: it has fewer tokens or blocks; nothing was changed.
+            RequestError: the request has fewer tokens or blocks; nothing was changed.
         """
         check_kind("request", request, Request, RequestError)
         as_int("num_tokens", num_tokens, error=RequestError)
@@ -118,17 +118,17 @@ class KVCacheCoordinator(ABC):
             manager.cache_blocks(request, num_tokens)
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free what no group reads any more."""
+        """Free the blocks that no later token reads, in every group."""
         check_request_id(request_id)
         as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         for manager in self.managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give all blocks back, the last tokens' first, groups side by side.
+        """Free all of a request's blocks, last tokens first.
 
-        Blocks that can go one by one come before those that are of no use without all before them:
-        so none of the first outlives what a hit would need beside it.
+        Blocks of windowed groups are freed before those of prefix groups. So no block of a windowed
+        group outlives the prefix that a hit on it needs.
         """
         order: list[tuple[bool, int, int, int]] = []
         for group, table in enumerate(self.get_blocks(request_id)):
@@ -153,13 +153,13 @@ class KVCacheCoordinator(ABC):
         ]
 
     def get_blocks(self, request_id: str) -> tuple[list[int], ...]:
-        """Return copies of a request's tables; empty lists if it is unknown."""
+        """Return copies of a request's tables; empty lists if the request is unknown."""
         check_request_id(request_id)
         return tuple(list(manager.table(request_id)) for manager in self.managers)
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
-    """Tables without any caching: every look-up misses, nothing becomes hittable."""
+    """Tables without caching: every look-up misses, and nothing becomes hittable."""
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
@@ -169,7 +169,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         return CacheHit((EMPTY_INT32,) * len(self.managers), 0)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
-        """Cache nothing."""
+        """Check the arguments and cache nothing."""
         check_kind("request", request, Request, RequestError)
         as_int("num_tokens", num_tokens, error=RequestError)
 
@@ -191,17 +191,17 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
 class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: the longest prefix on which all of them agree.
 
-    Groups of equal specs are looked up together. Every kind shortens the hit to its own longest
-    one within the limit, until no kind does. No length on which all agree is passed by: each kind
-    would stop there. And every kind was asked at the final length last, so that what it leaves
-    null is what that length leaves unread. That length is a multiple of all block sizes; EAGLE's
-    last block is their least common multiple, dropped once, after all agree.
+    Groups with equal specs are looked up together. Each kind shortens the hit to its own longest
+    one, until no kind does. This finds the longest common hit, because each kind would stop at it.
+    Every kind's last answer is for the final length, so its null blocks are those that this length
+    does not read. The length is a multiple of all block sizes. With EAGLE, their least common
+    multiple is dropped once, after all kinds agree.
     """
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
-        """Return the longest hit that holds in every group."""
+        """Return the longest hit that is valid in every group."""
         max_length = check_look_up(block_hashes, max_length, namespace)
         kinds: dict[KVCacheSpec, list[int]] = {}
         for group, spec in enumerate(self.specs):
@@ -231,7 +231,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
 
 
 def check_look_up(block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace) -> int:
-    """Return `max_length`; raises RequestError for arguments of a look-up of another type."""
+    """Return `max_length`; raises RequestError if an argument of a look-up has a wrong type."""
     as_byte_strings("block_hashes", block_hashes, RequestError)
     check_kind("namespace", namespace, Namespace, RequestError)
     return as_int("max_length", max_length, error=RequestError)
@@ -248,7 +248,7 @@ def get_kv_cache_coordinator(
     """Return the coordinator for a plan. A group that cannot hit disables caching, with a warning.
 
     Raises:
-        ConfigurationError: a kind that nobody serves, or that EAGLE cannot be used with.
+        ConfigurationError: a kind has no manager, or cannot be used with EAGLE.
     """
     check_kind("kv_cache_config", kv_cache_config, KVCacheConfig, ConfigurationError)
     enable_caching = as_bool("enable_caching", enable_caching, ConfigurationError)

@@ -1,10 +1,10 @@
-"""Digests of nodes, made when somebody needs them, a whole path in one call.
+"""Digests of nodes, which are made when they are needed, a whole path in one call.
 
-A node's digest covers its parent's, its tokens, and its extra keys as CBOR. Labels, events, tiers
-and audits need digests, look-ups never do; as ancestors live as long as a node does, they can be
-made late. SHA-256 comes from libcrypto, XXH3 from the module of xxhash, both by address and
-compared with a test vector first; where that cannot be had, and for CBOR digests, the package's own
-functions make them one by one.
+A node's digest covers its parent's digest, its tokens, and its extra keys as CBOR. Labels, events,
+tiers and audits need digests; look-ups do not. A node's ancestors live as long as the node, so its
+digest can be made late. SHA-256 comes from libcrypto and XXH3 from the xxhash module, both called
+by address after a test vector has matched. If that fails, and for CBOR digests, the package's own
+functions make digests one by one.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 BYTES, NEW_WORDS = array_type("uint8", is_read=True), array_type("uint64")
 
 BY_PYTHON, SHA256, XXH3 = range(3)
-"""How digests are made: entry 0 of `word`. The others are the algorithm, the context, and the
-functions to begin, feed and end it; of XXH3 the function stands in entry 1."""
+"""How digests are made: entry 0 of `word`. For SHA-256, the next entries are the algorithm, the
+context, and the functions that begin, feed and end a digest. For XXH3, entry 1 is the function."""
 
 
 class Sha256:
@@ -57,7 +57,7 @@ class Sha256:
     `EVP_DigestUpdate`, `EVP_DigestFinal_ex`. One context, for one thread."""
 
     def __init__(self) -> None:
-        """Find the functions; raises OSError or AttributeError where there are none."""
+        """Find the functions; raises OSError or AttributeError if they are missing."""
         library = ctypes.CDLL("libcrypto.so.3")
         library.EVP_MD_fetch.restype = library.EVP_MD_CTX_new.restype = ctypes.c_void_p
         library.EVP_MD_fetch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]
@@ -84,7 +84,7 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 
 @routine
 def _swapped(x: int) -> int:
-    """Return a word with its bytes in reverse."""
+    """Return a word with its bytes reversed."""
     y = np.uint64(0)
     for i in range(8):
         y = (y << np.uint64(8)) | ((np.uint64(x) >> np.uint64(8 * i)) & np.uint64(255))
@@ -93,7 +93,8 @@ def _swapped(x: int) -> int:
 
 @routine
 def _hash(word: Any, data: int, num_bytes: int, digest: int, words: Any) -> None:
-    """Write the digest of bytes at an address to another; `words` is scratch, two long."""
+    """Hash the bytes at `data` and write their digest to the address `digest`. `words` is scratch,
+    two words."""
     if word[0] == SHA256:
         call_3(word[3], (word[2], word[1], np.int64(0)))
         call_3(word[4], (word[2], data, num_bytes))
@@ -127,8 +128,8 @@ def _make(core: Any, n: int, buffer: Any, words: Any) -> None:
     checks_types=True,
 )  # fmt: skip
 def _chain(word: Any, tokens: Any, digests: Any, buffer: Any, words: Any) -> None:
-    """Make digests of units without extra keys, one behind the other: row 0 is the first one's
-    parent. The last two are scratch, as long as a parent and a unit, and two words."""
+    """Make the digests of consecutive units without extra keys. Row 0 of `digests` is the parent of
+    the first unit. `buffer` (one digest and one unit) and `words` (two words) are scratch."""
     size = np.int64(digests.shape[1])
     at, unit_bytes = np.int64(buffer.ctypes.data), np.int64(len(buffer)) - size
     for i in range(len(digests) - 1):
@@ -139,8 +140,8 @@ def _chain(word: Any, tokens: Any, digests: Any, buffer: Any, words: Any) -> Non
 
 @kernel(NOTHING, CORE, INTS, array_type("uint8"), NEW_WORDS, NEW_INTS)
 def _make_all(core: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
-    """Make the digests that nodes and their ancestors lack. The others are scratch: for the bytes
-    of a unit, two words, and as many nodes as one is deep."""
+    """Make the digests that the nodes and their ancestors lack. The other arguments are scratch:
+    the hashed bytes of one unit, two words, and as many nodes as the deepest path has."""
     c = columns_of(core)
     for k in range(len(nodes)):
         n, length = np.int64(nodes[k]), 0
@@ -154,8 +155,8 @@ def _make_all(core: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
 
 @kernel(INT, CORE, INTS, NEW_INTS)
 def _lacking_digests(core: Any, nodes: Any, found: Any) -> int:
-    """Write nodes that lack a digest to `found`, parents first, as many as fit; return how many.
-    Asked again until there is none."""
+    """Write nodes without digests to `found`, as many as fit, each with a parent that has one;
+    return how many there are. The caller asks again until there are none."""
     c = columns_of(core)
     count = 0
     for k in range(len(nodes)):
@@ -176,9 +177,9 @@ def describe(
     core: Any, notes: Any, length: int, ids: Any, digests: Any, parents: Any, tokens: Any,
     keys: Any, follows: Any,
 ) -> None:  # fmt: skip
-    """Write what there is to say of blocks of one group, `length` units long, each noted by its
-    node and group: their ids, digests, those before them, tokens, extra keys by unit, and whether
-    each continues the one before it in the list."""
+    """Describe blocks of one group, `length` units each, noted by node and group: their ids,
+    digests, parents' digests, tokens, extra keys by unit, and whether each continues the previous
+    one."""
     c = columns_of(core)
     s = search_of(core)
     unit, size = c.tokens.shape[1], s.digest.shape[1]
@@ -198,7 +199,7 @@ class Digester:
     """Makes the digests of one core's nodes, and numbers extra keys."""
 
     def __init__(self, store: ColumnStore, hash_fn: HashFn) -> None:
-        """Use the quickest way that makes the digests of `hash_fn`."""
+        """Use the fastest way to make the digests of `hash_fn`."""
         self._store = store
         self._hash_fn = hash_fn
         self._numbers: dict[ExtraKeys, int] = {}
@@ -209,15 +210,15 @@ class Digester:
         self._use_addresses()
 
     def keys_of(self, number: int) -> ExtraKeys | None:
-        """Return the extra keys that a number stands for."""
+        """Return the extra keys with this number."""
         return self._keys[number]
 
     def known_number(self, keys: ExtraKeys | None) -> int:
-        """Return the number of extra keys, -1 where nothing cached can have them."""
+        """Return the number of extra keys, or -1 if they have none: nothing cached has them."""
         return self._numbers.get(keys, -1) if keys else 0
 
     def number_of(self, keys: ExtraKeys | None) -> int:
-        """Return the number of extra keys; they get one if they have none."""
+        """Return the number of extra keys, and give them one if they have none."""
         if not keys:
             return 0
         number = self._numbers.get(keys)
@@ -236,7 +237,7 @@ class Digester:
         return len(self._numbers)
 
     def keep_only(self, used: set[int]) -> None:
-        """Forget all extra keys but those whose numbers are used; give out the other numbers
+        """Forget all extra keys except those with the numbers `used`. The other numbers can be used
         again."""
         self._store.columns.tail_at[:] = self._tail_bytes = 0
         for keys, n in list(self._numbers.items()):
@@ -248,7 +249,7 @@ class Digester:
                 self._spare_numbers.append(n)
 
     def make(self, nodes: Any) -> None:
-        """Make the digests that nodes and their ancestors lack."""
+        """Make the digests that the nodes and their ancestors lack."""
         if not len(nodes):
             return
         store = self._store
@@ -261,7 +262,7 @@ class Digester:
                 self._make_one(n)
 
     def set_root(self, n: int, digest: bytes) -> None:
-        """Give a root the digest that comes before every first block."""
+        """Give a root the digest that precedes every first block."""
         c = self._store.columns
         c.digest[n] = np.frombuffer(digest, np.uint8)
         c.node[n, KEYS] = 1
@@ -290,7 +291,7 @@ class Digester:
         c.tail_at[number] = start, len(data)
 
     def _use_addresses(self) -> None:
-        """Find hash functions by address, and believe them only what they prove."""
+        """Find hash functions by address, and use them only if a test vector matches."""
         if IS_PLAIN:
             return
         word = self._store.columns.word
@@ -309,7 +310,7 @@ class Digester:
             return
         if not self._is_right():
             logger.warning(
-                "digests are made by Python: the %s found by address makes others",
+                "digests are made by Python: %s, found by address, fails its test vector",
                 self._hash_fn.name,
             )
             word[0] = BY_PYTHON
@@ -317,7 +318,7 @@ class Digester:
         quick_chains.setdefault(self._hash_fn.name, partial(_chained, word.copy(), self._library))
 
     def _is_right(self) -> bool:
-        """Compare a test vector: a node with tokens and extra keys behind a parent."""
+        """Check the digest of a node with a parent against the package's own function."""
         store = ColumnStore(
             2, (), self._store.unit_tokens, self._hash_fn.digest_bytes, use_eagle=False,
             step_tokens=1,
@@ -344,7 +345,8 @@ def _make_in(store: ColumnStore, nodes: Any) -> None:
 def _chained(
     word: Any, library: Sha256 | None, parent: bytes, tokens: bytes, unit_bytes: int, count: int
 ) -> bytes:
-    """Return the digests of so many units, joined. `library` is what the addresses lead to."""
+    """Return the digests of `count` units, joined. `library` keeps the functions behind the
+    addresses loaded."""
     digests = np.empty((count + 1, len(parent)), np.uint8)
     digests[0] = np.frombuffer(parent, np.uint8)
     buffer, words = np.empty(len(parent) + unit_bytes, np.uint8), np.empty(2, np.uint64)

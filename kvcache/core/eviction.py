@@ -1,14 +1,15 @@
-"""Policies other than LRU: which cached block goes next, asked in arrays.
+"""Eviction policies other than LRU, which Python asks for victims in arrays.
 
-LRU is the list of free blocks itself, compiled. Any other policy, also one from outside or one for
-each tenant, orders the cached blocks that nobody holds: what a call of kernels did to them is in
-`moved` and told to it after the call, a batch at a time, in the order in which it happened; and
-before blocks are taken it is asked for as many victims as blanks are lacking. A policy sees block
-ids and never the columns. Blocks of ordered groups that cached contents continue are given back.
+LRU is the free list itself, in compiled code. Any other policy, your own or one per tenant, orders
+the unreferenced cached blocks. Kernels log changes of these blocks in `moved`; after each call the
+policy is told of them in order, in batches. Before blocks are taken, the policy is asked for as
+many victims as blank blocks are lacking. A policy sees block ids, never the columns. It gets back
+blocks of prefix groups that cached contents continue.
 
-In the list children go before their parents because requests give theirs back tail first. Where
-somebody may hold a block and not those before it (IS_LOOSE: forks of what was not cached, copies
-that outlive their requests, steps that failed), an `LRUPolicy` takes over until the next reset.
+The free list puts children before parents because requests release their blocks last one first.
+After a fork of uncached blocks, a copy that outlives its request or a failed step, a request may
+reference a block without those before it (HAS_GAPS). Then an `LRUPolicy` orders the blocks until
+the next reset.
 """
 
 from __future__ import annotations
@@ -53,24 +54,25 @@ MakePolicy = Callable[[int, "BlockBook"], EvictionPolicy]
 
 
 class BlockBook:
-    """What a policy may ask of blocks: an `EntryBook`. Every entry is a block."""
+    """An `EntryBook`: what a policy may ask about blocks. Every entry is a block."""
 
     def __init__(
         self, store: ColumnStore, digester: Digester | None, tenants: TenantLedger | None
     ) -> None:
-        """Answer from these columns. Without a digester contents have their digests already."""
+        """Answer from these columns. Without a digester, all contents have their digests
+        already."""
         self._store = store
         self._digester = digester
         self._tenants = tenants
         self.names_contents = False
 
     def tenant_numbers(self, entries: IndexArray) -> Int32Array:
-        """Return whose blocks these are. There are tenants."""
+        """Return the tenant number of each block. Only with tenants."""
         numbers: Int32Array = required(self._tenants).owners[entries]
         return numbers
 
     def describe(self, entry: int) -> EntryInfo:
-        """Say what is known of a block. Children in the tree count, whatever they hold."""
+        """Describe a block. All children in the tree count, whether or not they have blocks."""
         c = self._store.columns
         node = c.node
         n = c.block.item(entry, NODE)
@@ -91,7 +93,7 @@ class BlockBook:
 
 
 class PolicyOrder:
-    """Cached blocks that nobody holds, in the order of a policy."""
+    """The unreferenced cached blocks, in the order of a policy."""
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class PolicyOrder:
         make: MakePolicy,
         tenants: TenantLedger | None = None,
     ) -> None:
-        """Use a new policy, or one for each of `tenants`. Without a digester contents have their
-        digests already."""
+        """Use a new policy, or one for each of `tenants`. Without a digester, all contents have
+        their digests already."""
         self._store, self._digester, self._tenants = store, digester, tenants
         capacity = len(store.columns.block)
         self._book = book = BlockBook(store, digester, tenants)
@@ -116,7 +118,7 @@ class PolicyOrder:
         self._take_over()
 
     def _take_over(self) -> None:
-        """Let the policy order the cached blocks that are in the list of free ones."""
+        """Move the cached blocks from the free list to the policy."""
         c = self._store.columns
         ids, num_blank = np.empty(c.number[FREE], np.int32), int(c.number[BLANK])
         cached = ids[num_blank : first_free(self._store.address, ids)]
@@ -125,15 +127,15 @@ class PolicyOrder:
             c.block[last, NEXT], c.block[0, PREV] = 0, last
             self.policy.insert(index_array(cached))
 
-    def _name(self, digester: Digester, moved: Any) -> None:
-        """Make the digests of all contents that come out of use, in one go."""
+    def _make_digests(self, digester: Digester, moved: Any) -> None:
+        """Make the digests of all contents that became unused, in one call."""
         c = self._store.columns
         ids = moved[moved[:, 0] == INSERTED, 1]
         nodes = c.block[ids, NODE]
         digester.make(np.ascontiguousarray(nodes[nodes != 0]))
 
     def tell(self) -> None:
-        """Tell the policy what has happened since the last call."""
+        """Tell the policy what happened since the last call."""
         c = self._store.columns
         count = int(c.number[NUM_MOVED])
         if not count:
@@ -141,7 +143,7 @@ class PolicyOrder:
         c.number[NUM_MOVED] = 0
         moved = c.moved[:count]
         if self._book.names_contents and self._digester is not None:
-            self._name(self._digester, moved)
+            self._make_digests(self._digester, moved)
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
         cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
         calls: dict[int, Callable[[IndexArray], None]] = {
@@ -155,15 +157,15 @@ class PolicyOrder:
             calls[int(kinds[start])](np.ascontiguousarray(ids[start:end]))
 
     def make_room(self, num_blocks: int, offload: OffloadHooks | None) -> None:
-        """Evict until so many blocks are blank, and what a tenant must give up of its own to take
-        them. Enough are free, and the policy has been told."""
+        """Evict blocks until `num_blocks` are blank, including those that the served tenant must
+        give up to stay within its share. Enough blocks are free, and the policy is up to date."""
         number = self._store.columns.number
         if self._tenants is not None and (num_own := self._tenants.demand(num_blocks)):
             self._evict(num_own + int(number[BLANK]), offload)
         self._evict(num_blocks, offload)
 
     def _evict(self, num_blank: int, offload: OffloadHooks | None) -> None:
-        """Evict until so many blocks are blank."""
+        """Evict blocks until `num_blank` are blank."""
         c = self._store.columns
         kept: list[int] = []
         has_progress = False
@@ -188,7 +190,7 @@ class PolicyOrder:
             self.policy.put_back(kept)
 
     def check(self) -> None:
-        """Raise InvariantError unless the policy has exactly the cached blocks nobody holds."""
+        """Raise InvariantError unless the policy has exactly the unreferenced cached blocks."""
         c = self._store.columns
         unheld = np.flatnonzero((c.block[:, NODE] != 0) & (c.block[:, 0] == 0)).tolist()
         if sorted(self.policy.order()) != unheld or len(self.policy) != len(unheld):
@@ -202,7 +204,8 @@ class PolicyOrder:
             )
 
     def _forget(self, block_ids: list[int]) -> None:
-        """Only blocks are left that contents continue which are in use: those go, too."""
+        """Forget blocks that cached contents in use continue, with those contents: no other block
+        is left."""
         if not block_ids:
             raise InvariantError("blocks are free, but neither blank nor ordered by the policy")
         if self._tenants is not None:
@@ -215,7 +218,7 @@ class PolicyOrder:
 
 
 def group_of(c: Any, n: int, b: int) -> int:
-    """Return the group in which block `b` stands at node `n`."""
+    """Return the group of block `b` at node `n`."""
     for g in range(len(c.group)):
         if c.node.item(n, BLOCK + 2 * g) == b:
             return g
@@ -223,7 +226,7 @@ def group_of(c: Any, n: int, b: int) -> int:
 
 
 def offer(store: ColumnStore, offload: OffloadHooks | None, block_ids: Int32Array) -> None:
-    """Tell the tiers below which sealed blocks are about to go."""
+    """Tell the tiers below which sealed blocks are about to be evicted."""
     if offload is None:
         return
     sealed, groups = np.empty((2, len(block_ids)), np.int32)
@@ -235,7 +238,8 @@ def offer(store: ColumnStore, offload: OffloadHooks | None, block_ids: Int32Arra
 
 
 def offer_oldest(store: ColumnStore, offload: OffloadHooks | None, count: int) -> None:
-    """Do `offer` for the blocks that the next `count` taken ones evict, under LRU."""
+    """Do `offer` for the blocks that are evicted under LRU when the next `count` blocks are
+    taken."""
     if offload is None or count <= store.columns.number[BLANK]:
         return
     ids = np.empty(count, np.int32)

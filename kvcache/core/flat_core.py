@@ -1,11 +1,12 @@
-"""The books of one pool of blocks: their state is a few columns, and their walks are compiled.
+"""`FlatCore`: the core of one pool of blocks. Its state is a few columns, and compiled kernels do
+its loops.
 
-Stands under `KVCacheManager`, which owns requests, slots and statistics. Python decides here what
-is to be done, and kernels do it; what comes from outside is checked before it reaches an index.
-Refuses to know tokens' meaning, workers or time.
+`KVCacheManager` uses it, and owns requests, slots and statistics. Python makes the decisions here,
+and kernels carry them out. Arguments from outside are validated before any of them becomes an
+index. The core knows neither the meaning of tokens, nor workers, nor time.
 
     look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      reserve_rows ─▶ serve
-    complete_steps ─▶ seal ─▶ tell            fail_steps, evict ─▶ mark ─▶ forget
+    complete_steps ─▶ seal ─▶ notify          fail_steps, evict ─▶ mark ─▶ forget
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
-from kvcache.core.hits import confirm, look_up
+from kvcache.core.hits import look_up, match_hit
 from kvcache.core.interface import (
     CacheHit,
     CoreSettings,
@@ -129,32 +130,33 @@ from kvcache.tenants import TenantAccount, TenantLedger
 NO_ROW = -1
 
 CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
-"""What watches a core, or stands in for it, is made by one that is handed to the manager."""
+"""Makes the manager's core. Pass another one to observe or replace the core."""
 
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
 _FEW_ROOTS = 64
 _FEW_KEYS = 4096
 
 _new_tuple: Any = tuple.__new__
-"""Makes a named tuple of a tuple, in half the time that its own constructor takes."""
+"""Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
 class FlatCore:
-    """The books of one pool, with one node per unit of tokens behind its parent.
+    """The core of one pool of blocks. Each node of its tree is one unit of tokens that continues
+    its parent.
 
-    One owner, one thread. A raise leaves everything untouched.
+    One owner, one thread. A raise leaves everything unchanged.
 
-    Between `open_step` and the next one, whatever becomes hittable belongs to that step: it is
-    sealed by `complete_steps`, withdrawn by `fail_steps`. Until sealed only requests of the same
-    client hit it. Outside any step (`close_step`), what becomes hittable is sealed at once: such a
-    caller answers himself for running his forward before he uses the result.
+    Whatever becomes hittable between `open_step` and the next step belongs to that step:
+    `complete_steps` seals it, `fail_steps` drops it. Until then only requests of the same client
+    hit it. Outside any step (`close_step`), contents are sealed as soon as they become hittable;
+    the caller must then run the forward before it uses a hit.
     """
 
     def __init__(self, settings: CoreSettings) -> None:
-        """Make the books of an empty pool.
+        """Make the core of an empty pool.
 
         Raises:
-            ConfigurationError: no block at all, an unknown policy, a kind that has no rules here.
+            ConfigurationError: there is no block, the policy is unknown, or a kind has no rules.
         """
         config, hash_fn = settings.kv_cache_config, settings.hash_fn
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
@@ -179,7 +181,7 @@ class FlatCore:
         self.digester = Digester(store, hash_fn)
         self.none_hash = settings.none_hash
         self.roots: dict[Namespace, int] = {}
-        self._root = 0  # of the default namespace
+        self._root = 0  # that of the default namespace
         self.namespaces: dict[int, Namespace] = {}
         self._roots_at_most = _FEW_ROOTS
         self._keys_at_most = _FEW_KEYS
@@ -188,7 +190,7 @@ class FlatCore:
         self._slots = settings.slots
         self._row_of_slot: Int32Array = np.empty(0, np.int32)
         self._slot_of_row: dict[int, int] = {}
-        self._unbound_rows: set[int] = set()  # rows that may have got a slot since
+        self._unbound_rows: set[int] = set()  # rows whose slots are not known yet
         publishes_all = settings.publish_all_groups or not self.prefix_groups
         self.notifier = Notifier(
             store,
@@ -235,7 +237,8 @@ class FlatCore:
     # --- steps -------------------------------------------------------------------------------
 
     def open_step(self, client_id: str, step: int) -> None:
-        """Begin step `step` of `client_id`; raises RequestError for a step before its latest."""
+        """Begin step `step` of `client_id`; raises RequestError for a step before its latest
+        one."""
         self._last = None
         self.steps.open(client_id, step)
 
@@ -245,7 +248,7 @@ class FlatCore:
         self.steps.close()
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
-        """Seal what the client's steps up to `through_step` made hittable and still stands."""
+        """Seal what the client's steps up to `through_step` made hittable and is still cached."""
         self._last = None
         completed = self.steps.complete(client_id, through_step)
         for step in completed:
@@ -257,14 +260,15 @@ class FlatCore:
             self._settle()
 
     def take_merges(self) -> list[tuple[str, TableChange]]:
-        """Return the table changes of merged duplicates since the last call, by request."""
+        """Return the table changes of merged duplicate blocks since the last call, with their
+        requests."""
         merges, self._merges = self._merges, []
         return merges
 
     def fail_steps(self, client_id: str, from_step: int) -> None:
-        """Withdraw what the client's steps from `from_step` on made hittable.
+        """Drop what the client's steps from `from_step` on made hittable.
 
-        Requests that adopted such blocks keep them, without content.
+        Requests that hit such blocks keep them, without content.
         """
         self._last = None
         failed = self.steps.take_failed(client_id, from_step)
@@ -274,10 +278,11 @@ class FlatCore:
             self.steps.end_failed(client_id, failed)
             self._settle()
 
-    # --- a request's way ---------------------------------------------------------------------
+    # --- requests ----------------------------------------------------------------------------
 
     def look_up(self, request: Request) -> CacheHit:
-        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. No mutation."""
+        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. Changes
+        nothing."""
         if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
             return self.no_hit
         limit = request.num_tokens - 1
@@ -311,15 +316,16 @@ class FlatCore:
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
-        """Give the request blocks, all or nothing over all groups.
+        """Give the request blocks, all or nothing over all groups; return the changes of its
+        tables.
 
-        Skipped blocks are freed first, and stay freed even when None says that there is no room;
-        nothing else changes then. `hit` is adopted by a request without blocks. Full blocks up to
-        `num_cached_tokens` become hittable.
+        Skipped blocks are freed first, and stay freed even if None is returned because too few
+        blocks are free; nothing else changes then. A request without blocks adopts `hit`. Full
+        blocks up to `num_cached_tokens` become hittable.
 
         Raises:
-            RequestError: it would cache tokens it does not have or has no slots for, or adopts a
-                hit although it has blocks; nothing was changed.
+            RequestError: the request would cache tokens that it does not have or has no slots for,
+                or it adopts a hit although it has blocks; nothing was changed.
         """
         r, cached = self.rows.get(request.request_id, NO_ROW), reservation.num_cached_tokens
         adopts_again = hit is not None and r != NO_ROW
@@ -332,7 +338,8 @@ class FlatCore:
     def _admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
-        """Give a request without a row one, and its blocks; None, unchanged, without room."""
+        """Give a request without a row one, and its blocks. None, unchanged, if too few are
+        free."""
         store, unit, num_tokens = self.store, self.hash_block_size, request.num_tokens
         computed, wanted, cached, spare, own_end, _, num_encoder = reservation
         most = wanted if wanted >= num_tokens else num_tokens
@@ -391,7 +398,7 @@ class FlatCore:
         return self._whole_tables(r)
 
     def _whole_tables(self, r: int) -> list[TableChange]:
-        """Return all that is in a row's tables."""
+        """Return all blocks of a row's tables."""
         c, num_groups, changes = self.store.columns, self.store.num_groups, []
         for g in range(num_groups):
             if count := c.row.item(r, COLUMNS + 2 * g):
@@ -400,13 +407,13 @@ class FlatCore:
         return changes
 
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        """Do what `reserve` does for every running row of a step, in one call.
+        """Do `reserve` for every running row of a step, in one call.
 
-        What any of the rows skips is freed before the first one is served. Rows whose tables jump
-        over columns (of states nobody keeps) are served after all others.
+        All rows skip before the first one gets blocks. If any of them share blocks that they may
+        write, the rows are served one by one instead.
 
         Raises:
-            RequestError: a row for which `reserve` would; nothing was changed.
+            RequestError: `reserve` would raise it for a row; nothing was changed.
         """
         rows.require_columns()
         is_reserved = np.ones(len(rows.slots), np.int32)
@@ -484,11 +491,11 @@ class FlatCore:
     def run_rows(
         self, table: RowTable, rows: RunningRows, computed: Int32Array, slot_tokens: Int32Array
     ) -> RowsReserved | None:
-        """Let the rows of a step run on in one piece: append their tokens, reserve their blocks,
-        note how far they come. Blocks may be skipped behind `computed` tokens, and slots are wanted
-        for `slot_tokens`.
+        """Run the rows of a step in one piece: append their tokens, reserve their blocks, note how
+        far they are computed. Blocks before `computed` tokens may be skipped; slots are wanted for
+        `slot_tokens` tokens.
 
-        None, unchanged, where that takes more than one piece: `reserve_rows` can do it.
+        Return None, unchanged, if that takes more than one piece; `reserve_rows` can do it.
         """
         store, slots = self.store, rows.slots
         is_simple = self.order is None and self.notifier.offload is None
@@ -533,10 +540,10 @@ class FlatCore:
         return RowsReserved(is_reserved, patch)
 
     def admit_rows(self, table: RowTable, new: NewRows) -> RowsAdmitted | None:
-        """Do for new requests of a step, in order, what `look_up` and `reserve` do, in one piece;
-        note in `table` what their rows are. Those that find room get the next of its slots.
+        """Do `look_up` and `reserve` for the new requests of a step, in order and in one piece;
+        enter their rows into `table`. The requests that find room get the next of its slots.
 
-        None, unchanged, where that takes more than one piece.
+        Return None, unchanged, if that takes more than one piece.
         """
         store, requests, slots = self.store, new.requests, new.slots
         if self.order is not None or self._zeroes or self.notifier.offload is not None:
@@ -587,7 +594,7 @@ class FlatCore:
         return RowsAdmitted(answers[0], answers[1], answers[2], patch)
 
     def _reach_rows(self, count: int) -> None:
-        """Make sure that a batch of so many rows has room in the scratch arrays."""
+        """Make room in the scratch arrays for a batch of `count` rows."""
         if count > self._places.shape[1]:
             self._places = np.empty((NUM_PLACES, 2 * count), np.int32)
             self._published = np.empty((2 * count, 4), np.int32)
@@ -617,8 +624,8 @@ class FlatCore:
     def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
         """Let `child`, which has no blocks, share those of `parent`; return its tables.
 
-        Before either of them writes a block that both hold, `reserve` gives it a block of its own
-        and adds a copy to the commands.
+        Before one of them writes a block that both reference, `reserve` gives it a block of its own
+        and queues a copy command.
 
         Raises:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
@@ -634,7 +641,7 @@ class FlatCore:
         self._last = None
         num_units = origin.num_tokens // self.hash_block_size
         if self.store.columns.row.item(r, UNITS) > num_units:
-            # The partly filled block may go, when the parent writes, before those behind it.
+            # When the parent writes, the partly filled block may be freed before later blocks.
             rewind_row(self.store.address, r, num_units)
             self.store.cells[HAS_GAPS] = 1
         row = self._open_row(child)
@@ -644,7 +651,8 @@ class FlatCore:
         return changes
 
     def free(self, request: Request) -> None:
-        """Give all its blocks back, tail first. A request without blocks: no effect."""
+        """Release all of the request's blocks, last one first. A request without blocks is
+        ignored."""
         r = self._forget_row(request)
         if r != NO_ROW and free_row(self.store.address, r):
             self._settle()
@@ -656,7 +664,7 @@ class FlatCore:
             self._settle()
 
     def _forget_row(self, request: Request) -> int:
-        """Know no more which row a request has; its blocks come free next. Return that row."""
+        """Forget which row a request has, and return it. The caller then releases its blocks."""
         r = self.rows.pop(request.request_id, NO_ROW)
         if r == NO_ROW:
             return r
@@ -672,13 +680,14 @@ class FlatCore:
         return r
 
     def forget_hashes(self, request: Request) -> None:
-        """Make no further block of this running request hittable (used while draining)."""
+        """Make no more blocks of this running request hittable (used while draining)."""
         r = self.rows.get(request.request_id, NO_ROW)
         if r != NO_ROW:
             self.store.columns.row[r, FLAGS] |= NO_CACHING
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return copies of the request's tables, one list per group; empty lists if unknown."""
+        """Return copies of the request's tables, one list per group; empty lists if it is
+        unknown."""
         r = self.rows.get(request_id, NO_ROW)
         if r == NO_ROW:
             return tuple([[] for _ in range(self.store.num_groups)])
@@ -699,7 +708,7 @@ class FlatCore:
     # --- contents ----------------------------------------------------------------------------
 
     def sealed_contents(self) -> SealedContents:
-        """Return what the label of every sealed block says. O(blocks)."""
+        """Return what the labels of all sealed blocks say. O(blocks)."""
         c = self.store.columns
         ids = [
             (b, g, n)
@@ -714,7 +723,7 @@ class FlatCore:
         return sorted_contents(blocks, groups, digests, c.digest.shape[1])
 
     def pin(self, hit: CacheHit) -> None:
-        """Hold the blocks of `hit` by a pin reference; raises BlockError if one is gone."""
+        """Add a pin reference to the blocks of `hit`; raises BlockError if one is gone."""
         ids = self._tail_first(hit)
         c = self.store.columns
         if len(ids) and (int(ids.max()) >= len(c.block) or int(ids.min()) < 0):
@@ -730,7 +739,8 @@ class FlatCore:
         self._settle()
 
     def unpin(self, hit: CacheHit) -> None:
-        """Give a pin reference back; raises BlockError, unchanged, if one has none."""
+        """Drop a pin reference of the blocks of `hit`; raises BlockError, unchanged, if one has
+        none."""
         ids = self._tail_first(hit)
         wanted = Counter(ids.tolist())
         lacking = [b for b, count in wanted.items() if self.pins[b] < count]
@@ -745,8 +755,8 @@ class FlatCore:
         self._settle()
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks and what continues them; see `forget`. Requests that
-        have one of them cache nothing more.
+        """Forget the contents of these blocks and what continues them; see `forget`. Requests with
+        a forgotten block cache nothing more.
 
         Raises:
             BlockError: one of them does not exist; nothing was changed.
@@ -759,7 +769,7 @@ class FlatCore:
         self._forget(int32_array(block_ids))
 
     def reset(self) -> int:
-        """Forget every content if no block is in use. Return how many are in use (0: done)."""
+        """Forget all contents, unless a block is in use. Return how many are in use (0: done)."""
         c = self.store.columns
         in_use = len(c.block) - 1 - self.num_free_blocks()
         if in_use:
@@ -783,10 +793,10 @@ class FlatCore:
         return 0
 
     def stop_hits(self) -> None:
-        """From now on nothing hits and nothing becomes hittable, until a `reset` succeeds."""
+        """Stop hits and caching until a `reset` succeeds."""
         self.hits_stopped = True
 
-    # --- figures -----------------------------------------------------------------------------
+    # --- commands and statistics -------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
         """Return label, unlabel, zero and copy commands since the last call, in order."""
@@ -797,7 +807,7 @@ class FlatCore:
         return commands
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks could be taken now, cached ones included."""
+        """Return how many blocks can be taken now, cached ones included."""
         return self.store.cells[FREE]
 
     def usage(self) -> float:
@@ -806,7 +816,7 @@ class FlatCore:
         return 1.0 - self.num_free_blocks() / total if total else 0.0
 
     def statistics(self) -> CoreStatistics:
-        """Return figures, frozen. O(blocks)."""
+        """Return frozen statistics. O(blocks)."""
         c = self.store.columns
         return CoreStatistics(
             num_blocks=len(c.block) - 1,
@@ -828,13 +838,13 @@ class FlatCore:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` with the failed sum if the books do not add up. O(blocks)."""
+        """Raise `InvariantError` at the first invariant that does not hold. O(blocks)."""
         from kvcache.core.audit import check_core
 
         check_core(self)
 
     def dump_state(self) -> dict[str, object]:
-        """Return the whole state in a canonical form made of plain values, for comparison."""
+        """Return the whole state as plain values in a canonical form, for comparison."""
         from kvcache.core.audit import dump_core
 
         return dump_core(self)
@@ -842,11 +852,11 @@ class FlatCore:
     def restore(self, labels: Sequence[LabelSet]) -> int:
         """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
 
-        Kept is what every rank agrees on and is sealed, one block of duplicate contents, no child
-        without its kept ancestors. Everything is evictable afterwards.
+        A block is kept if it is sealed and every rank agrees on it; of duplicate blocks one is
+        kept, and no child without its ancestors. All kept blocks are evictable.
 
         Raises:
-            BlockError: something is held or cached here already; nothing was changed.
+            BlockError: a block is referenced or cached already; nothing was changed.
         """
         from kvcache.core.rebuild import rebuild
 
@@ -855,10 +865,10 @@ class FlatCore:
         self._settle()
         return kept
 
-    # --- for the modules beside ----------------------------------------------------------------
+    # --- for other modules of the core -------------------------------------------------------
 
     def table(self, r: int, g: int) -> Int32Array:
-        """Return a row's table of a group, a view."""
+        """Return a view of a row's table of one group."""
         c = self.store.columns
         columns: Int32Array = c.table[
             r * self.store.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)
@@ -866,7 +876,7 @@ class FlatCore:
         return columns
 
     def blocks_in_tables(self) -> Int32Array:
-        """Return in how many rows each block stands. O(rows)."""
+        """Return how many rows have each block in their tables. O(rows)."""
         held = np.zeros(len(self.store.columns.block), np.int32)
         for r in self.rows.values():
             for g in range(self.store.num_groups):
@@ -875,7 +885,7 @@ class FlatCore:
         return held
 
     def contents(self) -> Iterable[tuple[int, int, int, bool]]:
-        """Yield node, group, block and whether it is sealed, of all that is cached."""
+        """Yield node, group, block and whether it is sealed, for all cached blocks."""
         c = self.store.columns
         end = int(c.number[NEXT_NODE])
         for g in range(self.store.num_groups):
@@ -883,7 +893,7 @@ class FlatCore:
                 yield n, g, int(c.node[n, BLOCK + 2 * g]), self.is_sealed(n, g)
 
     def is_sealed(self, n: int, g: int) -> bool:
-        """Say whether what a node has of a group is sealed."""
+        """Return whether a node's block of group `g` is sealed."""
         c = self.store.columns
         owner = int(c.node[n, OWNER + 2 * g])
         return bool(owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)])
@@ -896,7 +906,8 @@ class FlatCore:
         return n
 
     def root(self, namespace: Namespace) -> int:
-        """Return the root of a namespace, made if need be; 0: no node is left."""
+        """Return the root of a namespace, and make it if there is none. Raises InvariantError if no
+        node is left."""
         n = self.roots.get(namespace, 0)
         if n:
             return n
@@ -911,17 +922,15 @@ class FlatCore:
         return n
 
     def roots_of(self, namespaces: Sequence[Namespace]) -> list[int]:
-        """Return the roots of several namespaces, made if need be: none of them makes room for
-        another, though nothing continues them yet."""
+        """Return the roots of several namespaces, and make those that are missing. None of them is
+        dropped to make room for another, although no node continues them yet."""
         self._roots_at_most = max(self._roots_at_most, len(self.roots) + len(namespaces) + 1)
         return [self.root(namespace) for namespace in namespaces]
 
     def reach_nodes(self, num_more: int, spared: Int32Array = EMPTY_INT32) -> bool:
-        """Make sure that so many nodes can be made, and forget what is oldest for them if need be:
-        only where nodes outlive their blocks can there be too few. Say whether there are.
-
-        What the nodes `spared` have is not forgotten.
-        """
+        """Make room for `num_more` nodes. If nodes outlive their blocks and too few are left,
+        forget the oldest cached blocks, except those of the nodes `spared`. Return whether the
+        nodes fit."""
         store = self.store
         if store.has_nodes(num_more):
             return True
@@ -937,7 +946,7 @@ class FlatCore:
     # --- inside ------------------------------------------------------------------------------
 
     def _reach_index(self, num_more: int) -> None:
-        """Make sure that so many nodes can be found by the index."""
+        """Make room in the index for `num_more` nodes."""
         store = self.store
         num_indexed = store.cells[NUM_INDEXED] + num_more
         if 2 * num_indexed > len(store.columns.index):
@@ -945,7 +954,7 @@ class FlatCore:
             rebuild_index(store.address)
 
     def _settle(self) -> None:
-        """Pass on what kernels wrote down: contents that are gone, then what became hittable."""
+        """Read the kernels' logs: report forgotten contents, then what became hittable."""
         cells = self.store.cells
         if self.order is None and cells[HAS_GAPS]:
             self.order = self._make_order()
@@ -966,7 +975,7 @@ class FlatCore:
                 notes = self.store.columns.note[:num_notes].copy()
                 self.notifier.sealed(self.steps.settled(notes))
         if cells[IS_FULL]:
-            raise InvariantError("a log of the columns was too short: what was done is not told")
+            raise InvariantError("a log of the columns was too short: changes were lost")
 
     def _no_blocks(self) -> Int32Array:
         return np.zeros(len(self.store.columns.block), np.int32)
@@ -976,7 +985,8 @@ class FlatCore:
         self._settle()
 
     def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
-        """Say whether a request may have so many blocks, while others stay free."""
+        """Return whether a request may take `num_blocks` blocks while `num_spare_blocks` stay
+        free."""
         num_free = self.num_free_blocks() - num_spare_blocks
         if self.tenants is None:
             return num_blocks <= num_free
@@ -984,14 +994,15 @@ class FlatCore:
         return self.tenants.has_room_for_served(num_blocks, num_free)
 
     def _count_taken(self, first: int = 0) -> None:
-        """What has entered tables, in `ids` from `first` on, is the served tenant's."""
+        """Charge the served tenant for the blocks in `ids` from index `first` on, which entered
+        tables."""
         if self.tenants is not None:
             c = self.store.columns
             ids = c.ids[first : c.number[NUM_IDS]]
             self.tenants.took(ids[ids > 0], self.tenants.served)
 
     def _count_room(self, request: Request) -> None:
-        """Count how many blocks a request's tenant may hold besides those that are its own."""
+        """Set ROOM to the number of blocks that a request's tenant may still reference."""
         if self.tenants is not None and self.order is not None:
             self.order.tell()
             account = self.tenants.account(request.namespace)
@@ -999,7 +1010,8 @@ class FlatCore:
             self.store.columns.number[ROOM] = max(0, room)
 
     def _make_room(self, num_blocks: int) -> None:
-        """Make sure that as many blocks can be taken from the list; so many are free."""
+        """Evict until `num_blocks` blocks can be taken from the free list. Enough blocks are
+        free."""
         if self.order is not None:
             self.order.tell()
             self.order.make_room(num_blocks, self.notifier.offload)
@@ -1007,15 +1019,15 @@ class FlatCore:
             offer_oldest(self.store, self.notifier.offload, num_blocks)
 
     def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
-        """Return cached blocks that nobody holds, the next victims first, without those of the
-        nodes `spared`."""
+        """Return unreferenced cached blocks, the next victims first, except those of the nodes
+        `spared`."""
         c, stay = self.store.columns, {0, *spared.tolist()}
         oldest = self._free_list() if self.order is None else self.order.policy.order()
         found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
         return int32_array(list(found))
 
     def _free_list(self) -> Iterable[int]:
-        """Yield the blocks that nobody holds, in the order in which they are taken."""
+        """Yield the free blocks in the order in which they are taken."""
         block = self.store.columns.block
         b = block.item(0, NEXT)
         while b:
@@ -1023,7 +1035,7 @@ class FlatCore:
             b = block.item(b, NEXT)
 
     def _sweep_roots(self) -> None:
-        """Let namespaces go in which nothing is cached and no request runs."""
+        """Drop namespaces without cached blocks and running requests."""
         c = self.store.columns
         for namespace, n in list(self.roots.items()):
             if not c.node.item(n, CHILDREN) and not c.node.item(n, ROWS):
@@ -1036,7 +1048,7 @@ class FlatCore:
         return self.can_hit and not self.hits_stopped
 
     def _publishes(self, r: int) -> bool:
-        """Say whether further blocks of a row become hittable."""
+        """Return whether further blocks of a row become hittable."""
         return self._may_publish() and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
 
     def _require_possible(
@@ -1061,7 +1073,7 @@ class FlatCore:
                 raise _lacks_tokens(request, request.num_tokens, num_tokens)
 
     def _require_filled(self, rows: RowBatch, places: Any, cached: Int32Array) -> None:
-        """Refuse rows that would fill units of tokens that they do not have."""
+        """Raise RequestError for rows that would fill units with tokens that they do not have."""
         known, unit = rows.tokens.num_tokens(places), self.hash_block_size
         lacking = cached[places] // unit > known // unit
         if lacking.any():
@@ -1071,10 +1083,10 @@ class FlatCore:
     def _keys_of(
         self, request: Request, num_units: int, *, is_known: bool = False
     ) -> tuple[int, int, Int32Array]:
-        """Return the numbers of a request's extra keys: of its first unit, of others without
-        multimodal items, and of each of the first units where it has items.
+        """Return the numbers of a request's extra keys: of its first unit; of later units without
+        multimodal items; and of each of its first `num_units` units, if it has items.
 
-        `is_known`: those that nothing cached has get no number, but -1.
+        With `is_known`, extra keys that nothing cached has are -1 instead of getting a number.
         """
         if request.is_plain:
             return 0, 0, EMPTY_INT32
@@ -1098,7 +1110,7 @@ class FlatCore:
         return (int(keys[0]) if num_units else other), other, keys
 
     def _open_row(self, request: Request) -> int:
-        """Give a request a row with its flags and extra keys; the rest is to be filled."""
+        """Give a request a row with its flags and extra keys. The caller sets everything else."""
         store = self.store
         self._sweep_keys()
         first, other, _ = self._keys_of(request, 1)
@@ -1113,7 +1125,7 @@ class FlatCore:
         return r
 
     def _room_of_tenant(self, request: Request, num_free: int) -> int:
-        """Serve a request's tenant from now on; return how many of the free blocks it may have."""
+        """Serve a request's tenant from now on; return how many of the free blocks it may take."""
         if self.tenants is None:
             return num_free
         account = self.tenants.account(request.namespace)
@@ -1123,7 +1135,8 @@ class FlatCore:
     def _extend(
         self, r: int, request: Request, reservation: Reservation
     ) -> list[TableChange] | None:
-        """Give a request more blocks; None, unchanged but for skipped blocks, without room."""
+        """Give a request more blocks. If too few are free, return None; only skipped blocks have
+        changed."""
         store, row = self.store, self.store.columns.row
         computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
         cached, unit = reservation.num_cached_tokens, self.hash_block_size
@@ -1157,7 +1170,8 @@ class FlatCore:
         return changes
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
-        """Note where a row's forward is to end and where the one before did, for states."""
+        """Note where a row's forward ends and where the previous one did, for groups that keep
+        states."""
         if self.store.keeps_states:
             newest = reservation.newest_state or NewestState(-1, 0)
             self.store.columns.forward[r, : ACCEPTED + 1] = (
@@ -1165,7 +1179,7 @@ class FlatCore:
             )  # fmt: skip
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
-        """Publish a row's units up to so many tokens; it has those of all blocks that they fill."""
+        """Publish a row's units up to `num_tokens` tokens. It has all blocks that they fill."""
         store = self.store
         start = store.columns.row.item(r, UNITS)
         end = min(num_tokens, request.num_tokens) // self.hash_block_size
@@ -1203,8 +1217,8 @@ class FlatCore:
             self._publish(int(lines[place]), rows.requests[place], int(cached[place]))
 
     def _merge(self, published: list[Any]) -> None:
-        """Let rows give up their own blocks of units whose forwards are done, where the tree has
-        the contents in sealed ones."""
+        """Replace the rows' duplicate blocks by sealed ones. The forwards that wrote these units
+        are complete."""
         for r, generation, first, end in [row for rows in published for row in rows]:
             if self.store.columns.row.item(r, GENERATION) != generation:
                 continue
@@ -1219,7 +1233,7 @@ class FlatCore:
                         self._merges.append((self.requests[r], change))
 
     def _known_digests(self, request: Request, num_units: int) -> Any:
-        """Return the digests of a request's first units, where they are wanted and known."""
+        """Return the digests of a request's first units, if they are needed and known."""
         if not self.notifier.needs_digests or not num_units:
             return _NO_DIGESTS
         known = request.known_block_hashes
@@ -1229,11 +1243,11 @@ class FlatCore:
         return packed.reshape(num_units, -1)
 
     def _match_again(self, request: Request, hit: CacheHit) -> int:
-        """Put a hit, unless it was found just now, into `found`, and its nodes into `path`; return
-        of how many units there are nodes.
+        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
+        many units have nodes.
 
         Raises:
-            RequestError: it is not there any more, or is not a prefix of this request.
+            RequestError: the hit is gone, or is not a prefix of this request.
         """
         last = self._last
         if last is not None and last[0] is hit and last[1] is request:
@@ -1245,7 +1259,7 @@ class FlatCore:
             num_units = num_tokens // self.hash_block_size
             keys = self._keys_of(request, num_units, is_known=True)
             ids = np.concatenate((EMPTY_INT32, *hit.block_ids))
-            depth = confirm(store.address, root, *keys, request.token_buffer, num_tokens, ids)
+            depth = match_hit(store.address, root, *keys, request.token_buffer, num_tokens, ids)
         if depth < 0:
             raise RequestError(
                 f"request {request.request_id}: its {num_tokens} computed tokens are not "
@@ -1254,7 +1268,7 @@ class FlatCore:
         return depth
 
     def _take_changes(self) -> list[TableChange]:
-        """Return what has entered one row's tables."""
+        """Return what entered the tables of one row."""
         c, start, changes = self.store.columns, 0, []
         for i in range(c.number.item(NUM_CHANGES)):
             _, g, first, count = c.change[:, i].tolist()
@@ -1264,7 +1278,7 @@ class FlatCore:
         return changes
 
     def _take_patch(self) -> BlockTablePatch:
-        """Return what has entered the tables of a batch's rows."""
+        """Return what entered the tables of a batch's rows."""
         c = self.store.columns
         count = c.number.item(NUM_CHANGES)
         if not count:
@@ -1286,8 +1300,8 @@ class FlatCore:
     def _grow_by_tenant(
         self, rows: RowBatch, lines: Any, busy: Any, places: Any, tenants: TenantLedger
     ) -> bool:
-        """Let busy rows have the blocks that they lack, those of one tenant together; say whether
-        there is room for all, otherwise nothing was changed."""
+        """Give the busy rows the blocks that they lack, one tenant after the other. Return False,
+        unchanged, unless there is room for all."""
         core, number = self.store.address, self.store.columns.number
         computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
         lacking: dict[TenantAccount, int] = {}
@@ -1316,7 +1330,7 @@ class FlatCore:
     def _serve_singly(
         self, rows: RowBatch, lines: Any, busy: Any, late: Any, is_reserved: Int32Array
     ) -> BlockTablePatch:
-        """Serve rows one after the other: some share what they may write."""
+        """Serve rows one by one, because some share blocks that they may write."""
         computed, states = rows.num_computed_tokens, rows.states
         for i in late.tolist():
             serve_row(self.store.address, int(lines[i]), int(computed[i]), 0, SKIP)
@@ -1362,15 +1376,15 @@ class FlatCore:
         self._row_of_slot[slot] = r
 
     def _reach_slot(self, most: int) -> None:
-        """Make sure that there is room for the rows of slots up to `most`."""
+        """Make room for the rows of slots up to `most`."""
         if most >= len(self._row_of_slot):
             grown = np.full(2 * most + 2, NO_ROW, np.int32)
             grown[: len(self._row_of_slot)] = self._row_of_slot
             self._row_of_slot = grown
 
     def _slots_of(self, notes: Any) -> Int32Array:
-        """Return the slots of the requests that made blocks hittable, -1 for those that have
-        gone."""
+        """Return the slots of the requests that made blocks hittable, -1 for requests that have
+        ended."""
         generations = self.store.columns.row[:, GENERATION]
         found: dict[tuple[int, int], int] = {}
         slots = []
@@ -1383,7 +1397,7 @@ class FlatCore:
         return np.array(slots, np.int32)
 
     def _tail_first(self, hit: CacheHit) -> Int32Array:
-        """Return a hit's blocks in the order in which they are given back."""
+        """Return a hit's blocks in the order in which they are released."""
         order: list[tuple[int, int, int]] = []
         for g, ids in enumerate(hit.block_ids):
             size, is_prefix_group = self.store.columns.group.item(g, SIZE), g in self.prefix_groups
@@ -1394,7 +1408,7 @@ class FlatCore:
         return int32_array([b for _, _, b in sorted(order)])
 
     def _sweep_keys(self) -> None:
-        """Let extra keys go that nothing cached and no running request has."""
+        """Forget extra keys that no cached block and no running request has."""
         if self.digester.num_keys < self._keys_at_most:
             return
         c = self.store.columns

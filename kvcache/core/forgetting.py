@@ -1,7 +1,7 @@
-"""Forgetting: what steps that failed, and evictions by name, take out of the tree.
+"""Forgetting: drops contents of failed steps, and of blocks that are evicted by name.
 
-Rare, and over all nodes at once: those to be forgotten are marked, marks go down the tree by a
-climb that remembers what it found, rows are rewound to where nothing is marked, then contents go.
+This is rare and walks over all nodes. It marks the nodes to be forgotten, spreads the marks down
+the tree, rewinds rows to the last node without a mark, and then drops the contents.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from kvcache.core.prefix_tree import forget_content, is_sealed
 from kvcache.core.rows import rewind
 
 GONE, STAYS, REWOUND = 1, 2, 4
-"""Marks of a node: it goes with all behind it; it stays; rows that stand behind it are rewound."""
+"""Marks of a node: it is forgotten with everything after it; it stays; rows that continue it are
+rewound."""
 
 
 @routine
 def forget_block(core: Any, b: int, is_lost: Any) -> None:
-    """Let a block have no content any more, whoever holds it."""
+    """Drop a block's content. Its references stay."""
     c = columns_of(core)
     is_lost[b] = 1
     if c.block[b, REF] == 0 and c.number[HAS_POLICY]:
@@ -56,7 +57,8 @@ def forget_block(core: Any, b: int, is_lost: Any) -> None:
 
 @routine
 def forget_marked(core: Any, is_lost: Any) -> None:
-    """Rewind rows behind marked nodes, forget those that are GONE with all behind them."""
+    """Rewind rows that continue marked nodes, then forget the GONE nodes with everything after
+    them."""
     c = columns_of(core)
     s = search_of(core)
     for r in range(len(c.row)):
@@ -64,8 +66,8 @@ def forget_marked(core: Any, is_lost: Any) -> None:
             continue
         n, u, cut = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(-1)
         while u > 0:
-            # With contents twice it stays where it is: what it made hittable itself stands behind
-            # cached blocks that it would hold no longer.
+            # A row with duplicate blocks stays: what it made hittable continues cached blocks, and
+            # a rewind would drop its references to them.
             if s.mark[n] == GONE or (s.mark[n] and c.row[r, DUPLICATES] == 0):
                 cut = u - 1
             n = np.int64(c.node[n, PARENT])
@@ -97,8 +99,8 @@ def forget_marked(core: Any, is_lost: Any) -> None:
 
 @routine
 def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
-    """Forget what open steps of a client from `serial` on made hittable, and what stands behind
-    it."""
+    """Forget what a client's open steps from `serial` on made hittable, and everything that
+    continues it."""
     c = columns_of(core)
     s = search_of(core)
     count = np.int64(0)
@@ -126,7 +128,7 @@ def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
 
 @routine
 def block_above(core: Any, n: int, g: int) -> int:
-    """Return the node that has the block before that of node `n` in a group; 0: there is none."""
+    """Return the node with the block before that of node `n` in a group, or 0."""
     c = columns_of(core)
     for _ in range(c.group[g, LENGTH]):
         n = np.int64(c.node[n, PARENT])
@@ -135,7 +137,8 @@ def block_above(core: Any, n: int, g: int) -> int:
 
 @routine
 def forget_connected(core: Any, g: int, is_lost: Any) -> None:
-    """Forget the blocks of a group at marked nodes, and those that continue them without a gap."""
+    """Forget the blocks of a group at marked nodes, and the blocks that continue them without a
+    gap."""
     c = columns_of(core)
     s = search_of(core)
     end = c.number[NEXT_NODE]
@@ -157,9 +160,10 @@ def forget_connected(core: Any, g: int, is_lost: Any) -> None:
 
 @kernel(NOTHING, CORE, INTS, INT, INT, NEW_INTS)
 def forget(core: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
-    """Forget the contents of blocks and what continues them: behind those of ordered groups all
-    that is cached, behind others the blocks of the same group. Rows that have one of them cache
-    nothing more. With a client, `withdraw` instead."""
+    """Forget the contents of blocks, and what continues them: after a block of a prefix group
+    everything that is cached, after any other block those of the same group. Rows with a forgotten
+    block cache nothing more. Set `is_lost` of forgotten blocks to 1. If `client` is not 0, do
+    `forget_steps` instead."""
     c = columns_of(core)
     s = search_of(core)
     if client:
@@ -189,7 +193,7 @@ def forget(core: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
 
 @kernel(INT, CORE)
 def count_sealed(core: Any) -> int:
-    """Return how many blocks have contents whose steps are complete."""
+    """Return the number of sealed blocks."""
     c = columns_of(core)
     count = np.int64(0)
     for n in range(1, c.number[NEXT_NODE]):

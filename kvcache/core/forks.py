@@ -1,10 +1,10 @@
-"""Requests that share blocks they may still write: forks, and the copies before their writes.
+"""Forks: requests that share blocks, and the copies that are made before one of them writes.
 
-A fork shares every block of its parent, of states the newest one only; all but that and the partly
-filled one of each group are never written again. Whoever of the two writes that one first gets a
-block of its own, with the bytes copied before the forward writes. So does the last one that holds
-it, where what the other made of it can be found by its content. Both ends of a copy are held until
-its command has been taken.
+A fork shares all blocks of its parent, but only the newest of its states. Only that state, and the
+partly filled block of each group, can be written again. The first request that writes such a block
+gets a block of its own, and the bytes are copied before its forward. The last request that
+references it gets one, too, if the block can be hit with the content that the other request made of
+it. FORK references hold both ends of a copy until its command is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcache.core.interface import ForkOrigin, Reservation, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all, take_blocks
-from kvcache.core.rows import limit_row, replace_block, share
+from kvcache.core.rows import note_row_limits, replace_block, share_row
 from kvcache.specs import ceil_div
 
 Column = tuple[int, int]
@@ -35,22 +35,24 @@ Column = tuple[int, int]
 
 
 class RowForks:
-    """What the rows of one core share, and may write behind so many tokens."""
+    """The columns that each row shares and may write, each with the number of tokens after which it
+    would be written; and the copies that wait."""
 
     def __init__(self, store: ColumnStore, notifier: Notifier) -> None:
-        """Know no fork."""
+        """Start without forks."""
         self._store = store
         self._notifier = notifier
         self.shared: dict[int, dict[Column, int]] = {}
         self.copied: Counter[int] = Counter()
 
     def require_blocks(self, parent: int, request_id: str, origin: ForkOrigin) -> None:
-        """Refuse a parent that counts tokens as computed for which it has no slots."""
+        """Raise RequestError if the parent has too few slots for the tokens it counts as
+        computed."""
         c, num_tokens = self._store.columns, origin.num_tokens
         for g in range(self._store.num_groups):
             columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
             capacity = (columns - c.group.item(g, EXTRA)) * c.group.item(g, COLUMN)
-            if c.group.item(g, KIND) == STATE:  # after accepted drafts, its table does not tell
+            if c.group.item(g, KIND) == STATE:  # its table does not count accepted drafts
                 has_state = not num_tokens or 0 <= self._newest_column(g, origin) < columns
                 capacity = num_tokens if has_state else max(0, capacity)
             if capacity < num_tokens:
@@ -61,9 +63,9 @@ class RowForks:
                 )
 
     def fork(self, parent: int, child: int, origin: ForkOrigin) -> list[TableChange]:
-        """Let row `child`, which is open and has nothing, share what `parent` has for so many
-        tokens; return its tables. Of states that is the newest one, which moves to the column where
-        the child's own tokens put it, were they its own."""
+        """Let row `child`, which is open and empty, share the parent's blocks of
+        `origin.num_tokens` tokens. Return its tables. A state moves to the column that it would
+        have if the child had computed it."""
         c, num_groups, num_tokens = self._store.columns, self._store.num_groups, origin.num_tokens
         ends, columns = np.zeros(num_groups, np.int32), []
         for g, (size, kind) in enumerate(c.group[:, [SIZE, KIND]].tolist()):
@@ -73,12 +75,12 @@ class RowForks:
                 of_parent = self._newest_column(g, origin)
                 of_child = (num_tokens - 1) // c.group.item(g, COLUMN)
                 ends[g] = of_child + 1
-            elif kind == ENCODER:  # nobody writes them again
+            elif kind == ENCODER:  # they are never written again
                 ends[g] = of_child = c.row.item(parent, COLUMNS + 2 * g)
             columns.append((of_parent, of_child))
         states = int32_array([of_parent for of_parent, _ in columns])
         units = num_tokens // self._store.unit_tokens
-        share(self._store.address, parent, child, units, ends, states)
+        share_row(self._store.address, parent, child, units, ends, states)
         changes, in_parent, in_child = [], self.shared.get(parent, {}), {}
         for g, (of_parent, of_child) in enumerate(columns):
             table = c.table[child * num_groups + g, : ends[g]].copy()
@@ -94,7 +96,7 @@ class RowForks:
         return changes
 
     def due_copies(self, r: int, reservation: Reservation) -> list[Column]:
-        """Return the shared columns that a reserved forward writes; each takes a block."""
+        """Return the shared columns that a reserved forward writes. Each needs a block."""
         return [
             column
             for column, num_tokens in self.shared.get(r, {}).items()
@@ -104,8 +106,8 @@ class RowForks:
         ]
 
     def copy(self, r: int, reservation: Reservation, due: list[Column]) -> None:
-        """Put a new block into each of these columns; there is room. Columns that the forward may
-        write as they are, are shared no more."""
+        """Put a new block into each of these columns; enough are free. Columns that the row may
+        write without a copy are no longer shared."""
         if r not in self.shared:
             return
         core = self._store.address
@@ -129,11 +131,12 @@ class RowForks:
         )
 
     def forget(self, r: int) -> None:
-        """The row is about to give its blocks back."""
+        """Forget what a row shares, before it releases its blocks."""
         self.shared.pop(r, None)
 
     def release_copied(self) -> bool:
-        """The commands of all copies so far have been taken; say whether there were any."""
+        """Release both ends of all copies, whose commands have been taken. Return whether there
+        were any."""
         if not self.copied:
             return False
         held = int32_array(list(self.copied.elements()))
@@ -142,12 +145,12 @@ class RowForks:
         return True
 
     def _newest_column(self, g: int, origin: ForkOrigin) -> int:
-        """Return the column of the parent's newest state."""
+        """Return the parent's column with its newest state."""
         newest, tokens = origin.newest_state, self._store.columns.group.item(g, COLUMN)
         return (newest.num_own_tokens - 1) // tokens + newest.num_accepted_drafts
 
     def _is_written(self, column: Column, reservation: Reservation) -> bool:
-        """Say whether a forward behind the fork's tokens writes a column that was shared there."""
+        """Return whether a forward that goes beyond the shared tokens writes this column."""
         (g, i), group = column, self._store.columns.group
         if group.item(g, KIND) != STATE:
             return True
@@ -161,17 +164,17 @@ class RowForks:
         else:
             self.shared.pop(r, None)
             row[r, FLAGS] &= ~IS_SHARING
-        limit_row(self._store.address, r)
+        note_row_limits(self._store.address, r)
 
     def _block(self, r: int, column: Column) -> int:
         g, i = column
         return self._store.columns.table.item(r * self._store.num_groups + g, i)
 
     def _is_read_elsewhere(self, b: int) -> bool:
-        """Say whether others hold a block too, or can find it by its content."""
+        """Return whether another request references a block or can hit it."""
         is_cached = self._store.columns.block.item(b, NODE) != 0
         return b != 0 and (is_cached or self._is_held_elsewhere(b))
 
     def _is_held_elsewhere(self, b: int) -> bool:
-        """Say whether somebody holds a block beside one row and the copies that wait."""
+        """Return whether a block has more references than one row's and those of waiting copies."""
         return self._store.columns.block.item(b, REF) - self.copied[b] > 1

@@ -1,7 +1,7 @@
-"""Blocks that nobody holds and that hold nothing, in the order in which they are handed out.
+"""A queue of free, empty blocks, in the order in which they are handed out.
 
-For callers that keep a pool of their own; the pools of this package have their list in the columns.
-Validates before it changes anything.
+It is for callers with a pool of their own; the pools of this package keep their free list in the
+columns. Every method validates before it changes anything.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kvcache.policies.entry_queue import EntryQueue
 
 
 class FreeKVCacheBlockQueue:
-    """A queue of block ids; any of them can leave it in O(1)."""
+    """A queue of block ids. Any block can leave it in O(1)."""
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = ()) -> None:
-        """Make a queue for ids below `num_blocks` that holds `block_ids`, in that order.
+        """Make a queue of `block_ids`, in that order, for ids below `num_blocks`.
 
         Raises:
-            BlockError: a number that is none, an id that is not below `num_blocks` or given twice.
+            BlockError: `num_blocks` is not a number, or an id is not below it or given twice.
         """
         self._num_blocks = as_int("num_blocks", num_blocks, 0, MAX_INT32, BlockError)
         self._queue = EntryQueue(self._num_blocks)
@@ -29,7 +29,7 @@ class FreeKVCacheBlockQueue:
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks are here."""
+        """How many blocks are in the queue."""
         return len(self._queue)
 
     def popleft(self) -> int:
@@ -47,34 +47,36 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def remove(self, block_id: int) -> None:
-        """Take one block from wherever it stands; raises BlockError if it is not here."""
+        """Remove one block from anywhere in the queue; raises BlockError if it is not in it."""
         (known,) = self._known([block_id])
         if known not in self._queue:
             raise BlockError(f"blocks [{known}] are not in the queue: add them first")
         self._queue.remove_many([known])
 
     def append(self, block_id: int) -> None:
-        """Put one block at the back; raises BlockError if it is here already."""
+        """Add one block at the back; raises BlockError if it is in the queue already."""
         self.append_n([block_id])
 
     def append_n(self, block_ids: Sequence[int]) -> None:
-        """Put blocks at the back, in order; raises BlockError, unchanged, if one is here."""
+        """Add blocks at the back, in order; raises BlockError, unchanged, if one is in the
+        queue."""
         self._queue.append_many(self._absent(block_ids))
 
     def prepend_n(self, block_ids: Sequence[int]) -> None:
-        """Put blocks at the front, the first foremost; otherwise as `append_n`."""
+        """Add blocks at the front, the first one foremost; raises as `append_n` does."""
         self._queue.prepend_many(self._absent(block_ids))
 
     def get_all_free_blocks(self) -> list[int]:
-        """Return all blocks, the next to be taken first. O(n); for tests and audits."""
+        """Return all blocks, the next one first. O(n), for tests and audits."""
         return self._queue.to_list()
 
     def check(self) -> None:
-        """Raise InvariantError unless both ways lead through as many blocks as are counted. O(n)"""
+        """Raise InvariantError unless both directions lead through as many blocks as are counted.
+        O(n)."""
         self._queue.check()
 
     def _absent(self, block_ids: Iterable[int]) -> list[int]:
-        """Return ids; raises BlockError if one is unknown, given twice or here."""
+        """Return ids; raises BlockError if one is unknown, given twice or in the queue."""
         ids = self._known(block_ids)
         here = [b for b in ids if b in self._queue]
         if here:

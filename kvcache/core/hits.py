@@ -1,8 +1,8 @@
-"""Hits: how much of a prompt a request can start from.
+"""Hits: how much of a prompt is cached for a request.
 
-A walk goes down the tree as far as the tokens match and every ordered group has what it must have.
-Then every other kind shortens the hit to its own longest one, by its rule (`kinds/`), until none
-does.
+A walk follows the prompt down the tree while the tokens match and every prefix group has its
+blocks. Then each other kind shortens the hit to its own longest one, by its rule (`kinds/`), until
+all kinds agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _types: Any = types
 
 
 class GroupPath(NamedTuple):
-    """The blocks of group `g` on the path, which has `depth` units, as a client sees them."""
+    """The blocks of group `g` on the path of the last walk, which has `depth` units, as a client
+    sees them."""
 
     core: Any
     g: int
@@ -44,7 +45,7 @@ class GroupPath(NamedTuple):
 
 @inner
 def is_cached(blocks: Any, i: int) -> bool:
-    """Say whether block `i` of a group can be hit."""
+    """Return whether block `i` of a group can be hit."""
     c = columns_of(blocks.core)
     s = search_of(blocks.core)
     unit = (i + 1) * c.group[blocks.g, LENGTH] - 1
@@ -54,7 +55,7 @@ def is_cached(blocks: Any, i: int) -> bool:
     owner = np.int64(c.node[n, OWNER + 2 * blocks.g])
     if c.node[n, BLOCK + 2 * blocks.g] == 0 or not is_visible(blocks.core, owner, blocks.client):
         return False
-    # A forward reads the state it begins with before any row of its step writes one.
+    # A forward reads its first state before any row of its step writes one.
     return (
         c.group[blocks.g, KIND] != STATE
         or owner < c.number[OPENED]
@@ -66,10 +67,11 @@ def is_cached(blocks: Any, i: int) -> bool:
 def walk(
     core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> int:
-    """Write the nodes of the longest matching path to `path`, as far as ordered groups have what
-    they must have; return its length, at most `limit` units.
+    """Write the nodes of the longest matching path to `path`, as far as every prefix group has its
+    blocks; return its length in units, at most `limit`.
 
-    Extra keys are `keys` unit by unit, or `first` and `other` where `keys` is empty.
+    `keys` has the extra keys of each unit. If it is empty, the first unit has `first`, all others
+    have `other`.
     """
     c = columns_of(core)
     s = search_of(core)
@@ -79,7 +81,7 @@ def walk(
     at = address_of(tokens, 0)
     while u < limit:
         own = np.int64(keys[u]) if is_each else (first if u == 0 else other)
-        # What `find_child` does first, with what is at hand: nearly always enough.
+        # The first part of `find_child`, inlined: it nearly always suffices.
         parent, n = n, np.int64(node[n, CHILD])
         if n == 0 or (node[n, KEYS] >> 1) != own or not are_tokens(c.tokens, n, at):
             n = find_child(core, parent, own, at)
@@ -105,8 +107,8 @@ def walk(
 
 @routine
 def fit(core: Any, depth: int, max_tokens: int, client: int) -> int:
-    """Return how many tokens of a path all groups can start from, and write their blocks, null for
-    those that are not read, to `found`."""
+    """Return the number of tokens of a path that all groups can reuse, at most `max_tokens`. Write
+    their blocks to `found`, null for those that are not read."""
     c = columns_of(core)
     s = search_of(core)
     unit, num_groups, step = c.tokens.shape[1], len(c.group), c.number[STEP_TOKENS]
@@ -142,9 +144,9 @@ def fit(core: Any, depth: int, max_tokens: int, client: int) -> int:
 def look_up(
     core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> Any:
-    """Return how many of the first `limit` tokens a request can start from (see `fit`), and how
-    many units of that the tree has. Where there is no root, nothing is cached: only what needs no
-    block can be hit."""
+    """Return how many of the first `limit` tokens are a hit (see `fit`), and how many units of them
+    are in the tree. Without a root nothing is cached, and only groups that need no block can
+    hit."""
     c = columns_of(core)
     depth = np.int64(0)
     if root:
@@ -155,13 +157,13 @@ def look_up(
 
 
 @kernel(INT, CORE, INT, INT, INT, INTS, INTS, INT, INTS)
-def confirm(
+def match_hit(
     core: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_tokens: int, ids: Any
 ) -> int:
-    """Write as many nodes of the first `num_tokens` tokens as the tree has to `path`, and `ids`,
-    the blocks of these tokens, group by group, to `found`; return how many nodes. What is hittable,
-    and for whom, does not matter. -1: a block is not its node's, or one of full attention is null.
-    """
+    """Find a known hit again. Write the nodes of the first `num_tokens` tokens to `path`, as far as
+    there are any, and the blocks `ids`, group by group, to `found`. Return the number of nodes, or
+    -1 if a block is not its node's, or a block of full attention is null. Ignores whether and for
+    whom the blocks are hittable."""
     c = columns_of(core)
     s = search_of(core)
     unit, n, u, at = c.tokens.shape[1], np.int64(root), np.int64(0), np.int64(0)

@@ -1,8 +1,8 @@
-"""What goes into a core and what comes out of it: hits, reservations, changes, events, figures.
+"""The interface of a core: its settings, its arguments and results, events, hooks and statistics.
 
-A request's way through a core: look up (which prefix is cached), reserve (blocks for tokens to
-come), commit (full blocks become hittable), settle (a completed step seals, a failed one
-withdraws), free.
+A request passes through a core in five steps: look up (which prefix is cached), reserve (blocks for
+the next tokens), commit (full blocks become hittable), settle (a completed step seals them, a
+failed step drops them), free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcache.tenants import TenantLedger
 @quickly_made
 @dataclass(frozen=True, eq=False)
 class BlocksStored:
-    """A run of blocks of one group whose bytes are there now, parents first."""
+    """Consecutive blocks of one group whose bytes have been written, parents first."""
 
     group: int
     medium: str
@@ -62,18 +62,18 @@ CacheEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
 class EventSink(Protocol):
-    """Where a core says what appears and disappears.
+    """Receives a core's cache events.
 
-    Called while blocks change: `emit` must not block, nor call the manager. What it raises is
-    logged, and the sink has missed that event.
+    The core calls `emit` while blocks change: `emit` must neither block nor call the manager. If it
+    raises, the error is logged, and the sink has missed that event.
     """
 
     def emit(self, event: CacheEvent) -> None:
-        """Take one event. Batching and numbering happen behind this."""
+        """Take one event. The sink batches and numbers events."""
 
 
 class OffloadAnswer(Enum):
-    """What lies below the device tier for the blocks behind a device hit."""
+    """Whether tiers below the device have the blocks that continue a device hit."""
 
     MISS = "miss"
     HIT = "hit"
@@ -83,34 +83,36 @@ class OffloadAnswer(Enum):
 
 @dataclass(frozen=True)
 class OffloadHit:
-    """`num_tokens` behind the device hit can be loaded (HIT), are being loaded (HIT_PENDING: wait
-    for the load), or are not known yet (RETRY: ask again in a later step)."""
+    """The `num_tokens` tokens after the device hit can be loaded (HIT), are being loaded
+    (HIT_PENDING: wait for the load), or are not known yet (RETRY: ask again in a later step)."""
 
     answer: OffloadAnswer
     num_tokens: int = 0
 
 
 class OffloadHooks(Protocol):
-    """The tiers below the device, as seen from a step. Never blocks, nor calls the manager.
+    """The tiers below the device, as a step sees them. No hook may block or call the manager.
 
-    Of hooks that `KVCacheManager` is given, what they raise is logged: a look-up is a miss then.
+    `KVCacheManager` logs what its hooks raise; a look-up that raises is a miss.
     """
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
-        """Say what the tiers hold behind the first `num_device_tokens` tokens. Changes nothing."""
+        """Return how much of the request the tiers have after its first `num_device_tokens` tokens.
+        Changes nothing."""
 
     def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Sealed blocks that are about to be evicted: the last moment to plan a store."""
+        """These sealed blocks are about to be evicted; this is the last moment to plan a store."""
 
     def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Blocks whose bytes have just been confirmed and may be stored."""
+        """These blocks have just been sealed and may be stored."""
 
     def on_request_finished(self, request_id: str) -> None:
-        """The request has gone."""
+        """The request has ended."""
 
 
 class ReferenceKind(Enum):
-    """Who may hold a block. Each kind is counted apart; reusable means all are zero."""
+    """What references a block. Each kind is counted separately; a block can be reused when all
+    counts are zero."""
 
     REQUEST = "request"
     PIN = "pin"
@@ -122,11 +124,11 @@ _bytes_of = methodcaller("tobytes")
 
 
 class CacheHit(NamedTuple):
-    """What a look-up found, true until the next mutation of the core.
+    """The result of a look-up, valid until the next change of the core.
 
-    `block_ids[g]` are the ids of group `g` from position 0 on, null blocks for skipped positions;
-    together they cover `num_tokens` tokens in every group. The arrays are a snapshot that nobody
-    writes to. Hits of equal content are equal.
+    `block_ids[g]` are the ids of group `g` from position 0 on, null blocks for skipped positions.
+    They cover `num_tokens` tokens in every group. The arrays are a snapshot; do not write to them.
+    Hits with equal content are equal.
     """
 
     block_ids: tuple[Int32Array, ...]
@@ -148,10 +150,8 @@ class CacheHit(NamedTuple):
 
 @dataclass(frozen=True)
 class NewestState:
-    """Where the last forward left the state that the next one reads.
-
-    It stands `num_accepted_drafts` columns behind that of the forward's `num_own_tokens`.
-    """
+    """Where the last forward left the state that the next one reads: `num_accepted_drafts` columns
+    after the column of the state after `num_own_tokens` tokens."""
 
     num_own_tokens: int
     num_accepted_drafts: int
@@ -159,8 +159,8 @@ class NewestState:
 
 @dataclass(frozen=True)
 class ForkOrigin:
-    """Where a fork leaves its parent: after `num_tokens` tokens. In groups that keep states
-    `newest_state` says where the state after them stands in the parent's table."""
+    """A fork leaves its parent after `num_tokens` tokens. In groups that keep states,
+    `newest_state` locates the state after these tokens in the parent's table."""
 
     num_tokens: int
     newest_state: NewestState
@@ -169,15 +169,15 @@ class ForkOrigin:
 class Reservation(NamedTuple):
     """How far a request's block tables must reach, in tokens from position 0.
 
-    `num_computed_tokens` are computed before this step, the hit included (skipped blocks before
-    them may go); slots are needed for `num_slot_tokens` in all, drafts and lookahead included;
-    `num_cached_tokens` is how far full blocks become hittable (0 with delayed caching).
-    There is room only if `num_spare_blocks` blocks are still free afterwards.
+    `num_computed_tokens` are computed before this step, the hit included; blocks before them may be
+    skipped. `num_slot_tokens` tokens need slots, drafts and lookahead included. Full blocks up to
+    `num_cached_tokens` become hittable (0 with delayed caching). The reservation fails unless
+    `num_spare_blocks` blocks remain free.
 
-    Groups that keep states ask where the forward ends: after `num_own_tokens`, drafts and lookahead
-    left out (None: all slots are for own tokens). `newest_state` is where a running request's last
-    forward ended, None if there was none. `num_encoder_tokens` matters on admission only.
-    All numbers are integers of at least 0.
+    Groups that keep states need to know where the forward ends: after `num_own_tokens`, drafts and
+    lookahead left out (None: all slots are for own tokens). `newest_state` is where a running
+    request's last forward ended (None: there was none). `num_encoder_tokens` matters only on
+    admission. All numbers are integers of at least 0.
     """
 
     num_computed_tokens: int
@@ -190,12 +190,12 @@ class Reservation(NamedTuple):
 
     @property
     def own_end(self) -> int:
-        """Tokens after which the forward's own state is kept."""
+        """The number of tokens after which the forward's own state is kept."""
         return self.num_slot_tokens if self.num_own_tokens is None else self.num_own_tokens
 
 
 class TableChange(NamedTuple):
-    """Blocks that entered one request's table: `block_ids` from column `first_index` on."""
+    """Blocks that entered one request's table: `block_ids`, from column `first_index` on."""
 
     group: int
     first_index: int
@@ -206,8 +206,8 @@ class TableChange(NamedTuple):
 class RowStates:
     """Where the forwards of rows begin and end, for groups that keep states. Shapes `(n,)`.
 
-    `num_own_tokens` means what it means in a `Reservation`; of a row without a forward it is where
-    the last one ended. The other two are its `newest_state`.
+    `num_own_tokens` is as in `Reservation`; for a row without a forward it is where the last one
+    ended. The other two are the row's `newest_state`.
     """
 
     num_own_tokens: Int32Array
@@ -218,23 +218,23 @@ class RowStates:
 class RowTokens(Protocol):
     """The tokens of a batch's rows.
 
-    The request objects of rows may lack their newest tokens, which are kept aside in arrays: a core
-    reads a row's tokens from its request only after `sync`. The requests of all other calls have
-    all their tokens.
+    The newest tokens of a row may be only in arrays, not yet in its request. So a core reads a
+    row's tokens from its request only after `sync`. The requests of all other calls have all of
+    their tokens.
     """
 
     def sync(self, rows: IndexArray) -> None:
-        """Bring the request objects of these rows of the batch up to date with all tokens."""
+        """Bring the requests of these rows of the batch up to date with all of their tokens."""
 
     def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
         """Return how many tokens each of these rows has, shape `(k,)`."""
 
     def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
-        """Return the tokens of unit `units[i]` of row `rows[i]`, shape `(k, unit_tokens)`.
+        """Return the tokens of hash block `units[i]` of row `rows[i]`, shape `(k, unit_tokens)`.
 
-        Unit `u` is the tokens `[u * unit_tokens, (u + 1) * unit_tokens)`, all of which the row has;
-        `unit_tokens` is what divides every group's block size. No request needs to be up to date
-        for that. Quick for a row's newest units; older ones are read from its request, one by one.
+        Hash block `u` has the tokens `[u * unit_tokens, (u + 1) * unit_tokens)`, and the row has
+        all of them. `unit_tokens` divides every group's block size. No `sync` is needed. Fast for a
+        row's newest hash blocks; older ones are read from its request, one by one.
         """
 
 
@@ -242,8 +242,8 @@ class RowBatch(NamedTuple):
     """Running requests that want slots for more tokens, in the order in which they are served.
 
     Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
-    is freed. The other fields mean what they mean in a `Reservation`; `states` is needed where a
-    group keeps states. `are_tokens_known`: each row has the tokens to cache. Shapes: all `(n,)`.
+    is freed. The other fields are as in `Reservation`. `states` is required if a group keeps
+    states. `are_tokens_known`: each row is known to have the tokens to cache. Shapes: all `(n,)`.
     """
 
     requests: npt.NDArray[np.object_]
@@ -256,7 +256,7 @@ class RowBatch(NamedTuple):
     are_tokens_known: bool = False
 
     def require_columns(self) -> None:
-        """Raise RequestError if a column has not one entry per request."""
+        """Raise RequestError unless every column has one entry per request."""
         _, slots, computed, wanted, cached, _, states, _ = self
         num_rows = len(self.requests)
         fits = num_rows == len(slots) == len(computed) == len(wanted) == len(cached)
@@ -271,15 +271,15 @@ class RowBatch(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """The new requests of a step, all without extra keys and of one namespace if a core is to take
-    them, in the order in which they are served.
+    """The new requests of a step, in the order in which they are served. A core takes them only if
+    none has extra keys and all have the same namespace.
 
-    `wishes` are, in tokens: how many a request has, how many of them may be found in the cache, how
-    many are computed at most, how many come from elsewhere, for how many more it wants slots, and
-    those of its encoder; whether nothing of it becomes hittable; a slot. Shape `(n, 8)`.
-    Those that find room get the first of `slots`, which stand in the first lines, as rows of client
-    `client_index`. While some request runs, of which there are `num_running` before, `num_spare`
-    blocks must stay free. Slots are given for `max_model_len` tokens at most.
+    The columns of `wishes`, shape `(n, 8)`, are in tokens: the request's tokens; how many of them
+    may be hit; the most that may be computed; tokens that come from elsewhere; lookahead; encoder
+    tokens. Then: whether nothing becomes hittable; a slot. The requests that find room get the
+    first of `slots`, whose numbers are in the first lines, as rows of client `client_index`. While
+    any request runs (`num_running` did before), `num_spare` blocks must stay free. No request gets
+    slots for more than `max_model_len` tokens.
     """
 
     requests: Sequence[Request]
@@ -292,8 +292,9 @@ class NewRows(NamedTuple):
 
 
 class RowsAdmitted(NamedTuple):
-    """For each new request its slot, or -1 without room; how many of its tokens were found, and how
-    many are computed now. `patches` are all of the tables of those that have one. Shapes `(n,)`."""
+    """For each new request: its slot, or -1 if there was no room; how many of its tokens were hit;
+    how many are computed now. Shapes `(n,)`. `patches` has the whole tables of the admitted
+    requests."""
 
     slots: Int32Array
     num_hit_tokens: Int32Array
@@ -331,8 +332,8 @@ def joined(before: BlockTablePatch, then: BlockTablePatch) -> BlockTablePatch:
 
 
 class RowsReserved(NamedTuple):
-    """`is_reserved[i]` is 1 where row `i` got everything, 0 where it got nothing; `patches` are the
-    changes of all rows' tables together."""
+    """`is_reserved[i]` is 1 if row `i` got all its blocks, 0 if it got none. `patches` has the
+    table changes of all rows."""
 
     is_reserved: Int32Array
     patches: BlockTablePatch
@@ -340,10 +341,10 @@ class RowsReserved(NamedTuple):
 
 @dataclass(frozen=True)
 class CoreStatistics:
-    """Figures of a core at one moment. Block counts leave the null block out.
+    """Statistics of a core at one moment. Block counts exclude the null block.
 
-    `num_merged_blocks` were given up since the start because another block had their content,
-    which saved `merged_bytes` in all layers of a tensor-parallel rank.
+    `num_merged_blocks` counts duplicate blocks that were given up since the start, which saved
+    `merged_bytes` in all layers of a tensor-parallel rank.
     """
 
     num_blocks: int
@@ -361,16 +362,20 @@ class CoreStatistics:
 
 @dataclass(frozen=True, eq=False)
 class CoreSettings:
-    """What a core is made from.
+    """The settings of a core.
 
-    `none_hash` is the parent of every first block, `hash_fn` digests the others. `eviction_policy`
-    is one of `policies` by name. `events` hears what is stored and removed, of ordered groups, or
-    of all groups with `publish_all_groups` or where no group is ordered. `offload` hears what may
-    be stored below. `slots` is a live view of the running requests' slots, by request id. With
-    `zero_new_blocks` a block's bytes are cleared when a request gets it; without workers no
-    commands are kept. With `merge_duplicates` requests give up blocks whose content is in sealed
-    ones, when their steps are complete. `tenants` say who may take what; None: whoever comes first.
-    `ages` count how long blocks are out of use.
+    - `none_hash` is the parent of every first block; `hash_fn` makes all other digests.
+    - `eviction_policy` names one of `policies`.
+    - `events` receives the events of prefix groups (full attention), or of all groups with
+      `publish_all_groups` or if there is no prefix group.
+    - `offload` is told which blocks may be stored in tiers below.
+    - `slots` is a live view of the running requests' slots, by request id.
+    - `zero_new_blocks`: a block's bytes are cleared when a request gets it.
+    - `has_workers`: commands are kept for workers.
+    - `merge_duplicates`: when a step is complete, its requests replace duplicate blocks by sealed
+      ones.
+    - `tenants` decide which request may take blocks; None: first come, first served.
+    - `ages` counts for how long cached blocks are unused.
     """
 
     kv_cache_config: KVCacheConfig

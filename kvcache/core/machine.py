@@ -1,9 +1,11 @@
-"""What numba lacks: arrays by their address, comparing and copying memory, calls by address.
+"""Additions to numba: columns by address, comparing and copying memory, calling functions by
+address.
 
-Under all modules whose functions are compiled. `kernel` is what Python calls, `inner` goes into the
-body of whatever calls it, `routine` is called as a function by kernels. What is compiled is kept by
-the text of all modules of this package (`compiled.py`). In plain mode (`NUMBA_DISABLE_JIT=1`) all
-of it is ordinary Python. Refuses nothing: addresses and sizes come from the columns.
+All modules with compiled functions import this one. Python calls a `kernel`. An `inner` function is
+compiled into the bodies of its callers. A `routine` is a function that kernels call. Compiled code
+is cached under a key that covers the text of all modules of this package (`base/compiled.py`). In
+plain mode (`NUMBA_DISABLE_JIT=1`) everything is ordinary Python. Nothing here checks addresses or
+sizes: they come from the columns.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ _register_pass: Any = register_pass
 _populate: Any = populate_array
 
 _OPTIONS = {
-    "nogil": False,  # no other thread sees what a kernel has half done
+    "nogil": False,  # no other thread sees a kernel's unfinished changes
     "boundscheck": IS_CHECKED,
     "error_model": "numpy",
-    "_nrt": False,  # nothing is allocated, so that no array need be counted by reference
+    "_nrt": False,  # kernels allocate nothing, so numba need not count references to arrays
     "no_cfunc_wrapper": True,
 }
 
 
 def _family() -> str:
-    """Return what stands for the text of all modules of this package that have such functions."""
+    """Return a hash of the text of all modules of this package that have compiled functions."""
     texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     marks = (b"\n@inner\n", b"\n@routine\n", b"\n@kernel(")
     texts = [text for text in texts if any(mark in text for mark in marks)]
@@ -61,7 +63,8 @@ _FAMILY = _family()
 
 INT = types.intp
 CORE = INT
-"""All columns of a core, as kernels get them: the address of addresses and shapes."""
+"""The first argument of kernels: the address of the table with the addresses and shapes of a core's
+columns."""
 INTS = array_type("int32", is_read=True)
 NEW_INTS = array_type("int32")
 INT_ROWS = array_type("int32", 2, is_read=True)
@@ -72,11 +75,12 @@ NOTHING = types.void
 
 
 def kernel(*signature: Signature, checks_types: bool = False) -> Callable[[_Function], _Function]:
-    """Compile a function that Python calls: its result's type, then those of its arguments.
+    """Compile a function that Python calls. The signature gives the type of the result, then those
+    of the arguments.
 
-    Calls skip numba's check of their arguments' types, which takes longer than many kernels: a
-    wrong array would be read as if it were right. With `checks_types`, which a kernel needs that
-    gets arrays from outside, other types raise TypeError; so they do where indices are checked.
+    Calls skip numba's check of argument types, which takes longer than many kernels run: an array
+    of a wrong type would be misread. With `checks_types`, and whenever indices are checked, a wrong
+    type raises TypeError. Kernels that get arrays from outside need it.
     """
     result, *arguments = signature
     compile_now = compiled(result(*arguments), family=_FAMILY, **_OPTIONS)
@@ -91,7 +95,7 @@ def kernel(*signature: Signature, checks_types: bool = False) -> Callable[[_Func
 
 
 class _PartLibrary(_Library):  # type: ignore[misc]  # numba's
-    """What is optimised, and becomes machine code, only as a part of kernels."""
+    """A library that is optimised and turned into machine code only as a part of kernels."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -103,7 +107,7 @@ class _PartLibrary(_Library):  # type: ignore[misc]  # numba's
 
 @_register_pass(mutates_CFG=True, analysis_only=False)
 class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
-    """Lower a function so far that kernels can have it as a part."""
+    """Lower a function just far enough that kernels can include it."""
 
     _name = "part_lowering"
 
@@ -111,8 +115,8 @@ class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
         state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
-        # Numba knows what it compiled by a builtin method: any will do that is like no other one,
-        # and fails if Python calls it.
+        # Numba identifies compiled functions by a builtin method. Any unique one will do that fails
+        # when Python calls it.
         name: Any = list[int]().pop
         state.targetctx.insert_user_function(name, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=name)
@@ -120,7 +124,7 @@ class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
 
 
 class _PartCompiler(_Compiler):  # type: ignore[misc]  # numba's
-    """Compile with one pass of its own in the place of numba's."""
+    """Compile with a lowering pass of its own instead of numba's."""
 
     def define_pipelines(self) -> list[Any]:
         made = _passes.define_nopython_pipeline(self.state)
@@ -134,12 +138,12 @@ _PART_OPTIONS: Any = {**_OPTIONS, "no_cpython_wrapper": True, "pipeline_class": 
 
 
 def inner(function: _Function) -> _Function:
-    """Compile a function into the body of those that call it."""
+    """Compile a function into the bodies of its callers."""
     return _part(function, forceinline=True)
 
 
 def routine(function: _Function) -> _Function:
-    """Compile a function that kernels call: once, however wide the numbers are that it is given."""
+    """Compile a function that kernels call. It is compiled once, for 64-bit integers."""
     return _part(function)
 
 
@@ -152,13 +156,14 @@ def _part(function: _Function, **options: Any) -> _Function:
 
 
 def _widened(kind: Any) -> Any:
-    """Return the type that stands for an argument's: 64 bits for all numbers."""
+    """Return an argument's type, with 64 bits for every integer."""
     return _types.int64 if isinstance(kind, (_types.Integer, _types.IntegerLiteral)) else kind
 
 
 def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
-    """Return what makes a `result`, a named tuple, of columns of a book: the number of each in it,
-    its dtype and how many dimensions it has."""
+    """Return a function that makes a named tuple `result` of some columns behind an address. Each
+    entry of `columns` is a column's number in the address table, its dtype and its number of
+    dimensions."""
     kinds = [_types.Array(getattr(_types, dtype), ndim, "C") for _, dtype, ndim in columns]
     made = _types.NamedTuple(kinds, result)
     word = _ir.IntType(64)
@@ -191,7 +196,7 @@ def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
 
 
 def _call_by_address(num_arguments: int) -> Any:
-    """Return `call(address, arguments)`; all arguments and the result are 64 bits wide."""
+    """Return `call(address, arguments)`. All arguments and the result have 64 bits."""
 
     @_intrinsic  # type: ignore[untyped-decorator]  # numba's
     def call(typing_context: Any, address: Any, arguments: Any) -> Any:
@@ -210,7 +215,7 @@ def _call_by_address(num_arguments: int) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _call_for_pair(typing_context: Any, address: Any, data: Any, num_bytes: Any) -> Any:
-    """Call a function that returns two words in registers: XXH3_128bits, low word first."""
+    """Call a function that returns two words in registers, low word first: XXH3_128bits."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         word = _ir.IntType(64)
@@ -224,7 +229,7 @@ def _call_for_pair(typing_context: Any, address: Any, data: Any, num_bytes: Any)
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _are_same(typing_context: Any, one: Any, other: Any, num_bytes: Any) -> Any:
-    """Say whether so many bytes at two addresses are equal."""
+    """Return whether the bytes at two addresses are equal."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         byte = _cgutils.voidptr_t
@@ -239,7 +244,8 @@ def _are_same(typing_context: Any, one: Any, other: Any, num_bytes: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _are_same_64(typing_context: Any, one: Any, other: Any) -> Any:
-    """Say whether 64 bytes at two addresses are equal: a few instructions, no call."""
+    """Return whether 64 bytes at two addresses are equal, with a few instructions and without a
+    call."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         line = _ir.VectorType(_ir.IntType(64), 8)
@@ -265,7 +271,7 @@ def _int32_at(typing_context: Any, address: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _copy(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
-    """Copy so many bytes from one address to another; they do not overlap."""
+    """Copy bytes from one address to another. The ranges must not overlap."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         places = [builder.inttoptr(value, _cgutils.voidptr_t) for value in values[:2]]
@@ -304,5 +310,5 @@ copy: Any = _plain_copy if IS_PLAIN else _copy
 
 @inner
 def address_of(array: Any, i: int) -> int:
-    """Return the address of item or row `i`, in 64 bits also where Python runs this."""
+    """Return the address of item or row `i`. Uses 64 bits, in plain mode too."""
     return array.ctypes.data + np.int64(i) * np.int64(array.strides[0])

@@ -1,8 +1,8 @@
-"""What a core tells others: label, unlabel, zero and copy commands, stored and removed events.
+"""The notifier: commands for workers, cache events, and news for the tiers below.
 
-Commands wait here, in order, until they are taken; events go to the sink at once, one per unbroken
-stretch of blocks. All that is said of blocks is gathered in one call for each group. Refuses to
-decide what is cached.
+Commands are queued in order until they are taken. Events go to the sink at once, one per run of
+consecutive blocks. Blocks of one group are described in one call. The notifier does not decide what
+is cached.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from kvcache.requests.request_content import namespace_name
 
 
 class PendingCopies:
-    """Sources by destination, in order of noting. No source is a destination that was noted before
-    it: its bytes are not there yet, so its own source stands in."""
+    """Copies that wait, as sources by destination, in order. A source is never a destination that
+    was noted earlier, because its bytes have not arrived yet: its own source takes its place."""
 
     def __init__(self) -> None:
-        """Wait for nothing."""
+        """Start without copies."""
         self._sources: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def add(self, source: int, destination: int) -> None:
-        """Note that `destination` gets the bytes of `source`, unless it gets others already."""
+        """Note that `destination` gets the bytes of `source`, unless it already gets other
+        bytes."""
         origin = self._sources.get(source, source)
         if origin != destination:
             self._sources.setdefault(destination, origin)
 
     def is_waiting(self, block_id: int) -> bool:
-        """Say whether the bytes of a block are still to come by a copy."""
+        """Return whether a copy will still write the bytes of a block."""
         return block_id in self._sources
 
     def drop(self, block_id: int) -> None:
-        """Nobody wants the bytes of `block_id` any more: what would have filled it is void."""
+        """Cancel the copy into `block_id`, whose bytes are no longer needed."""
         self._sources.pop(block_id, None)
 
     def take(self) -> list[tuple[int, int]]:
-        """Return all (source, destination) and wait for nothing."""
+        """Return all copies as (source, destination), and clear the queue."""
         copies = [(source, destination) for destination, source in self._sources.items()]
         self._sources.clear()
         return copies
@@ -71,7 +72,7 @@ _MEDIUM = "device"
 
 
 class Notifier:
-    """Commands that wait to be taken, and the way to the event sink and the tiers below."""
+    """The queue of commands, and the connection to the event sink and the tiers below."""
 
     def __init__(
         self,
@@ -86,9 +87,10 @@ class Notifier:
         namespaces: dict[int, Namespace],
         slots_of: Callable[[NodeNotes], Int32Array],
     ) -> None:
-        """Collect commands only if there are workers; publish events of `told_groups` only.
+        """Queue commands only if there are workers; emit events of `event_groups` only.
 
-        `namespaces` are those of roots, a live view; `slots_of` says whose slots blocks came from.
+        `namespaces` is a live view of the namespaces of roots. `slots_of` returns the slots of the
+        requests that computed blocks.
         """
         self.has_workers = has_workers
         self.event_groups = frozenset() if sink is None else event_groups
@@ -100,13 +102,13 @@ class Notifier:
         self._none_hash = none_hash
         self._namespaces, self._slots_of = namespaces, slots_of
         self._commands: list[Command] = []
-        # At most one of the first two is filled: the other one was turned into a command before.
+        # Only one of the first two is filled: before one grows, the other becomes a command.
         self._unlabels: list[Int32Array] = []
         self._labels: list[Label] = []
         self._zeros: list[Int32Array] = []
 
     def sealed(self, notes: NodeNotes, *, is_labelled: bool = False) -> None:
-        """Blocks have their bytes now; `is_labelled`: workers know already, no label is sent."""
+        """Report that blocks are sealed. With `is_labelled`, workers have their labels already."""
         if not self.has_listeners or not len(notes):
             return
         if self.needs_digests:
@@ -121,7 +123,7 @@ class Notifier:
             self._report_group(g, int(group[g, LENGTH]), here, is_labelled=is_labelled)
 
     def forgotten(self, block_ids: Int32Array, groups: Int32Array, digests: Any) -> None:
-        """These sealed contents are gone, one of each row."""
+        """Report that sealed contents are gone, one per row."""
         self.unlabel(block_ids)
         for g in sorted(self.event_groups) if len(block_ids) else ():
             packed = digests[groups == g].tobytes()
@@ -130,13 +132,13 @@ class Notifier:
                 self._emit(BlocksRemoved(g, _MEDIUM, PackedDigests(packed, size)))
 
     def unlabel(self, block_ids: Int32Array) -> None:
-        """The labels of these blocks are void, before anything writes into them."""
+        """Report that the labels of blocks are void, before anything writes to the blocks."""
         if self.has_workers and len(block_ids):
             self._flush_labels()
             self._unlabels.append(block_ids)
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
+        """Report that nothing is cached any more."""
         self._emit(AllBlocksCleared())
 
     def _emit(self, event: CacheEvent) -> None:
@@ -144,12 +146,12 @@ class Notifier:
             self._sink.emit(event)
 
     def zero(self, block_ids: Int32Array) -> None:
-        """These blocks are to be zeroed before their first use."""
+        """Report blocks whose bytes workers must zero before their first use."""
         if self.has_workers and len(block_ids):
             self._zeros.append(block_ids)
 
     def take_commands(self) -> list[Command]:
-        """Return all commands since the last call, in order, and forget them."""
+        """Return all queued commands in order, and clear the queue."""
         if not self.has_workers:
             return []
         self._flush_unlabels()
@@ -176,7 +178,7 @@ class Notifier:
             self._labels = []
 
     def _report_group(self, g: int, length: int, notes: NodeNotes, *, is_labelled: bool) -> None:
-        """Tell of blocks of one group."""
+        """Report sealed blocks of one group."""
         c, count = self._store.columns, len(notes)
         size, unit = c.digest.shape[1], c.tokens.shape[1]
         ids, follows = np.empty(count, np.int32), np.empty(count, np.int32)
@@ -248,8 +250,8 @@ class Notifier:
         )
 
     def _joined_keys(self, numbers: Sequence[int]) -> ExtraKeys | None:
-        """Return the extra keys of a block, whose units have these: adapter, then multimodal items
-        by where they start, then the salt."""
+        """Return a block's extra keys, given those of its units: adapter, then multimodal items in
+        the order of their start, then the salt."""
         if len(numbers) == 1:
             return self._digester.keys_of(numbers[0])
         unit = self._store.unit_tokens

@@ -1,10 +1,10 @@
-"""The pool: who holds a block, and which one is handed out next.
+"""The pool: reference counts, and the free list from which blocks are taken.
 
-Free blocks are in one list, whose head is the null block: first those without content, then cached
-ones, least recently used first. Requests give theirs back tail first and hold all blocks before one
-that they hold: so among the blocks of full attention a child always goes before its parent, without
-anybody looking. Where another policy orders cached blocks, they are not in the list: what happens
-to them is written down in `moved`, and Python tells the policy (`eviction.py`).
+The free list begins at the null block. Blocks without content come first, then cached blocks, least
+recently used first. A request references all blocks before one that it references, and releases its
+blocks last one first. So under full attention a child always comes before its parent in the list.
+If a policy orders cached blocks, they are not in the list: kernels log their changes in `moved`,
+and Python tells the policy (`eviction.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvcache.core.prefix_tree import forget_content, is_sealed
 
 @routine
 def note_move(core: Any, what: int, b: int) -> None:
-    """Write down what happened to a block of which a policy is told."""
+    """Log in `moved` what happened to a block."""
     c = columns_of(core)
     log = logs_of(core)
     at = c.number[NUM_MOVED]
@@ -57,7 +57,7 @@ def note_move(core: Any, what: int, b: int) -> None:
 
 @routine
 def count_age(core: Any, b: int, line: int) -> None:
-    """Count how long a cached block has been out of use, if somebody wants to know."""
+    """Count for how long a cached block was unused, if ages are counted."""
     log = logs_of(core)
     if len(log.since) == 0:
         return
@@ -72,7 +72,7 @@ def count_age(core: Any, b: int, line: int) -> None:
 
 @inner
 def note_idle(core: Any, b: int) -> None:
-    """Note since when a cached block is out of use."""
+    """Note the time at which a cached block becomes unused, if ages are counted."""
     log = logs_of(core)
     if len(log.since):
         log.since[b] = log.ages[AGE_BOUNDS, log.ages.shape[1] - 1]
@@ -80,7 +80,7 @@ def note_idle(core: Any, b: int) -> None:
 
 @inner
 def insert_after(core: Any, at: int, b: int) -> None:
-    """Put block `b` into the list behind `at`."""
+    """Insert block `b` into the free list after block `at`."""
     c = columns_of(core)
     then = c.block[at, NEXT]
     c.block[at, NEXT] = b
@@ -91,7 +91,7 @@ def insert_after(core: Any, at: int, b: int) -> None:
 
 @inner
 def remove(core: Any, b: int) -> None:
-    """Take block `b` out of the list."""
+    """Remove block `b` from the free list."""
     c = columns_of(core)
     before, then = c.block[b, PREV], c.block[b, NEXT]
     c.block[before, NEXT] = then
@@ -100,7 +100,7 @@ def remove(core: Any, b: int) -> None:
 
 @routine
 def acquire(core: Any, b: int) -> None:
-    """Hold a block that is held already or has a content."""
+    """Add a reference to a block that is referenced already or has content."""
     c = columns_of(core)
     if c.block[b, REF] == 0:
         count_age(core, b, AT_HIT)
@@ -114,7 +114,7 @@ def acquire(core: Any, b: int) -> None:
 
 @inner
 def note_blank(core: Any, at: int, b: int) -> None:
-    """Put a free block without content into the list behind `at`."""
+    """Insert a free block without content into the free list after block `at`."""
     c = columns_of(core)
     insert_after(core, at, b)
     c.number[BLANK] += 1
@@ -124,7 +124,8 @@ def note_blank(core: Any, at: int, b: int) -> None:
 
 @routine
 def release(core: Any, b: int, front: int) -> int:
-    """Give a block back. Return the block behind which the next one without content goes."""
+    """Drop a reference to a block. Return the block after which the next one without content is
+    inserted."""
     c = columns_of(core)
     c.block[b, REF] -= 1
     if c.block[b, REF]:
@@ -178,7 +179,7 @@ def release_run(core: Any, line: int, start: int, end: int, front: int) -> int:
 
 @routine
 def make_blank(core: Any, b: int) -> None:
-    """Put a free block that has just lost its content to the front of the list."""
+    """Move a free block that has just lost its content to the front of the free list."""
     c = columns_of(core)
     log = logs_of(core)
     if len(log.since):
@@ -190,8 +191,8 @@ def make_blank(core: Any, b: int) -> None:
 
 @routine
 def take(core: Any, line: int, first: int, count: int) -> None:
-    """Write the next `count` free blocks, each held once and without content, to table line `line`
-    from column `first` on. There are so many in the list."""
+    """Take the next `count` free blocks, drop their contents, and write them to table line `line`
+    from column `first` on. Each gets one reference. The free list has as many."""
     c = columns_of(core)
     block, table, num_evicted = c.block, c.table, np.int64(0)
     b = np.int64(block[0, NEXT])
@@ -212,7 +213,7 @@ def take(core: Any, line: int, first: int, count: int) -> None:
 
 @kernel(NOTHING, CORE, NEW_INTS)
 def take_blocks(core: Any, taken: Any) -> None:
-    """Fill `taken` with the next free blocks, which nobody's table has yet."""
+    """Fill `taken` with the next free blocks, which enter no table yet."""
     c = columns_of(core)
     for i in range(len(taken)):
         b = np.int64(c.block[0, NEXT])
@@ -230,7 +231,7 @@ def take_blocks(core: Any, taken: Any) -> None:
 
 @kernel(NOTHING, CORE, INTS)
 def take_listed(core: Any, ids: Any) -> None:
-    """Take these blocks, which are free and without content."""
+    """Take the given blocks, which are free and without content."""
     c = columns_of(core)
     for i in range(len(ids)):
         b = np.int64(ids[i])
@@ -242,14 +243,14 @@ def take_listed(core: Any, ids: Any) -> None:
 
 @kernel(NOTHING, CORE, INTS)
 def acquire_all(core: Any, ids: Any) -> None:
-    """Hold blocks, as often as each is named."""
+    """Add one reference per mention of a block."""
     for i in range(len(ids)):
         acquire(core, np.int64(ids[i]))
 
 
 @kernel(NOTHING, CORE, INTS)
 def release_all(core: Any, ids: Any) -> None:
-    """Give blocks back, in order."""
+    """Release blocks, in order."""
     front = 0
     for i in range(len(ids)):
         front = release(core, np.int64(ids[i]), front)
@@ -257,7 +258,7 @@ def release_all(core: Any, ids: Any) -> None:
 
 @kernel(NOTHING, CORE, INTS)
 def count_evicted(core: Any, ids: Any) -> None:
-    """Count cached blocks that nobody holds as evicted, before their contents are forgotten."""
+    """Count unreferenced cached blocks as evicted, before their contents are dropped."""
     c = columns_of(core)
     for i in range(len(ids)):
         count_age(core, np.int64(ids[i]), AT_EVICTION)
@@ -266,7 +267,7 @@ def count_evicted(core: Any, ids: Any) -> None:
 
 @kernel(INT, CORE, NEW_INTS)
 def first_free(core: Any, ids: Any) -> int:
-    """Write the first blocks of the list to `ids`; return how many. Changes nothing."""
+    """Write the first blocks of the free list to `ids`; return how many. Changes nothing."""
     c = columns_of(core)
     b, count = np.int64(c.block[0, NEXT]), 0
     while b and count < len(ids):
@@ -278,8 +279,8 @@ def first_free(core: Any, ids: Any) -> int:
 
 @kernel(INT, CORE, INTS, NEW_INTS, NEW_INTS)
 def sealed_among(core: Any, ids: Any, sealed: Any, groups: Any) -> int:
-    """Write those of some blocks whose contents are sealed to `sealed`, with their groups; return
-    how many they are."""
+    """Write those of the given blocks that are sealed to `sealed`, and their groups to `groups`;
+    return how many there are."""
     c = columns_of(core)
     count = np.int64(0)
     for i in range(len(ids)):
@@ -294,8 +295,9 @@ def sealed_among(core: Any, ids: Any, sealed: Any, groups: Any) -> int:
 
 @kernel(INT, CORE, INTS, NEW_INTS)
 def evict_all(core: Any, ids: Any, kept: Any) -> int:
-    """Let blocks lose their content that a policy has given out; the first one is taken first.
-    Those of ordered groups that something continues stay: write them to `kept`, return how many."""
+    """Drop the contents of blocks that a policy has chosen; they are taken in this order. A block
+    of a prefix group whose node has children keeps its content. Write such blocks to `kept`, and
+    return how many there are."""
     c = columns_of(core)
     front, num_kept = np.int64(0), 0
     for i in range(len(ids)):

@@ -1,13 +1,13 @@
-"""The prefix tree: a node for each unit of tokens behind its parent.
+"""The prefix tree: each node is one unit of tokens that continues its parent.
 
-**Finding a child.** CHILD is one child of a node: nearly always the only one, and then a look-up is
-a pointer and a comparison of the unit's tokens. Only further children stand in `index`. Tokens are
-always compared, so that a match is exact; nothing is hashed for plain prompts. Extra keys (adapter,
-salt, multimodal items) are numbers, compared as well.
+*Finding a child.* CHILD is one child of a node, and most nodes have no other. Then a look-up step
+is one pointer and one comparison of the unit's tokens. All other children are in `index`. Tokens
+are always compared, so a match is exact, and plain prompts need no digest. Extra keys (adapter,
+salt, multimodal items) are numbers and are compared as well.
 
-**Life.** A node lives while it has a block, a child, or a row that stands on it. The last of them
-to go takes it along, and then perhaps its parent. Roots, one for each namespace, live until Python
-sweeps them.
+*Lifetime.* A node lives while it has a block, a child, or a row whose newest node it is. When it
+loses the last of them it is removed, and then perhaps its parent. A root, one per namespace, lives
+until Python drops it.
 """
 
 from __future__ import annotations
@@ -78,27 +78,28 @@ def _plain_mix(seed: int, parent: int, keys: int, at: int, unit: int) -> int:
 
 
 mix: Any = _plain_mix if IS_PLAIN else _compiled_mix
-"""Where a search for a child begins in `index`. Seeded: nobody outside can aim at one place."""
+"""The hash of a child, where its search in `index` begins. It is seeded, so that no client can
+provoke collisions."""
 
 
 @inner
 def are_tokens(own: Any, n: int, at: int) -> bool:
-    """Say whether line `n` of `own`, a node's tokens, are those at an address."""
+    """Return whether line `n` of `own`, a node's tokens, equals the tokens at an address."""
     line, size = address_of(own, n), 4 * own.shape[1]
     return are_same_64(line, at) if size == 64 else are_same(line, at, size)
 
 
 @inner
 def is_child(core: Any, n: int, keys: int, at: int) -> bool:
-    """Say whether node `n`, whose parent is right, has these extra keys, and the tokens at an
-    address."""
+    """Return whether node `n`, a child of the right parent, has these extra keys and the tokens at
+    an address."""
     c = columns_of(core)
     return (c.node[n, KEYS] >> 1) == keys and are_tokens(c.tokens, n, at)
 
 
 @routine
 def find_in_index(core: Any, parent: int, keys: int, at: int) -> int:
-    """Return the child among those in `index`, 0 if there is none."""
+    """Return the child that is in `index`, or 0."""
     c = columns_of(core)
     s = search_of(core)
     last = len(s.index) - 1
@@ -113,8 +114,7 @@ def find_in_index(core: Any, parent: int, keys: int, at: int) -> int:
 
 @inner
 def find_child(core: Any, parent: int, keys: int, at: int) -> int:
-    """Return the child of `parent` with these extra keys, and the tokens at an address; 0 if there
-    is none."""
+    """Return the child of `parent` with these extra keys and the tokens at an address, or 0."""
     c = columns_of(core)
     n = np.int64(c.node[parent, CHILD])
     if n and is_child(core, n, keys, at):
@@ -126,7 +126,7 @@ def find_child(core: Any, parent: int, keys: int, at: int) -> int:
 
 @inner
 def new_node(core: Any) -> int:
-    """Return an unused node, 0 if there is none."""
+    """Return an unused node, or 0 if none is left."""
     c = columns_of(core)
     node, number = c.node, c.number
     n = number[SPARE_NODE]
@@ -145,7 +145,7 @@ def new_node(core: Any) -> int:
 
 @routine
 def _home(core: Any, n: int) -> int:
-    """Return where in `index` the search for a node begins."""
+    """Return the position in `index` where the search for a node begins."""
     c = columns_of(core)
     at, unit = address_of(c.tokens, n), c.tokens.shape[1]
     keys, last = np.int64(c.node[n, KEYS]) >> 1, len(search_of(core).index) - 1
@@ -165,8 +165,8 @@ def _enter(core: Any, n: int) -> None:
 
 @routine
 def add_child(core: Any, parent: int, keys: int, at: int) -> int:
-    """Make the node of the tokens at an address behind `parent`, which has no such child; 0: no
-    room."""
+    """Add a child to `parent` with these extra keys and the tokens at an address; return it, or 0
+    if no node is left. There is no such child yet."""
     c = columns_of(core)
     n = new_node(core)
     if n == 0:
@@ -185,7 +185,7 @@ def add_child(core: Any, parent: int, keys: int, at: int) -> int:
 
 @routine
 def remove_from_index(core: Any, n: int) -> None:
-    """Take a node out of `index`; those behind move up, so that no search ends too early."""
+    """Remove a node from `index`. Later entries move up, so that no search ends too early."""
     c = columns_of(core)
     s = search_of(core)
     last, i = len(s.index) - 1, _home(core, n)
@@ -204,7 +204,7 @@ def remove_from_index(core: Any, n: int) -> None:
 
 @routine
 def prune(core: Any, n: int) -> None:
-    """Let a node go that nothing keeps alive any more, and then perhaps its parent."""
+    """Remove a node if nothing keeps it alive, and then its parents likewise."""
     c = columns_of(core)
     node, number, num_groups = c.node, c.number, len(c.group)
     while node[n, PARENT] and node[n, CHILDREN] == 0 and node[n, ROWS] == 0:
@@ -226,7 +226,7 @@ def prune(core: Any, n: int) -> None:
 
 @routine
 def is_sealed(core: Any, owner: int) -> bool:
-    """Say whether the step that made something hittable is complete."""
+    """Return whether the step with serial `owner` is complete."""
     c = columns_of(core)
     s = search_of(core)
     return owner < c.number[SEALED_BELOW] or s.client[owner & (NUM_STEPS - 1)] == 0
@@ -234,7 +234,7 @@ def is_sealed(core: Any, owner: int) -> bool:
 
 @inner
 def is_visible(core: Any, owner: int, client: int) -> bool:
-    """Say whether a client may hit what a step made."""
+    """Return whether a client may hit blocks that the step with serial `owner` made hittable."""
     c = columns_of(core)
     s = search_of(core)
     if owner < c.number[SEALED_BELOW]:
@@ -245,7 +245,7 @@ def is_visible(core: Any, owner: int, client: int) -> bool:
 
 @routine
 def forget_content(core: Any, b: int) -> None:
-    """Let a block have no content any more; where it is listed is the caller's to change."""
+    """Drop a block's content and its entry in the node. The caller moves it in the free list."""
     c = columns_of(core)
     node, number = c.node, c.number
     n = np.int64(c.block[b, NODE])
@@ -263,7 +263,7 @@ def forget_content(core: Any, b: int) -> None:
 
 @routine
 def _note_gone(core: Any, n: int, g: int) -> None:
-    """Write down that what a node has of a group goes, if that was sealed."""
+    """Log in `gone` that a node loses its block of group `g`, if that block was sealed."""
     c = columns_of(core)
     s = search_of(core)
     log = logs_of(core)
@@ -280,13 +280,13 @@ def _note_gone(core: Any, n: int, g: int) -> None:
 
 @kernel(INT, CORE)
 def new_root(core: Any) -> int:
-    """Make a node without a parent; 0: no room."""
+    """Make a node without a parent; return it, or 0 if no node is left."""
     return new_node(core)
 
 
 @kernel(NOTHING, CORE, INT)
 def drop_root(core: Any, n: int) -> None:
-    """Give a root back that has no child and that no row stands on."""
+    """Give back a root that has no child and is no row's newest node."""
     c = columns_of(core)
     c.node[n, CHILD] = c.number[SPARE_NODE]
     c.number[SPARE_NODE] = n
@@ -295,20 +295,21 @@ def drop_root(core: Any, n: int) -> None:
 
 @kernel(INT, CORE, INT, INT, INTS)
 def child_of(core: Any, parent: int, keys: int, tokens: Any) -> int:
-    """Return the child with these extra keys and tokens, 0 if there is none."""
+    """Return the child with these extra keys and tokens, or 0."""
     return find_child(core, parent, keys, address_of(tokens, 0))
 
 
 @kernel(INT, CORE, INT, INT, INTS)
 def get_or_add_child(core: Any, parent: int, keys: int, tokens: Any) -> int:
-    """Return the child with these extra keys and tokens, made if need be; 0: no room."""
+    """Return the child with these extra keys and tokens. Add it if there is none; 0: no node is
+    left."""
     n = find_child(core, parent, keys, address_of(tokens, 0))
     return n if n else add_child(core, parent, keys, address_of(tokens, 0))
 
 
 @kernel(NOTHING, CORE)
 def rebuild_index(core: Any) -> None:
-    """Enter into the empty `index` all nodes that are not their parent's CHILD."""
+    """Put all nodes that are not their parent's CHILD into an empty `index`."""
     c = columns_of(core)
     for n in range(1, c.number[NEXT_NODE]):
         parent = c.node[n, PARENT]
@@ -318,7 +319,7 @@ def rebuild_index(core: Any) -> None:
 
 @kernel(NOTHING, CORE, INT, INT, INT)
 def put_block(core: Any, n: int, g: int, b: int) -> None:
-    """Let node `n` have a sealed block of a group in which it has none."""
+    """Give node `n` a sealed block of a group in which it has none."""
     c = columns_of(core)
     c.node[n, BLOCK + 2 * g] = b
     c.node[n, OWNER + 2 * g] = 0

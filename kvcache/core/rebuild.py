@@ -1,9 +1,10 @@
-"""A tree from labels: what a restarted coordinator may keep of what workers still hold.
+"""Rebuild: fills an empty core from the labels that workers still have after a coordinator
+restarts.
 
-Stands between the label sets of all ranks and an empty core. Kept is what every rank agrees on; one
-block of duplicate contents; in ordered groups no block without the one before it; in others no
-block whose place in the tree nobody knows. A node's digest is made again from its tokens and must
-be the label's. Refuses to guess: whatever does not fit is dropped, cold is correct.
+A block is kept if every rank agrees on its label and its place in the tree is known. Of duplicate
+blocks one is kept. A block of a prefix group also needs the block before it. Each node's digest is
+recomputed from its tokens and must match the label. Everything else is dropped: a cold block is
+always correct.
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore
 
 NO_CHAIN = -1
-"""In place of a chain's number: there is none."""
+"""Stands for the number of a chain if there is none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """Unbroken chains of rows. Each stands behind the one it continues.
+    """Unbroken chains of rows. A chain comes after the chain that it continues.
 
         rows  0 ── 1 ──┬── 2 ── 3        `rows`    0 1 | 2 3 | 4 5
                        └── 4 ── 5        `starts`  0     2     4    6
                                          `above`   -1    0     0
                                          `depths`  0     2     2
 
-    `rows` are those of all chains, each from its first to its last; those of chain `i` are
+    `rows` has the rows of all chains, each chain from its first row to its last. Chain `i` is
     `rows[starts[i]:starts[i + 1]]`. It continues the last row of chain `above[i]`, and `depths[i]`
-    rows are before it. A chain ends where several rows or none continue it.
+    rows precede it. A chain ends at a row that no row, or more than one, continues.
     """
 
     rows: IndexArray
@@ -75,17 +76,17 @@ class Chains:
         return len(self.above)
 
     def of_rows(self, num_rows: int) -> IndexArray:
-        """Return which chain each of so many rows is in, `NO_CHAIN` for those in none."""
+        """Return the chain of each of `num_rows` rows, `NO_CHAIN` for rows in none."""
         chains = np.full(num_rows, NO_CHAIN, dtype=np.intp)
         chains[self.rows] = np.repeat(np.arange(len(self)), np.diff(self.starts))
         return chains
 
 
 def depths_of(above: IndexArray) -> IndexArray:
-    """Return how many rows stand above each one; `NO_ROW` for those without a first block above.
+    """Return how many rows precede each one; `NO_ROW` for rows that no first block precedes.
 
-    `above` names the row before each one, `FIRST_BLOCK` or `NO_ROW`. Rows that go round in a
-    circle have no first block above.
+    `above` has the row before each one, `FIRST_BLOCK` or `NO_ROW`. No first block precedes rows in
+    a circle.
     """
     count = len(above)
     first, lost = count, count + 1
@@ -104,7 +105,7 @@ def depths_of(above: IndexArray) -> IndexArray:
 
 
 def chains_of(above: IndexArray, depths: IndexArray) -> Chains:
-    """Return the chains of all rows that have a depth, in order of depth of their first row."""
+    """Return the chains of all rows with a depth, sorted by the depth of their first row."""
     count = len(above)
     is_kept = depths != NO_ROW
     has_row_above = is_kept & (above != FIRST_BLOCK)
@@ -132,16 +133,16 @@ def chains_of(above: IndexArray, depths: IndexArray) -> Chains:
 
 
 DigestRows: TypeAlias = npt.NDArray[np.uint8]
-"""Digests, one a row."""
+"""Digests, one per row."""
 
 TokenRows: TypeAlias = npt.NDArray[np.int32]
-"""Tokens of blocks, one block a row."""
+"""Tokens of blocks, one block per row."""
 
 NO_ROW = -1
-"""In place of a row's number: there is none."""
+"""Stands for the number of a row if there is none."""
 
 FIRST_BLOCK = -2
-"""In place of the number of the row before: there is nothing before."""
+"""Stands for the number of the previous row if a row is a first block."""
 
 _NO_KEYS = 0
 _UNREADABLE = -1
@@ -149,10 +150,10 @@ _UNREADABLE = -1
 
 @dataclass(frozen=True, eq=False)
 class GroupLabels:
-    """Contents of one group, each in one block, in order of block ids.
+    """The contents of one group, each in one block, in order of block ids. Immutable.
 
-    `namespaces` and `keys` are numbers into the lists of `FittingLabels`. `names` tell contents of
-    all groups apart, by namespace and digest; `rows` finds them here. Not changed once it is made.
+    `namespaces` and `keys` are indices into the lists of `FittingLabels`. `names` identify contents
+    by namespace and digest, in all groups; `rows` maps a name to its row here.
     """
 
     block_ids: IndexArray
@@ -175,7 +176,7 @@ class GroupLabels:
         tokens: TokenRows,
         keys: Int32Array,
     ) -> GroupLabels:
-        """Return these rows without those whose content a row before them has."""
+        """Return these rows, but only the first one of each content."""
         names = content_names(namespaces, digests)
         rows = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
         every = cls(block_ids, namespaces, digests, parents, tokens, keys, names, rows)
@@ -201,11 +202,11 @@ class GroupLabels:
         )
 
     def rows_of(self, names: Sequence[bytes]) -> IndexArray:
-        """Return the rows of contents by their names, `NO_ROW` for those that are not here."""
+        """Return the rows of contents by their names, `NO_ROW` for names that are not here."""
         return np.fromiter(map(self.rows.get, names, repeat(NO_ROW)), np.intp, len(names))
 
     def parent_rows(self, none_hash: bytes) -> IndexArray:
-        """Return the row that each one continues: `FIRST_BLOCK` behind the none hash."""
+        """Return the row before each one; `FIRST_BLOCK` if its parent digest is the none hash."""
         above = self.rows_of(content_names(self.namespaces, self.parents))
         above[(self.parents == np.frombuffer(none_hash, np.uint8)).all(axis=1)] = FIRST_BLOCK
         return above
@@ -213,7 +214,8 @@ class GroupLabels:
 
 @dataclass(frozen=True, eq=False)
 class FittingLabels:
-    """What is left of labels, by group; the namespaces and extra keys that rows name by number."""
+    """The labels that fit a plan, by group, with the namespaces and extra keys that their rows
+    refer to."""
 
     groups: tuple[GroupLabels, ...]
     namespaces: tuple[Namespace, ...]
@@ -221,7 +223,7 @@ class FittingLabels:
 
 
 def content_names(namespaces: Int32Array, digests: DigestRows) -> list[bytes]:
-    """Return bytes for each content, equal exactly for equal namespaces and digests."""
+    """Return bytes for each content; equal exactly for equal namespaces and digests."""
     count, size = digests.shape
     if not count:
         return []
@@ -236,15 +238,15 @@ def content_names(namespaces: Int32Array, digests: DigestRows) -> list[bytes]:
 def fitting_labels(
     label: Label, num_blocks: int, block_sizes: Sequence[int], none_hash: bytes
 ) -> FittingLabels:
-    """Return what of sealed labels fits a plan. Changes nothing, raises nothing.
+    """Return the sealed labels that fit a plan. Changes nothing, raises nothing.
 
-    `block_sizes[g]` is that of group `g`. Digests are as long as `none_hash`: where they are not,
-    nothing fits.
+    `block_sizes[g]` is the block size of group `g`. Nothing fits unless digests are as long as
+    `none_hash`.
     """
     size = len(none_hash)
     if len(label.digests) != len(label.block_ids) * size:
         label = NO_LABELS
-    sizes = int32_array([*block_sizes, -1])  # the last one: of no group
+    sizes = int32_array([*block_sizes, -1])  # the last one stands for no group
     is_group = (label.groups >= 0) & (label.groups < len(block_sizes))
     fits = label.token_counts == sizes[np.where(is_group, label.groups, len(block_sizes))]
     fits &= (label.block_ids > NULL_BLOCK_ID) & (label.block_ids < num_blocks)
@@ -260,7 +262,7 @@ def fitting_labels(
 def _read(
     label: Label, rows: IndexArray, block_sizes: Sequence[int], digest_bytes: int
 ) -> FittingLabels:
-    """Read names and keys of these labels, and sort them by group."""
+    """Read the namespaces and extra keys of these labels, and sort the labels by group."""
     numbers, namespaces = _namespaces(label, rows)
     keys, extra_keys = _extra_keys(label)
     is_readable = _are_readable(numbers[rows], namespaces, keys[rows], extra_keys)
@@ -285,7 +287,8 @@ def _read(
 
 
 def _namespaces(label: Label, rows: IndexArray) -> tuple[Int32Array, tuple[Namespace, ...]]:
-    """Return the number of each label's namespace, `_UNREADABLE` for some, and the namespaces."""
+    """Return the number of each label's namespace, `_UNREADABLE` if it cannot be read, and the
+    namespaces."""
     known: dict[Namespace, int] = {}
     numbers = np.full(len(label.namespace_names), _UNREADABLE, dtype=np.int32)
     for index in np.unique(label.namespaces[rows]).tolist():
@@ -294,13 +297,14 @@ def _namespaces(label: Label, rows: IndexArray) -> tuple[Int32Array, tuple[Names
             namespace = parse_namespace_name(name)
         except MalformedMessageError:
             continue
-        if namespace_name(namespace) == name:  # one name for each, so that there is one tree
+        if namespace_name(namespace) == name:  # each namespace has one name, so it has one tree
             numbers[index] = known.setdefault(namespace, len(known))
     return numbers[label.namespaces], tuple(known)
 
 
 def _extra_keys(label: Label) -> tuple[Int32Array, tuple[ExtraKeys | None, ...]]:
-    """Return the number of each label's extra keys, `_UNREADABLE` for some, and the keys."""
+    """Return the number of each label's extra keys, `_UNREADABLE` if they cannot be read, and the
+    extra keys."""
     column = np.full(len(label.block_ids), _NO_KEYS, dtype=np.int32)
     found: dict[ExtraKeys | None, int] = {None: _NO_KEYS}
     numbers: dict[bytes, int] = {}
@@ -320,7 +324,7 @@ def _are_readable(
     keys: Int32Array,
     extra_keys: Sequence[ExtraKeys | None],
 ) -> npt.NDArray[np.bool_]:
-    """Say which rows have a namespace and keys that can belong together."""
+    """Return which rows have a namespace and keys that can belong together."""
     readable: npt.NDArray[np.bool_] = (namespaces != _UNREADABLE) & (keys != _UNREADABLE)
     if len(names) <= 1 and len(extra_keys) == 1:
         return readable & all(_belong(name, None) for name in names)
@@ -335,7 +339,8 @@ def _are_readable(
 
 
 def _belong(namespace: Namespace, keys: ExtraKeys | None) -> bool:
-    """Say whether a block of a namespace can have these keys: its adapter, and no other salt."""
+    """Return whether a block of a namespace can have these keys: the namespace's adapter, and no
+    other salt."""
     adapters = [_adapter(key) for key in keys or () if key[0] == "lora"]
     salts = [key[1] for key in keys or () if key[0] == "cache_salt"]
     return adapters == ([] if namespace.lora is None else [namespace.lora]) and (
@@ -344,25 +349,25 @@ def _belong(namespace: Namespace, keys: ExtraKeys | None) -> bool:
 
 
 def _adapter(key: ExtraKey) -> str | None:
-    """Return what the adapter of an extra key is called in a namespace."""
+    """Return the name that the adapter of an extra key has in a namespace."""
     if len(key) != 3 or not key[1] or not isinstance(key[2], str):
         return None
     return lora_label(LoRARequest(key[1], key[2]))
 
 
 _GONE_FIRST = np.iinfo(np.intp).max
-"""The rank of blocks beside which the leading group has none: they are evicted before others."""
+"""The rank of blocks without a block of the leading group: they are evicted first."""
 
 
 @kernel(INT, CORE, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
 def add_nodes(
     core: Any, order: Any, above: Any, behind: Any, tokens: Any, keys: Any, nodes: Any
 ) -> int:
-    """Make the nodes of labels, parents first, and write the last one of each label to `nodes`.
+    """Add the nodes of labels, parents first, and write the last node of each label to `nodes`.
 
     Label `i` has `tokens[i]` and, unit by unit, the extra keys `keys[i]`. It continues label
-    `above[i]`, or node `behind[i]` where that is not negative; 0: its place is not known. Returns
-    how many nodes there was no room for.
+    `above[i]` if that is not negative, otherwise node `behind[i]` (0: its place is unknown). Return
+    how many nodes did not fit.
     """
     c = columns_of(core)
     unit, lacking = c.tokens.shape[1], 0
@@ -386,15 +391,15 @@ def add_nodes(
 
 @kernel(NOTHING, CORE, INTS)
 def prune_all(core: Any, nodes: Any) -> None:
-    """Let nodes go that nothing keeps alive."""
+    """Remove nodes that nothing keeps alive."""
     for i in range(len(nodes)):
         prune(core, np.int64(nodes[i]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What is kept of one group: chains of rows of its labels, the node of each row, and how many
-    rows are before each (`NO_ROW`: it is not kept)."""
+    """What is kept of one group: chains of label rows, the node of each row, and how many rows
+    precede each row (`NO_ROW`: the row is not kept)."""
 
     group: int
     chains: Chains
@@ -403,17 +408,17 @@ class _Kept:
 
     @property
     def rows(self) -> IndexArray:
-        """All rows that are kept, chain after chain."""
+        """All kept rows, chain by chain."""
         return self.chains.rows
 
 
 def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
-    """Fill an empty core; return how many blocks were kept, all of them evictable.
+    """Fill an empty core; return how many blocks were kept. All of them are evictable.
 
-    Withdraws every label that is not kept, and tells listeners: cleared, then all there is.
+    Drops every label that is not kept, and emits events: cleared, then everything kept.
 
     Raises:
-        BlockError: something is held or cached already; nothing was changed.
+        BlockError: a block is referenced or cached already; nothing was changed.
     """
     c = core.store.columns
     num_blocks = len(c.block)
@@ -450,8 +455,8 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
 
 
 def _rebuild_groups(core: FlatCore, fitting: FittingLabels) -> list[_Kept]:
-    """Make the nodes of all labels whose place is known; ordered groups first, short blocks first,
-    since others find their places behind those."""
+    """Add the nodes of all labels whose place is known. Prefix groups come first, and short blocks
+    before long ones, because other groups find their places from their nodes."""
     c = core.store.columns
     groups = sorted(
         range(core.store.num_groups), key=lambda g: (c.group[g, KIND] != FULL, c.group[g, SIZE])
@@ -474,14 +479,14 @@ def _rebuild_group(
         behind[row] = roots[namespaces[row]]
     keys = _unit_keys(core, fitting, labels.keys, length)
     unknown = (keys < 0).any(axis=1)
-    if (
-        not is_prefix_group
-    ):  # the label before one may be lost or wrong, where others know the place
+    if not is_prefix_group:
+        # The previous label may be lost or wrong, but other groups may know the place.
         for row in np.flatnonzero(above != FIRST_BLOCK).tolist():
             name = roots[namespaces[row]], labels.parents[row].tobytes()
             behind[row] = places.get(name, 0)
     nodes = np.zeros(count, np.int32)
-    for row in np.flatnonzero(unknown).tolist():  # where others know what ends there
+    for row in np.flatnonzero(unknown).tolist():
+        # Other groups may know the node that ends there.
         name = roots[namespaces[row]], labels.digests[row].tobytes()
         nodes[row] = _node_of_block(core, places.get(name, 0), labels.tokens[row])
     depths = depths_of(np.where(behind > 0, FIRST_BLOCK, above))
@@ -507,7 +512,7 @@ def _rebuild_group(
         for _ in range(length):
             places[root, c.digest[n].tobytes()] = n
             n = int(c.node[n, PARENT])
-    np.add.at(c.node[:, ROWS], nodes[rows], 1)  # nothing else keeps them alive yet
+    np.add.at(c.node[:, ROWS], nodes[rows], 1)  # keeps them alive until they have blocks
     if len(dropped):
         prune_all(core.store.address, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
     is_kept = np.zeros(count + 1, np.bool_)
@@ -528,7 +533,7 @@ def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
 
 
 def _unbroken(rows: IndexArray, above: IndexArray, depths: IndexArray) -> IndexArray:
-    """Return those of `rows` all of whose rows above are among them."""
+    """Return those of `rows` whose previous rows are all among them."""
     is_kept = np.zeros(len(above) + 1, np.bool_)
     for row in rows[np.argsort(depths[rows], kind="stable")].tolist():
         is_kept[row] = above[row] == FIRST_BLOCK or is_kept[above[row]]
@@ -537,8 +542,8 @@ def _unbroken(rows: IndexArray, above: IndexArray, depths: IndexArray) -> IndexA
 
 
 def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int) -> Any:
-    """Return the numbers of extra keys, unit by unit, of blocks with these keys; -1 where they
-    cannot be told: an item may reach into any unit of a longer block."""
+    """Return the numbers of the extra keys of each unit of blocks with these keys. -1: unknown,
+    because a multimodal item may reach into any unit of a longer block."""
     table = np.zeros((len(fitting.extra_keys), length), np.int32)
     for i, keys in enumerate(fitting.extra_keys):
         if not keys:
@@ -556,9 +561,10 @@ def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int
 def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> Any:
     """Return all kept blocks in the order in which they are to be evicted.
 
-    As if the leading group's chains had been freed one by one, the last one first, and with each of
-    them what other groups have beside it: blocks that can go one by one before those of ordered
-    groups, tails before heads. Leading is the ordered group of the shortest blocks.
+    The order is as if the leading group's chains had been freed one by one, the last chain first,
+    each with the blocks of other groups at its nodes. Of these, blocks of windowed groups go before
+    those of prefix groups, and later blocks before earlier ones. The leading group is the prefix
+    group with the shortest blocks.
     """
     if not found:
         return EMPTY_INT32
@@ -586,7 +592,7 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
 
 
 def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> None:
-    """Evict blocks that are in no leading chain with the first chain that continues them."""
+    """Evict a block that is in no leading chain together with the first chain that continues it."""
     c = core.store.columns
     place_of = {int(kept.nodes[row]): i for i, row in enumerate(kept.rows.tolist())}
     for i in np.argsort(-depth, kind="stable").tolist():
@@ -601,7 +607,7 @@ def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> Non
 
 
 def _notes(core: FlatCore, kept: _Kept) -> Any:
-    """Return what there is to tell of one group, chain after chain, parents first."""
+    """Return the notes of one group, chain by chain, parents first."""
     notes = np.zeros((len(kept.rows), 5), np.int32)
     notes[:, 0] = kept.nodes[kept.rows]
     notes[:, 1], notes[:, 2] = kept.group, -1

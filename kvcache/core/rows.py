@@ -1,15 +1,15 @@
-"""Rows: the block tables of running requests, and what is done to one or many of them.
+"""Rows: the block tables of running requests, and the kernels that change one or many of them.
 
-    skip ──▶ grow ──▶ publish ──▶ (the engine's forward) ──▶ seal        free: tail first
+    skip ──▶ grow ──▶ publish ──▶ (the engine's forward) ──▶ seal        free: last block first
 
-*Skip* gives back what no token will read any more, *grow* takes blocks, *publish* puts full units
-into the tree. A row that needs none of the three is told from the others by three comparisons, with
-CAPACITY, SKIP_AT and UNITS. What enters tables is written down in `change` and `ids`, what becomes
-hittable in `note`; Python takes both.
+*Skip* releases blocks that no token will read again, *grow* takes blocks, and *publish* puts full
+units into the tree. Three comparisons, with SKIP_AT, CAPACITY and UNITS, tell whether a row needs
+any of them. Kernels log what enters tables in `change` and `ids`, and what becomes hittable in
+`note`; Python reads both.
 
-**Content computed twice.** Where the tree has a unit's content in another block of an ordered
-group, the row keeps its own block, which stays private, and holds the cached one besides: so
-whoever continues a node holds all of its blocks, and no parent goes before its child.
+*Duplicate blocks.* If the tree has a unit's content in another block of a prefix group, the row
+keeps its own block, which stays private, and also references the cached one. So a row that
+continues a node references all blocks before it, and a parent is never evicted before its child.
 """
 
 from __future__ import annotations
@@ -102,17 +102,18 @@ from kvcache.core.states import forget_ends, grow_states, lacking_states, note_e
 _types: Any = types
 
 BUSY, LATE, FILLED, SINGLE, SINGLE_UNIT, LONG, NUM_PLACES = range(7)
-"""Lines of what `inspect` and `serve` find of a batch: places of rows for which something is to be
-done, that skip, that fill a unit; and of these, once they have their slots, those that fill only
-the next one, which unit that is, and the others."""
+"""Lines of `places`, which `inspect` and `serve_rows` fill with the positions of rows in a batch:
+rows that need anything; rows that skip; rows that fill a unit. The latter are then split into rows
+that fill exactly their next unit (SINGLE, and the unit's number in SINGLE_UNIT) and all others
+(LONG)."""
 
 SKIP, COUNT, GROW, ALL = range(4)
-"""What `tend` and `serve` do."""
+"""What `serve_row` and `serve_rows` do. COUNT only counts the lacking blocks."""
 
 
 @routine
 def note_limits(core: Any, r: int) -> None:
-    """Note how far a row can go on before anything must be done for it."""
+    """Set a row's CAPACITY and SKIP_AT, up to which it needs nothing."""
     c = columns_of(core)
     capacity = skip = np.int64(NEVER)
     for g in range(len(c.group)):
@@ -120,13 +121,14 @@ def note_limits(core: Any, r: int) -> None:
         capacity = min(capacity, max(np.int64(0), columns * np.int64(c.group[g, COLUMN])))
         skip = min(skip, next_skip(c.group[g], np.int64(c.row[r, KEPT + 2 * g])))
     if c.row[r, FLAGS] & IS_SHARING:
-        capacity = np.int64(0)  # it must be looked at before every write
+        capacity = np.int64(0)  # it must be checked before every write
     c.row[r, CAPACITY], c.row[r, SKIP_AT] = capacity, skip
 
 
 @routine
 def note_change(core: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
-    """Write down that so many columns of a table are new from `first` on, if it has a slot."""
+    """Log that `count` columns of a table are new from column `first` on. A negative `slot`: log
+    nothing."""
     if slot < 0:
         return
     c = columns_of(core)
@@ -144,7 +146,7 @@ def note_change(core: Any, slot: int, g: int, line: int, first: int, count: int)
 
 @routine
 def table_end(core: Any, r: int, g: int, slot_tokens: int) -> int:
-    """Return how many columns a row's table must have for so many tokens and its forward."""
+    """Return how many columns a row's table needs for `slot_tokens` tokens and its forward."""
     s = search_of(core)
     return num_columns(
         columns_of(core).group[g], slot_tokens, np.int64(s.forward[r, OWN_END]),
@@ -154,8 +156,8 @@ def table_end(core: Any, r: int, g: int, slot_tokens: int) -> int:
 
 @routine
 def lacking(core: Any, r: int, g: int, held: int, computed: int, slot_tokens: int) -> int:
-    """Return how many blocks a row's table of `held` columns needs for so many tokens; new columns
-    that nobody reads after `computed` need none."""
+    """Return how many blocks a row's table of `held` columns lacks for `slot_tokens` tokens. New
+    columns that no token after `computed` reads need no block."""
     rule, total = columns_of(core).group[g], table_end(core, r, g, slot_tokens)
     if total <= held:
         return np.int64(0)
@@ -176,7 +178,8 @@ def growth(core: Any, r: int, computed: int, slot_tokens: int) -> int:
 
 @routine
 def grow(core: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
-    """Extend a row's tables for so many tokens, null where nobody reads; there is room."""
+    """Extend a row's tables for `slot_tokens` tokens. Columns that no token reads stay null. Enough
+    blocks are free."""
     c = columns_of(core)
     for g in range(len(c.group)):
         line, held = r * len(c.group) + g, np.int64(c.row[r, COLUMNS + 2 * g])
@@ -198,7 +201,8 @@ def grow(core: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
 
 @routine
 def skip(core: Any, r: int, computed: int, front: int) -> int:
-    """Give back what nobody reads any more, group by group, right to left; see `release`."""
+    """Release the blocks that no token reads any more, group by group, right to left. `front` and
+    the result are those of `release`."""
     c = columns_of(core)
     for g in range(len(c.group)):
         if c.group[g, KIND] == FULL:
@@ -218,7 +222,8 @@ def skip(core: Any, r: int, computed: int, front: int) -> int:
 
 @routine
 def attach_to_node(core: Any, r: int, n: int, num_units: int) -> None:
-    """Let a row stand on node `n`, behind so many units, and no longer where it stood."""
+    """Make node `n` a row's newest node, with `num_units` units up to it. The row leaves its
+    previous node, which may be removed."""
     c = columns_of(core)
     before = np.int64(c.row[r, LAST])
     c.node[n, ROWS] += 1
@@ -231,8 +236,8 @@ def attach_to_node(core: Any, r: int, n: int, num_units: int) -> None:
 
 @routine
 def _has_room(core: Any, r: int, n: int, u: int) -> bool:
-    """Say whether the row's tenant may hold, besides its own blocks of unit `u`, those of node `n`
-    with the same content, and count them."""
+    """Return whether the row's tenant may also reference the blocks of node `n`, which duplicate
+    the row's own blocks of unit `u`. If so, subtract them from ROOM."""
     c = columns_of(core)
     count = np.int64(0)
     for g in range(len(c.group)):
@@ -250,8 +255,9 @@ def _has_room(core: Any, r: int, n: int, u: int) -> bool:
 def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, digests: int) -> None:
     """Put a row's full units up to `end` into the tree.
 
-    `tokens`, `keys` and `digests`, two addresses and an array, begin with unit `base`. Without
-    `keys`, extra keys are the row's, without `digests` they are made when somebody needs them.
+    `tokens` and `digests` are addresses; they and the array `keys` begin with unit `base`. Without
+    `keys`, the row's own extra keys are used. Without `digests` (0), digests are made when they are
+    needed.
     """
     c = columns_of(core)
     s = search_of(core)
@@ -268,11 +274,10 @@ def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
         if n == 0:
             n = add_child(core, parent, own, at_tokens)
         if n == 0 or (c.number[HAS_POLICY] == 2 and not _has_room(core, r, n, u)):
-            c.row[r, FLAGS] |= (
-                NO_CACHING  # no node is left, or no room: the row caches nothing more
-            )
+            # No node is left, or no room: the row caches nothing more.
+            c.row[r, FLAGS] |= NO_CACHING
             break
-        # Behind nodes without digests it is made with theirs, when somebody needs it.
+        # If the parent has no digest, both are made later.
         if digests and c.node[n, KEYS] & 1 == 0 and c.node[parent, KEYS] & 1:
             copy(address_of(s.digest, n), digests + num_bytes * (u - base), num_bytes)
             c.node[n, KEYS] |= 1
@@ -292,7 +297,7 @@ def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
                     acquire(core, cached)
                     c.row[r, DUPLICATES] += 1
             elif c.block[mine, NODE] == 0:
-                # A fork that has the block may have others before it.
+                # A fork that references the block may have other blocks before it.
                 c.number[HAS_GAPS] |= c.block[mine, REF] > 1 and c.group[g, KIND] == FULL
                 c.node[n, BLOCK + 2 * g], c.node[n, OWNER + 2 * g] = mine, serial
                 c.block[mine, NODE] = n
@@ -311,7 +316,7 @@ def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
 
 @routine
 def rewind(core: Any, r: int, num_units: int) -> None:
-    """Let a row stand behind so many units again; it may publish those behind once more."""
+    """Move a row back to its first `num_units` units. It may publish the others again."""
     c = columns_of(core)
     n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
     while u > num_units:
@@ -334,8 +339,9 @@ def open_row(
     core: Any, r: int, root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int,
     spare: int,
 ) -> int:  # fmt: skip
-    """Let a new row adopt the hit in `found`, of which the tree has `depth` units in `path`; return
-    how many blocks more it needs. Without room nothing changes: -1 less all that it lacks."""
+    """Give a new row the hit in `found`, with `depth` units in `path`. Return how many more blocks
+    it needs. If too few are free, change nothing and return -1 minus the number of blocks that it
+    takes in all."""
     c = columns_of(core)
     s = search_of(core)
     num_groups, needed, unheld = len(c.group), np.int64(0), np.int64(0)
@@ -366,7 +372,7 @@ def open_row(
 
 @routine
 def _has_news(core: Any) -> int:
-    """Say whether Python is to pass something on."""
+    """Return whether Python must read a log or a flag."""
     number = columns_of(core).number
     return number[NUM_MOVED] | number[NUM_GONE] | number[HAS_GAPS] | number[IS_FULL]
 
@@ -377,7 +383,7 @@ def admit(
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: int, keys: Any, digests: int,
 ) -> int:  # fmt: skip
-    """Do `admit`; tokens and digests by their address."""
+    """Do `admit_row`, with tokens and digests by address."""
     c = columns_of(core)
     s = search_of(core)
     s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
@@ -400,9 +406,9 @@ def admit_row(
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: Any, keys: Any, digests: Any,
 ) -> Any:  # fmt: skip
-    """Open a row, take its blocks and publish its units up to `end`; with an `end` below 0 the row
-    is only opened. Returns what `open_row` does, and whether there is something to be told. Changes
-    are written down with a `slot` of 0."""
+    """Open a row, take its blocks and publish its units up to `end`. If `end` is negative, only
+    open it. Log changes of its tables if `slot` is 0, not if it is -1. Return the result of
+    `open_row`, and whether Python must read a log or a flag."""
     needed = admit(
         core, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
         slot_tokens, spare, end, slot, address_of(tokens, 0), keys,
@@ -413,7 +419,8 @@ def admit_row(
 
 @kernel(INT, CORE, INT, INT, INT, INT)
 def serve_row(core: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
-    """Let one row SKIP or GROW, for which there is room; return how many blocks it lacks before."""
+    """Let one row SKIP or GROW, or only COUNT; enough blocks are free. Return how many blocks it
+    lacked before it grew."""
     if what == SKIP:
         skip(core, r, computed, np.int64(0))
     needed = growth(core, r, computed, slot_tokens)
@@ -425,7 +432,7 @@ def serve_row(core: Any, r: int, computed: int, slot_tokens: int, what: int) -> 
 
 @kernel(NOTHING, CORE, INT, INT, INTS, INTS, BYTE_ROWS)
 def publish_row(core: Any, r: int, end: int, tokens: Any, keys: Any, digests: Any) -> None:
-    """Publish one row's units."""
+    """Publish one row's units up to `end`."""
     publish(
         core, r, end, 0, address_of(tokens, 0), keys, address_of(digests, 0) if len(digests) else 0
     )
@@ -433,15 +440,17 @@ def publish_row(core: Any, r: int, end: int, tokens: Any, keys: Any, digests: An
 
 @kernel(NOTHING, CORE, INT, INT)
 def rewind_row(core: Any, r: int, num_units: int) -> None:
-    """Let a row stand behind fewer units: its forwards behind them count no more."""
+    """Move a row back to its first `num_units` units, and forget where forwards after them
+    ended."""
     rewind(core, r, num_units)
     forget_ends(core, r, num_units)
 
 
 @kernel(INT, CORE, INT, INT, INT)
 def merge_row(core: Any, r: int, first: int, end: int) -> int:
-    """Let a row whose forwards for units `[first, end)` are done give its own blocks up where the
-    tree has their contents in sealed ones; return how many of them nobody holds any more."""
+    """Replace a row's own blocks of units `[first, end)` by sealed blocks with the same content.
+    The forwards that wrote these units are complete. Return how many of the row's blocks became
+    free."""
     c = columns_of(core)
     n, u, front = np.int64(c.row[r, LAST]), np.int64(c.row[r, UNITS]), np.int64(0)
     count = np.int64(0)
@@ -450,7 +459,7 @@ def merge_row(core: Any, r: int, first: int, end: int) -> int:
             length, column = c.group[g, LENGTH], u // c.group[g, LENGTH] - 1
             if u > end or u % length or column >= c.row[r, COLUMNS + 2 * g]:
                 continue
-            if c.group[g, KIND] == STATE:  # it stands where the row's forwards look for it
+            if c.group[g, KIND] == STATE:  # the row's forwards expect it in this block
                 continue
             line = r * len(c.group) + g
             mine, cached = np.int64(c.table[line, column]), np.int64(c.node[n, BLOCK + 2 * g])
@@ -471,15 +480,15 @@ def merge_row(core: Any, r: int, first: int, end: int) -> int:
 
 
 @kernel(NOTHING, CORE, INT)
-def limit_row(core: Any, r: int) -> None:
-    """Note a row's limits again."""
+def note_row_limits(core: Any, r: int) -> None:
+    """Do `note_limits`."""
     note_limits(core, r)
 
 
 @routine
 def close_row(core: Any, r: int) -> None:
-    """Give all blocks of a row back, and close it: single ones first, each group from its end,
-    then those of ordered groups, the last tokens' first."""
+    """Release all blocks of a row and close it. Blocks of windowed groups go first, each group from
+    its end; then those of prefix groups, last tokens first."""
     c = columns_of(core)
     num_groups, front = len(c.group), np.int64(0)
     forget_ends(core, r, np.int64(0))
@@ -503,7 +512,7 @@ def close_row(core: Any, r: int) -> None:
         if best < 0:
             break
         column = np.int64(c.row[r, COLUMNS + 2 * best]) - 1
-        # Where only one group is left, its blocks go in one sweep.
+        # If only one group is left, release all of its blocks in one sweep.
         last = column if num_left > 1 else np.int64(0)
         of_block, line = np.int64(c.group[best, LENGTH]), r * num_groups + best
         if c.row[r, DUPLICATES] == 0:
@@ -535,7 +544,7 @@ def close_row(core: Any, r: int) -> None:
 
 @kernel(INT, CORE, INT)
 def free_row(core: Any, r: int) -> int:
-    """Do `close_row`; say whether that is to be told."""
+    """Do `close_row`; return whether Python must read a log or a flag."""
     close_row(core, r)
     return _has_news(core)
 
@@ -545,7 +554,7 @@ def free_row(core: Any, r: int) -> int:
 
 @kernel(INT, CORE, INTS)
 def free_rows(core: Any, rows: Any) -> int:
-    """Do `close_row` for each of these; say whether that is to be told."""
+    """Do `close_row` for each row; return whether Python must read a log or a flag."""
     for r in rows:
         close_row(core, np.int64(r))
     return _has_news(core)
@@ -554,7 +563,7 @@ def free_rows(core: Any, rows: Any) -> int:
 NUM_TOKENS, NUM_READ, MOST_NEW, NUM_EXTERNAL, NUM_AHEAD, NUM_OF_ENCODER, IS_DELAYED, IN_SLOT = (
     range(8)
 )
-"""Columns of the `wishes` of `NewRows`."""
+"""Columns of `NewRows.wishes`."""
 
 SLOT, NUM_HIT, NUM_SCHEDULED = range(3)
 """Lines of `answers`: the first fields of `RowsAdmitted`."""
@@ -568,13 +577,15 @@ def admit_rows(
     num_running: int, spare: int, max_model_len: int, tokens: Any, wishes: Any, rows: Any,
     running: Any, ring: Any, answers: Any, published: Any,
 ) -> Any:  # fmt: skip
-    """Look up and let in `NewRows`, one after the other; their tokens are behind each other. Those
-    that find room get the next slot and the next of `rows`; all of their tables is written down,
-    and units of theirs that become hittable have a line in `published`. Unless it `publishes`,
-    nothing is found or becomes hittable. Return how many were let in, and how many lines there are.
+    """Look up and admit the new requests `wishes` in order; see `NewRows`. `tokens` has their
+    tokens, concatenated. A request that finds room gets the next slot and the next of `rows`; all
+    of its tables are logged. If its units become hittable, they get a line in `published`. Without
+    `publishes`, nothing is looked up and nothing becomes hittable. Return the number of admitted
+    requests and the number of lines.
 
-    Where there must be room for more first, nothing is changed: return -1, the most slots that one
-    wants, and for how many nodes and columns of tables there must be room."""
+    If the columns are too small, change nothing and return -1, the most slots that one request
+    wants, and the numbers of nodes and table columns that must fit.
+    """
     c = columns_of(core)
     unit, width, none, num_groups = c.tokens.shape[1], ring.shape[1], np.int64(0), len(c.group)
     most = total = num_nodes = num_columns = none
@@ -640,10 +651,10 @@ def _inspect(
     core: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
     cached: Any, rows: Any, places: Any,
 ) -> Any:  # fmt: skip
-    """Find the `rows` in slots, and those of them for which something is to be done; return how
-    many those are, how many skip, how many fill a unit, whether one shares what it may write, the
-    most slots that one wants, and the place of one whose slot has no row, or that wants to cache
-    tokens for which it wants no slots, or -1. Changes nothing."""
+    """Find the `rows` in slots, and those among them that need anything. Return how many need
+    anything, how many skip, how many fill a unit, whether one shares blocks that it may write, the
+    most slots that one wants, and the position of a bad row or -1. A row is bad if its slot has no
+    row, or if it would cache tokens for which it wants no slots. Changes nothing."""
     c = columns_of(core)
     unit = c.tokens.shape[1]
     num_busy = num_late = num_filled = is_sharing = most = np.int64(0)
@@ -749,7 +760,8 @@ def grant_rows(
     core: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
     num_free: int, is_reserved: Any,
 ) -> int:  # fmt: skip
-    """Say, in order, which busy rows can have all they lack; return how many blocks that is."""
+    """Decide, in order, which rows can get all their blocks: clear `is_reserved` of the others.
+    Return how many blocks these rows take."""
     return _grant_rows(core, rows, computed, slot_tokens, places, num_busy, num_free, is_reserved)
 
 
@@ -761,9 +773,9 @@ def serve_rows(
     core: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
     num_busy: int, num_late: int, num_filled: int, what: int, is_reserved: Any,
 ) -> Any:  # fmt: skip
-    """Let busy rows SKIP, or GROW where `is_reserved` says so, or do ALL: skip, find who can have
-    all its blocks, grow. Sort those that fill units; return how many fill one, and how many others
-    there are."""
+    """Let the rows that need anything SKIP, or GROW if `is_reserved` says so, or do ALL: skip,
+    decide which rows can get all their blocks, grow. Split the rows that fill units into SINGLE and
+    LONG; return both counts."""
     c = columns_of(core)
     if what != GROW:
         _skip_rows(core, rows, computed, places, num_late)
@@ -780,8 +792,8 @@ def serve_rows(
 
 @kernel(INT, CORE, INTS, INTS, INTS, INTS)
 def note_forwards(core: Any, rows: Any, own: Any, last: Any, accepted: Any) -> int:
-    """Note where forwards of rows are to end, and where those before did; return how many columns
-    tables of states lack for that."""
+    """Note where the rows' reserved forwards end and where the previous ones did. Return how many
+    columns the tables of states lack."""
     c = columns_of(core)
     s = search_of(core)
     total = np.int64(0)
@@ -798,8 +810,8 @@ def note_forwards(core: Any, rows: Any, own: Any, last: Any, accepted: Any) -> i
 
 @kernel(NOTHING, CORE, INTS, INTS, INT_ROWS, NEW_INT_ROWS)
 def publish_units(core: Any, rows: Any, places: Any, tokens: Any, published: Any) -> None:
-    """Publish the next unit of rows: `tokens[k]` are those of the row at `places[k]`. Note row,
-    generation, unit and the one behind it in `published[k]`."""
+    """Publish the next unit of rows. `tokens[k]` are the tokens of the row at `places[k]`. Write
+    its row, its generation, the unit and the next unit to `published[k]`."""
     c = columns_of(core)
     for k in range(len(places)):
         r = np.int64(rows[places[k]])
@@ -810,9 +822,8 @@ def publish_units(core: Any, rows: Any, places: Any, tokens: Any, published: Any
 
 
 DONE, BAD_ROW, NEEDS_SPACE, SHARING = range(4)
-"""What `run_rows` answers: all is done; a slot has no row yet, or wants to cache more than it has
-slots for; there must be room for more units or nodes; rows share what they may write. Nothing is
-changed but where all is done."""
+"""Results of `run_rows`: all is done; a row is bad (see `inspect`); units or nodes need more space;
+rows share blocks that they may write. Only DONE changes anything."""
 
 
 @kernel(
@@ -824,11 +835,13 @@ def run_rows(
     slots: Any, offsets: Any, token_ids: Any, positions: Any, computed: Any, slot_tokens: Any,
     rows: Any, places: Any, is_reserved: Any, published: Any,
 ) -> Any:  # fmt: skip
-    """Run the rows of a step on: append their tokens, skip, grow those that can have all their
-    blocks, publish units that they fill, and note how far each is computed. Return `DONE`, how many
-    units were published alone, each with a line in `published`, and how many rows are left to be
-    published one by one (LONG in `places`); or another answer, the most slots that a row wants and
-    how many units are filled."""
+    """Run the rows of a step: append their tokens, skip, grow the rows that can get all their
+    blocks, publish the units that they fill, and note how far each row is computed.
+
+    Return DONE, the number of units published, each with a line in `published`, and the number of
+    LONG rows, which Python must publish one by one. Or return another result with the bad row's
+    position, or with the most slots that a row wants and the number of filled units.
+    """
     c = columns_of(core)
     s = search_of(core)
     cached, unit, none = positions[END_OF_OWN], c.tokens.shape[1], np.int64(0)
@@ -875,10 +888,11 @@ def run_rows(
 
 
 @kernel(NOTHING, CORE, INT, INT, INT, INTS, INTS)
-def share(core: Any, parent: int, child: int, num_units: int, ends: Any, states: Any) -> None:
-    """Let row `child` have the first `ends[g]` columns of row `parent`, and hold their blocks; it
-    stands where the parent stands, but behind `num_units` units at most. Of a group that keeps
-    states it has one only, that of the parent's column `states[g]`, in its last column."""
+def share_row(core: Any, parent: int, child: int, num_units: int, ends: Any, states: Any) -> None:
+    """Give row `child` the first `ends[g]` columns of row `parent`'s tables, with references to
+    their blocks. Its newest node is the parent's, or the ancestor with `num_units` units. Of a
+    group with states it gets only the state in the parent's column `states[g]`, as its last
+    column."""
     c = columns_of(core)
     num_groups = len(c.group)
     n, u = np.int64(c.row[parent, LAST]), np.int64(c.row[parent, UNITS])
@@ -921,7 +935,8 @@ def share(core: Any, parent: int, child: int, num_units: int, ends: Any, states:
 
 @kernel(NOTHING, CORE, INT, INT, INT, INT)
 def replace_block(core: Any, r: int, g: int, column: int, b: int) -> None:
-    """Put a block, which is held for it, into a column; the one there before is given back."""
+    """Put block `b`, which has a reference for it, into a column, and release the block that was
+    there."""
     c = columns_of(core)
     line = r * len(c.group) + g
     before = np.int64(c.table[line, column])

@@ -1,15 +1,15 @@
-"""The columns of running rows, and what a step does to all of its rows at once, as machine code.
+"""The columns of running rows, and the kernels that change all rows of a step at once.
 
-The manager owns these columns, by slot, beside those of the core, by row; a step reads and writes
-both in one go (rows.py). Refuses rows by `check_rows`; the manager says what is wrong with them.
+The manager owns these columns, by slot; the core owns its own, by row. A step reads and writes both
+in one call (`rows.py`). `check_rows` refuses bad rows, and the manager explains what is wrong.
 
     slot           0     1     2     3
-    TOKENS       [ 33 | 120 |   0 | 17 ]      tokens of the row, those its request lacks included
+    TOKENS       [ 33 | 120 |   0 | 17 ]      the row's tokens, also those its request lacks
     COMPUTED     [ 32 | 119 |   0 | 17 ]      positions computed or scheduled, drafts included
-    CLIENT       [  1 |   2 |  -1 |  1 ]      whose row it is; -1 is a free slot
+    CLIENT       [  1 |   2 |  -1 |  1 ]      the row's client; -1 is a free slot
 
-A row's newest tokens are in a ring, token `t` in column `t % width`. A unit of tokens, whose end
-may be the end of a block, is never torn apart there:
+A row's newest tokens are in a ring, token `t` in column `t % width`. The tokens of one unit are
+always contiguous there:
 
     ring         [ .... unit 6 .... | .... unit 7 .... | unit 8 >>| .... unit 5 .... ]
 """
@@ -35,27 +35,29 @@ from kvcache.core.machine import (
 )
 
 TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, CONFIRMED, MARK, NUM_COLUMNS = range(9)
-"""Of a row. OWN is where its last forward ended, drafts left out; its request holds SYNCED of its
-tokens, and those from FIRST_IN_RING on are in the ring; CONFIRMED is scratch, and MARK the stamp of
-the check that saw the row last."""
+"""Columns of a row. OWN is where its last forward ended, drafts left out. Its request has SYNCED of
+its tokens. The ring has the tokens from FIRST_IN_RING on. CONFIRMED is scratch. MARK is the stamp
+of the last check that saw the row."""
 
 BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_POSITIONS = range(7)
-"""Of a row of a step, in `figures`: how far it had come before; COMPUTED once rejected drafts are
-taken back; where its forward ends with its own tokens, and with its drafts; how many of its tokens
-were computed before this step and are its own."""
+"""Lines of `positions`, all in tokens: COMPUTED and TOKENS before the step; COMPUTED without
+rejected drafts; where the forward ends without and with drafts; how many of the row's own tokens
+were computed before this step."""
 
 IS_WRONG, IS_CROWDED = 1, 2
-"""What `check_rows` says: a row or a column is wrong; the ring has no room for a row's tokens."""
+"""Results of `check_rows` other than 0: a row or a column is wrong; the ring lacks room for a row's
+tokens."""
 
 FREE = -1
-"""Generation and CLIENT of a slot in which nobody sits."""
+"""Generation and CLIENT of a free slot."""
 
 
 class RunningRows(NamedTuple):
-    """The running rows of a step. Shapes `(n,)`; `figures` `(NUM_FIGURES, n)`, see above.
+    """The running rows of a step. Shapes `(n,)`, and `(NUM_POSITIONS, n)` for `positions`; see
+    BEFORE_COMPUTED.
 
-    Row `i` gets the tokens `[offsets[i], offsets[i + 1])`; `is_crowded`: the ring may lack room for
-    those of some row. `generations` say which occupancy of its slot each row is.
+    Row `i` gets the tokens `[offsets[i], offsets[i + 1])`. `generations` say which use of its slot
+    each row is. With `is_crowded`, the ring may lack room for some row's tokens.
     """
 
     slots: Int32Array
@@ -67,7 +69,8 @@ class RunningRows(NamedTuple):
 
 
 class RowTable(Protocol):
-    """Who owns the columns of running rows, their ring of tokens, and their requests, by slot."""
+    """The owner of the columns of running rows, with their ring of tokens and their requests, by
+    slot."""
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
@@ -82,7 +85,7 @@ class RowTable(Protocol):
         """Requests, which may lack their newest tokens. Shape `(slots,)`."""
 
     def sync(self, slot: int) -> None:
-        """Bring the request in a slot up to date with all its tokens."""
+        """Bring the request in a slot up to date with all of its tokens."""
 
 
 NO_ROWS = RunningRows(
@@ -106,9 +109,10 @@ def check_rows(
     offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, positions: Any,
     generations: Any, stamp: int, client: int, max_model_len: int, most_drafts: int, width: int,
 ) -> int:  # fmt: skip
-    """Check the rows of a step, and note their `figures` and `generations`; see `IS_WRONG`.
+    """Check the rows of a step, and fill in their `positions` and `generations`. Return 0, IS_WRONG
+    or IS_CROWDED.
 
-    Rows in the slots `leaving` must not be among them. No row is marked with `stamp` before.
+    No row may be in one of the slots `leaving`. No row has the mark `stamp` yet.
     """
     count = len(slots)
     if not (
@@ -166,7 +170,7 @@ def check_rows(
 
 @routine
 def append(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any) -> None:
-    """Append the tokens `[offsets[i], offsets[i + 1])` to row `i`; the ring has room for them."""
+    """Append the tokens `[offsets[i], offsets[i + 1])` to row `i`. The ring has room for them."""
     width = ring.shape[1]
     for i in range(len(slots)):
         slot, count = slots[i], np.int64(rows[slots[i], TOKENS])
@@ -184,7 +188,7 @@ def append_tokens(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any
 
 @routine
 def note_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
-    """Note how far each row is computed: to its end where it got its blocks."""
+    """Set COMPUTED and OWN of each row: to the end of its forward if it got its blocks."""
     for i in range(len(slots)):
         slot = slots[i]
         if has_run[i]:
@@ -202,8 +206,11 @@ def note_row_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
 
 
 @kernel(NOTHING, NEW_INT_ROWS, LONGS, INTS, LONGS, INT_ROWS)
-def confine(rows: Any, generation: Any, slots: Any, generations: Any, positions: Any) -> None:
-    """Note as CONFIRMED what rows had before a step, where the same request is in the slot."""
+def note_confirmed(
+    rows: Any, generation: Any, slots: Any, generations: Any, positions: Any
+) -> None:
+    """Set CONFIRMED of each row to what was computed before a step, if its slot still has the same
+    request."""
     for i in range(len(slots)):
         slot = slots[i]
         if generation[slot] == generations[i]:
@@ -212,8 +219,8 @@ def confine(rows: Any, generation: Any, slots: Any, generations: Any, positions:
 
 @kernel(INT, INT_ROWS, INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS)
 def read_units(rows: Any, ring: Any, slots: Any, units: Any, tokens: Any, missing: Any) -> int:
-    """Copy the tokens of row `i`'s unit `units[i]` into `tokens[i]`; return how many units are
-    `missing` in the ring, whose indices these become."""
+    """Copy the tokens of row `i`'s unit `units[i]` to `tokens[i]`. Write the indices of units that
+    the ring no longer has to `missing`, and return how many there are."""
     width, unit_tokens = ring.shape[1], tokens.shape[1]
     num_missing = 0
     for i in range(len(slots)):

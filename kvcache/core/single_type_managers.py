@@ -1,8 +1,8 @@
 """Managers by attention kind: the block tables of one KV cache group, and what of them is cached.
 
-For engines that keep the tables of each group themselves, on a `BlockPool` of theirs; a
-`KVCacheManager` needs none of this. A kind's hits follow the rule that the core follows, too
-(`kinds/`). Refuses to decide across groups: whoever allocates has counted first.
+For engines that keep the tables of each group themselves, with their own `BlockPool`;
+`KVCacheManager` does not use them. Hits follow the same rules as in the core (`kinds/`). A manager
+does not look at other groups: callers count the free blocks before they allocate.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from kvcache.specs import (
 
 @dataclass(frozen=True, slots=True)
 class NewColumns:
-    """How a table grows: to `total` columns, with a block in each of `kept`, null in the others.
+    """How a table grows: to `total` columns, with a block in each of the columns `kept`, null in
+    the others.
 
-    Blocks in the columns `spare` are of no use there: they move to where they are.
+    Blocks in the columns `spare` are not needed there: they move to columns of `kept`.
     """
 
     total: int
@@ -57,8 +58,8 @@ class NewColumns:
 class SingleTypeKVCacheManager:
     """Block tables of one group, by request id.
 
-    A kind from outside overrides `longest_hit`, and what else it does otherwise: `new_columns`,
-    `cacheable_columns`, `get_num_common_prefix_blocks`. Its spec says what is skipped.
+    For a kind of your own, override `longest_hit` and, where the kind differs, `new_columns`,
+    `cacheable_columns` and `get_num_common_prefix_blocks`. Its spec says which blocks are skipped.
     """
 
     def __init__(self, spec: KVCacheSpec, pool: BlockPool, group: int) -> None:
@@ -72,26 +73,28 @@ class SingleTypeKVCacheManager:
         self._tables: dict[str, list[int]] = {}
         self._num_cached: dict[str, int] = {}
 
-    # --- what a kind answers -------------------------------------------------------------------
+    # --- rules of a kind -----------------------------------------------------------------------
 
     longest_hit = staticmethod(longest_hit)
-    """The longest prefix of a group, of whose blocks it is known which are cached, from which a
-    request can start."""
+    """Finds the longest prefix of one group that a request can reuse, given which of its blocks are
+    cached."""
 
     def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
-        """Say how a table grows; `table` is the request's, or the hit that it adopts."""
+        """Return how a table grows. `table` is the request's table, or the hit that it adopts."""
         total = max(len(table), ceil_div(reservation.num_slot_tokens, self.block_size))
         skipped = self.num_skipped_blocks(reservation.num_computed_tokens)
         return NewColumns(total, range(max(len(table), min(skipped, total)), total))
 
     def cacheable_columns(self, request_id: str, start: int, end: int) -> Sequence[int]:
-        """Return those of the full columns `[start, end)` whose blocks can be hit once cached."""
+        """Return those of the full columns `[start, end)` whose blocks can be hit once they are
+        cached."""
         return range(start, end)
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
         """Return how many leading blocks every running request shares.
 
-        None, where blocks before a window or chunk are skipped, and where a block is one request's.
+        It is 0 for kinds that skip blocks before a window or chunk, or whose blocks belong to one
+        request.
         """
         check_request_id(request_id)
         as_int("num_running_requests", num_running_requests, error=RequestError)
@@ -112,11 +115,12 @@ class SingleTypeKVCacheManager:
     ) -> tuple[list[int], ...]:
         """Return, per group, the block ids of the longest prefix that hits in all of `group_ids`.
 
-        `block_hashes` come one per block of `spec`. At most `max_length` tokens; with `use_eagle`
-        the last matched block is dropped. Null blocks for skipped positions. Changes nothing.
+        `block_hashes` has one digest per block of `spec`. The prefix has at most `max_length`
+        tokens; with `use_eagle`, its last block is dropped. Skipped positions have null blocks.
+        Changes nothing.
 
         Raises:
-            RequestError: an argument is of another type.
+            RequestError: an argument has a wrong type.
         """
         as_byte_strings("block_hashes", block_hashes, RequestError)
         max_length = as_int("max_length", max_length, error=RequestError)
@@ -139,8 +143,8 @@ class SingleTypeKVCacheManager:
         namespace: Namespace,
         num_extra_blocks: int = 0,
     ) -> list[list[int]]:
-        """Return, per group, the blocks of the longest hit, null for skipped ones, as `longest_hit`
-        finds it. A digest hits where all groups have it. The arguments are right."""
+        """Return, per group, the blocks of the longest hit, null for skipped ones; see
+        `longest_hit`. A digest hits if all groups have it. Does not check arguments."""
         found = [pool.get_cached_block(digest, group_ids, namespace) for digest in block_hashes]
         is_cached = np.array([blocks is not None for blocks in found], np.bool_)
         hit = cls.longest_hit(spec, is_cached, len(found), num_extra_blocks=num_extra_blocks)
@@ -151,21 +155,21 @@ class SingleTypeKVCacheManager:
     # --- tables --------------------------------------------------------------------------------
 
     def table(self, request_id: str) -> Sequence[int]:
-        """Return a request's table, empty if unknown. Belongs to the manager: do not change it."""
+        """Return a request's table, empty if the request is unknown. Do not change it."""
         check_request_id(request_id)
         return self._tables.get(request_id, ())
 
     def num_skipped_blocks(self, num_computed_tokens: int) -> int:
-        """Return how many leading blocks nobody reads any more after so many computed tokens."""
+        """Return how many leading blocks no token after `num_computed_tokens` reads."""
         num_computed_tokens = as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         return self.spec.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     def get_num_blocks_to_allocate(
         self, request_id: str, reservation: Reservation, new_computed_blocks: Ids = ()
     ) -> int:
-        """Return how many free blocks a reservation takes, hits that are free included.
+        """Return how many free blocks a reservation takes, unreferenced blocks of the hit included.
 
-        Positions that nobody reads after its computed tokens need none. No mutation.
+        Positions that no later token reads need none. Changes nothing.
         """
         check_request_id(request_id)
         check_kind("reservation", reservation, Reservation, RequestError)
@@ -180,8 +184,8 @@ class SingleTypeKVCacheManager:
     ) -> None:
         """Adopt a hit as the start of a request's table.
 
-        Where tokens behind the hit come from elsewhere, positions that nobody reads any more after
-        `num_computed_tokens` stay null.
+        If tokens after the hit come from elsewhere, positions that no token after
+        `num_computed_tokens` reads stay null.
 
         Raises:
             RequestError: the request has blocks already; nothing was changed.
@@ -200,10 +204,10 @@ class SingleTypeKVCacheManager:
         self._tables[request_id], self._num_cached[request_id] = table, len(table)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
-        """Extend a request's table as reserved; return what entered it, nulls included.
+        """Extend a request's table as reserved; return what entered it, null blocks included.
 
         Raises:
-            OutOfBlocksError: too few are free; nothing was changed.
+            OutOfBlocksError: too few blocks are free; nothing was changed.
         """
         check_request_id(request_id)
         check_kind("reservation", reservation, Reservation, RequestError)
@@ -221,7 +225,8 @@ class SingleTypeKVCacheManager:
         return table[num_before:]
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free the blocks nobody reads any more, right to left, and put nulls in their place."""
+        """Free the blocks that no later token reads, right to left, and replace them by null
+        blocks."""
         check_request_id(request_id)
         end = self.num_skipped_blocks(num_computed_tokens)
         table = self._tables.get(request_id, [])[:end]
@@ -229,27 +234,27 @@ class SingleTypeKVCacheManager:
         self._tables.get(request_id, [])[:end] = [NULL_BLOCK_ID] * len(table)
 
     def free(self, request_id: str) -> None:
-        """Give all of a request's blocks back, tail first; an unknown request: no effect."""
+        """Free all of a request's blocks, last one first. An unknown request is ignored."""
         self._pool.free_blocks([b for b in reversed(self.table(request_id)) if b])
         self.forget_request(request_id)
 
     def forget_request(self, request_id: str) -> None:
-        """Drop a request's table. Its blocks have been given back."""
+        """Drop a request's table. Its blocks have been freed."""
         self._tables.pop(request_id, None)
         self._num_cached.pop(request_id, None)
 
     # --- caching -------------------------------------------------------------------------------
 
     def num_cached_blocks(self, request_id: str) -> int:
-        """Return up to where the request's blocks need not be made hittable any more."""
+        """Return how many leading blocks `cache_blocks` need not make hittable any more."""
         check_request_id(request_id)
         return self._num_cached.get(request_id, 0)
 
     def require_cacheable(self, request: Request, num_tokens: int) -> int:
-        """Return how many blocks `cache_blocks` would have cached.
+        """Return how many leading blocks `cache_blocks` would cover.
 
         Raises:
-            RequestError: it could not do its work.
+            RequestError: the request has fewer tokens or blocks.
         """
         check_kind("request", request, Request, RequestError)
         num_tokens = as_int("num_tokens", num_tokens, error=RequestError)
@@ -269,11 +274,11 @@ class SingleTypeKVCacheManager:
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Make the request's full blocks up to `num_tokens` hittable.
 
-        Null blocks are left out. Where the block before has lost its content, nothing is cached:
-        a content without its prefix could not be found.
+        Null blocks are left out. Nothing is cached after a block that has lost its content, because
+        it could not be found without its prefix.
 
         Raises:
-            RequestError: it has fewer tokens or blocks; nothing was changed.
+            RequestError: the request has fewer tokens or blocks; nothing was changed.
         """
         end, name = self.require_cacheable(request, num_tokens), request.request_id
         start, table = self.num_cached_blocks(name), self._tables.get(name, [])
@@ -285,10 +290,10 @@ class SingleTypeKVCacheManager:
 
 
 class FullAttentionManager(SingleTypeKVCacheManager):
-    """Full attention, MLA too. Hits are the blocks from the left until the first miss."""
+    """Full attention, MLA too. A hit is all blocks before the first miss."""
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
-        """Count leading blocks whose request references equal the running requests."""
+        """Count leading blocks with as many request references as there are running requests."""
         what = "num_running_requests"
         num_running_requests = as_int(what, num_running_requests, error=RequestError)
         count = 0
@@ -300,20 +305,21 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
-    """Hits are the rightmost run of blocks that covers a window; blocks before it are null."""
+    """A hit is the rightmost run of blocks that covers a window; blocks before it are null."""
 
 
 class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
-    """Hits are the blocks from the start of the last chunk until the first miss.
+    """A hit is the blocks from the start of the last chunk to the first miss.
 
     Chunks before it count as computed whether or not they are cached.
     """
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """States. A hit is the rightmost column that holds a state at its boundary, all before null.
+    """States. A hit is the rightmost column with a state at its boundary; all columns before it are
+    null.
 
-    `kinds/mamba.py` draws the tables. `_boundaries` are the columns, by request, whose last token
+    `kinds/mamba.py` draws the tables. `_boundaries` has, by request, the columns whose last token
     ended a forward: only these can be hit.
     """
 
@@ -329,10 +335,10 @@ class MambaManager(SingleTypeKVCacheManager):
         self._boundaries: dict[str, set[int]] = {}
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[int]:
-        """Extend a request's table as reserved; return what entered it, nulls included.
+        """Extend a request's table as reserved; return what entered it, null blocks included.
 
-        Blocks that a long forward passes by move to the columns it writes: so a request holds no
-        more states than its spec says.
+        Blocks that a long forward passes move to the columns that it writes. So a request never has
+        more states than its spec allows.
         """
         new = super().allocate_new_blocks(request_id, reservation)
         end = reservation.own_end
@@ -348,7 +354,7 @@ class MambaManager(SingleTypeKVCacheManager):
         kept = list(range(max(held, written), total))
         read = self._column(reservation.num_computed_tokens)
         if held <= read < written:
-            kept.insert(0, read)  # its state comes from elsewhere, with external tokens
+            kept.insert(0, read)  # its state comes with external tokens
         newest = reservation.newest_state
         last = written if newest is None else self._column(newest.num_own_tokens)
         if newest is None or written <= last + 1:
@@ -365,21 +371,22 @@ class MambaManager(SingleTypeKVCacheManager):
         self._boundaries.pop(request_id, None)
 
     def _column(self, num_tokens: int) -> int:
-        """Return the column of the state after so many tokens; -1 for the state before any."""
+        """Return the column of the state after `num_tokens` tokens; -1 for the state before any
+        token."""
         if not self._is_aligned:
             return 0 if num_tokens else -1
         return (num_tokens - 1) // self.block_size
 
     def _is_scratch(self, block_id: int) -> bool:
-        """Say whether a block is held by one request alone and cannot be hit."""
+        """Return whether a block has exactly one reference and cannot be hit."""
         block = self._pool.block(block_id)
         return block.ref_cnt == 1 and block.block_hash is None
 
 
 class CrossAttentionManager(SingleTypeKVCacheManager):
-    """Tables of as many blocks as a request's encoder tokens fill, made when it is admitted.
+    """Tables with the blocks of a request's encoder tokens, made on admission.
 
-    They neither grow nor shrink until it is freed, and nothing of them is ever cached.
+    They do not change until the request is freed. Nothing is cached.
     """
 
     def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
@@ -391,13 +398,13 @@ class CrossAttentionManager(SingleTypeKVCacheManager):
     def save_new_computed_blocks(
         self, request_id: str, block_ids: Ids, num_computed_tokens: int = 0
     ) -> None:
-        """Adopt nothing: there is no hit."""
+        """Check the arguments and adopt nothing: there is no hit."""
         check_request_id(request_id)
         self._pool.num_unheld(block_ids)
         as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
 
     def require_cacheable(self, request: Request, num_tokens: int) -> int:
-        """Return 0: what an encoder made of one input is of no use for another."""
+        """Return 0: encoder results of one input cannot be used for another."""
         check_kind("request", request, Request, RequestError)
         as_int("num_tokens", num_tokens, error=RequestError)
         return 0
@@ -413,9 +420,9 @@ MANAGERS: Mapping[str, type[SingleTypeKVCacheManager]] = MappingProxyType(
         CrossAttentionSpec.kind: CrossAttentionManager,
     }
 )
-"""Manager by kind of spec. Pass an extended copy where kinds of your own are used: managers and
-coordinators serve them. `KVCacheManager` serves a kind of yours that is one of its own by class (a
-subclass of its spec) or by what it reads (the whole prefix), and refuses others when it is made."""
+"""Managers by kind of spec. To use kinds of your own, pass an extended copy to managers and
+coordinators. `KVCacheManager` accepts a kind of your own if its spec is a subclass of a known spec,
+or if it reads the whole prefix, and refuses all others."""
 
 
 def get_manager_for_kv_cache_spec(
@@ -434,5 +441,5 @@ def get_manager_for_kv_cache_spec(
 
 
 def check_request_id(request_id: str) -> None:
-    """Raise RequestError unless `request_id` is a text."""
+    """Raise RequestError unless `request_id` is a string."""
     as_text("request id", request_id, RequestError, may_be_empty=True)

@@ -1,9 +1,9 @@
-"""States in tables: which columns get blocks, which blocks move on, where forwards ended.
+"""States in tables: which columns get blocks, which blocks move on, and where forwards ended.
 
-Beside `rows.py`, for groups that keep states (`kinds/mamba.py` draws such a table). A row's
-`forward` says where the forward that is reserved for ends, and where the one before did. Blocks
-that a long forward passes by move to the columns it writes: so a request never holds more states
-than its spec says. Only behind units where a forward ended there is a state to publish.
+For groups that keep states (`kinds/mamba.py` draws such a table); `rows.py` calls it. A row's
+`forward` says where its reserved forward ends and where the previous one ended. Blocks that a long
+forward passes move to the columns that it writes. So a request never has more states than its spec
+allows. Only a unit at which a forward ended has a state to publish.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from kvcache.core.pool import take
 
 @inner
 def first_written(core: Any, r: int, g: int, held: int) -> int:
-    """Return the first column behind `held` ones to which the forward writes a state."""
+    """Return the first column, from column `held` on, to which the forward writes a state."""
     c = columns_of(core)
     return max(held, column_of(c.group[g], search_of(core).forward[r, OWN_END]))
 
 
 @routine
 def read_apart(core: Any, r: int, g: int, held: int, computed: int) -> int:
-    """Return the column behind `held` ones whose state the forward reads though none of the row's
-    wrote it, as it comes with external tokens; -1: there is none."""
+    """Return the column, from column `held` on, whose state the forward reads although no forward
+    of the row wrote it: the state comes with external tokens. -1: there is none."""
     read = column_of(columns_of(core).group[g], computed)
     return read if held <= read < first_written(core, r, g, held) else np.int64(-1)
 
 
 @routine
 def next_spare(core: Any, r: int, g: int, i: int) -> int:
-    """Return the first column from `i` on with a state that the forward passes by and that nobody
-    else has or can hit; -1: there is none."""
+    """Return the first column, from column `i` on, with a state that the forward passes and that no
+    other request references or can hit; -1: there is none."""
     c = columns_of(core)
     s = search_of(core)
     last = column_of(c.group[g], s.forward[r, LAST_END])
@@ -78,9 +78,9 @@ def lacking_states(core: Any, r: int, g: int, held: int, computed: int, total: i
 
 @routine
 def grow_states(core: Any, r: int, g: int, held: int, computed: int, total: int) -> None:
-    """Extend a table of `held` columns to `total`: a block where the forward reads or writes a
-    state, null elsewhere; there is room. Blocks that move on are negative, to tell them from those
-    that are taken."""
+    """Extend a table of `held` columns to `total`. Columns whose state the forward reads or writes
+    get a block, all others null. Enough blocks are free. Blocks that move on are negative, to tell
+    them from blocks just taken."""
     c = columns_of(core)
     line, first = r * len(c.group) + g, first_written(core, r, g, held)
     for i in range(held, first):
@@ -102,9 +102,10 @@ def grow_states(core: Any, r: int, g: int, held: int, computed: int, total: int)
 
 @routine
 def note_end(core: Any, r: int, computed: int) -> None:
-    """Note where the own tokens of a row's forward end, which begins after `computed` ones unless
-    one was before. Ends beyond its begin were those of forwards that failed. A first one without
-    own tokens stands for others elsewhere, whose state comes with external tokens."""
+    """Note at which unit the own tokens of a row's forward end. The forward begins after the
+    previous one, or after `computed` tokens if it is the first. Ends after that point belong to
+    failed forwards and are forgotten. A first forward without own tokens stands for forwards
+    elsewhere, whose state comes with external tokens."""
     s = search_of(core)
     unit = columns_of(core).tokens.shape[1]
     end, start = np.int64(s.forward[r, OWN_END]), np.int64(computed)
@@ -119,7 +120,7 @@ def note_end(core: Any, r: int, computed: int) -> None:
 
 @routine
 def forget_ends(core: Any, r: int, num_units: int) -> None:
-    """Forget that forwards of a row ended behind more than so many units."""
+    """Forget that forwards of a row ended after unit `num_units`."""
     c = columns_of(core)
     s = search_of(core)
     last = np.int64(0)

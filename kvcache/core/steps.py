@@ -1,8 +1,8 @@
-"""Steps: what waits for a client's forwards, by the serials that nodes carry.
+"""Steps: which contents wait for a client's forwards, by the serials that nodes carry.
 
-Each step that makes something hittable has a serial; `client` says whose it is. Completing a step
-clears that entry, so that all that carries the serial is sealed at once, whatever its number.
-Serials are given out in order and renumbered when the ring is full. Refuses steps that go back.
+Each step that makes blocks hittable has a serial, and `client` says which client it belongs to.
+Completing a step clears that entry, which seals everything that carries the serial at once. Serials
+are given out in order, and renumbered when the ring is full. Steps that go back are refused.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ NodeNotes = Any
 
 @kernel(INT, CORE, NEW_INT_ROWS, INT, NEW_INT_ROWS)
 def settle_notes(core: Any, notes: Any, serial: int, waiting: Any) -> int:
-    """Move those of a step's notes that still stand to the front, and return how many they are.
+    """Move those notes of a step that are still true to the front, and return how many there are.
 
-    What continues a block that waits for another client's step waits for that step, too: nobody is
-    told of a content before its parent. The serial of that step is in `waiting`, 0 for others.
+    A block that continues a block of another client's step, which is not complete, waits for that
+    step, too: no listener hears of a content before its parent. Write that step's serial to
+    `waiting`, 0 for all other notes.
     """
     c = columns_of(core)
     count = 0
@@ -67,10 +68,10 @@ def settle_notes(core: Any, notes: Any, serial: int, waiting: Any) -> int:
 
 @dataclass(eq=False, slots=True)
 class OpenStep:
-    """A step that made something hittable: what, and which units of which rows.
+    """A step that made blocks hittable: its notes, and the units of rows that it published.
 
-    `rows` are row, generation of the row, first unit and the one behind the last, shape `(n, 4)`
-    each. What others made hittable `waits` for it: that may have come, gone and come again.
+    Each entry of `rows` has row, generation, first unit and end, shape `(n, 4)`. `waits`: notes of
+    other steps wait for this one; the same content may then be noted more than once.
     """
 
     client: int
@@ -82,10 +83,10 @@ class OpenStep:
 
 
 class StepTable:
-    """The open step of one core, and the steps that wait, by client and in order."""
+    """The open step of one core, and the steps that wait for completion, in order, by client."""
 
     def __init__(self, store: ColumnStore) -> None:
-        """Know no step."""
+        """Start without any step."""
         self._store = store
         self.current: OpenStep | None = None
         """The open step."""
@@ -96,11 +97,11 @@ class StepTable:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether some step waits to be completed, the open one left out."""
+        """Whether any step waits for completion. The open step does not count."""
         return bool(self._waiting)
 
     def open(self, client_id: str, step: int) -> None:
-        """Open a step; raises RequestError, unchanged, if a later one of the client waits."""
+        """Open a step; raises RequestError, unchanged, if a later step of the client waits."""
         waiting = self._waiting.get(client_id)
         if not client_id or step < 0 or (waiting and waiting[-1].step > step):
             latest = f", whose latest is {waiting[-1].step}" if waiting else ""
@@ -131,7 +132,7 @@ class StepTable:
             self._numbers.pop(self._client_id, None)
 
     def note_rows(self, rows: Any) -> None:
-        """Remember that rows published these units: row, generation, first unit, end."""
+        """Remember the units that rows published: row, generation, first unit, end."""
         if self.current is not None:
             self.current.rows.append(rows)
 
@@ -142,19 +143,19 @@ class StepTable:
             self.current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
 
     def note(self, notes: NodeNotes) -> None:
-        """Remember what became hittable. A step is open."""
+        """Remember what became hittable in the open step."""
         if self.current is not None:
             self.current.notes.append(notes)
 
     def complete(self, client_id: str, through_step: int) -> list[OpenStep]:
-        """Seal the client's steps up to `through_step`; return them, with notes of what of them is
+        """Seal the client's steps up to `through_step`. Return them, with notes only of what is
         sealed now."""
         self._keep_current()
         waiting, completed = self._waiting.get(client_id), list[OpenStep]()
         if not waiting or waiting[0].step > through_step:
             return completed
         c = self._store.columns
-        # Without others' steps, only those who are told want to know what still stands.
+        # Which notes are still true matters only to listeners and to steps of other clients.
         settles = self._store.cells[LOGS_GONE] or len(self._waiting) > 1
         while waiting and waiting[0].step <= through_step:
             step = waiting.popleft()
@@ -169,9 +170,9 @@ class StepTable:
         return completed
 
     def take_failed(self, client_id: str, from_step: int) -> list[OpenStep]:
-        """Forget the client's steps from `from_step` on, rewind the rows that published in them,
-        and return them, last ones first. What they made hittable is still there: `end_failed` comes
-        after that is gone."""
+        """Remove the client's steps from `from_step` on, rewind the rows that published in them,
+        and return the steps, last one first. The caller drops what they made hittable, and then
+        calls `end_failed`."""
         self._keep_current()
         waiting, failed = self._waiting.get(client_id), []
         row, core = self._store.columns.row, self._store.address
@@ -185,13 +186,13 @@ class StepTable:
         return failed
 
     def end_failed(self, client_id: str, failed: list[OpenStep]) -> None:
-        """All that these steps made hittable is gone."""
+        """Clear the serials of failed steps. All that they made hittable has been dropped."""
         for step in failed:
             self._store.columns.client[step.serial & (NUM_STEPS - 1)] = 0
         self._update_sealed_below(client_id)
 
     def clear(self) -> None:
-        """Let nothing wait. Nothing carries a serial any more."""
+        """Remove all waiting steps. No node carries a serial any more."""
         self._waiting.clear()
         self._store.columns.client[:] = 0
         current, self.current = self.current, None
@@ -202,9 +203,9 @@ class StepTable:
             self._begin(current.client, current.step)
 
     def settled(self, notes: NodeNotes, serial: int = 0) -> NodeNotes:
-        """Return what of a step's notes still stands and is sealed with it; without a serial, of
-        what was made hittable outside any step. What continues another client's unsealed blocks is
-        left to that client's step."""
+        """Return those notes of a step that are still true and are sealed with it. Without a
+        serial, the notes are those of contents made hittable outside any step. Notes of blocks that
+        continue another client's unsealed block move to that client's step."""
         waiting = np.zeros((len(notes), 1), np.int32)
         count = settle_notes(self._store.address, notes, serial, waiting)
         notes, owners = notes[:count], waiting[:count, 0]
@@ -218,14 +219,15 @@ class StepTable:
         return notes
 
     def waiting(self) -> list[tuple[str, OpenStep]]:
-        """Return all steps that wait, the open one left out. For audits."""
+        """Return all steps that wait for completion, without the open one. For audits."""
         self._keep_current()
         return [(client, step) for client, steps in self._waiting.items() for step in steps]
 
     # --- inside ------------------------------------------------------------------------------
 
     def _begin(self, client: int, step: int) -> None:
-        """Open a step with the next serial, which it gives back if it makes nothing hittable."""
+        """Open a step with the next serial. If it makes nothing hittable, the serial is used
+        again."""
         cells = self._store.cells
         if self._next_serial - cells[SEALED_BELOW] >= NUM_STEPS - 1:
             self._renumber()
@@ -239,7 +241,8 @@ class StepTable:
         self._next_serial = serial + 1
 
     def _keep_current(self) -> None:
-        """Let the open step wait, if it made anything hittable; it goes on under another serial."""
+        """If the open step has made anything hittable, let that part wait, and continue the step
+        with another serial."""
         current = self.current
         if current is not None:
             self._end_current()
@@ -259,7 +262,7 @@ class StepTable:
         return next(s for steps in self._waiting.values() for s in steps if s.serial == serial)
 
     def _update_sealed_below(self, client_id: str) -> None:
-        """Note below which serial all steps are sealed."""
+        """Set the serial below which all steps are sealed."""
         self._forget_if_idle(client_id)
         oldest = self._next_serial if self.current is None else self.current.serial
         if self._waiting:
@@ -273,15 +276,16 @@ class StepTable:
                 self._numbers.pop(client_id, None)
 
     def _renumber(self) -> None:
-        """Give waiting steps the lowest serials, in order; the open one gets its own after that."""
+        """Give the waiting steps the lowest serials, in order. The caller then opens the next
+        step."""
         c = self._store.columns
         steps = sorted(
             (step for steps in self._waiting.values() for step in steps), key=lambda s: s.serial
         )
         if len(steps) >= NUM_STEPS - 2:
             raise RequestError(
-                f"{len(steps)} steps wait to be completed: complete or fail those of clients that "
-                "have gone"
+                f"{len(steps)} steps wait to be completed: complete or fail the steps of "
+                "clients that have gone"
             )
         end = int(c.number[NEXT_NODE])
         owners = c.node[:end, OWNER::2]

@@ -25,7 +25,7 @@ from kvcache.core.running import (
     CONFIRMED_END,
     NO_ROWS,
     RunningRows,
-    confine,
+    note_confirmed,
 )
 from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
 
@@ -149,7 +149,7 @@ class ClientSteps:
         table.rows[rows.slots, CONFIRMED] = settled
         for record in reversed(self.records):
             before = record.rows
-            confine(
+            note_confirmed(
                 table.rows, table.generation, before.slots, before.generations, before.positions
             )
         confirmed: Int32Array = np.minimum(table.rows[rows.slots, CONFIRMED], settled)

@@ -3,8 +3,9 @@
 chunk 8, block 4       tokens  0..3 | 4..7 | 8..11 | 12..15      12 reads 8..12: the first
 12 tokens computed             null   null    b7       b3        chunk is skipped
 
-Chunks before the last one count as computed whether or not they are cached. Hence no EAGLE: a hit
-that ends where a chunk begins would, without its last block, end in a chunk nobody looked up.
+Chunks before the last one count as computed whether or not they are cached. So EAGLE cannot be
+used: if a hit that ends at the begin of a chunk dropped its last block, it would end in a chunk
+that was never looked up.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
 
 @inner
 def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> int:
-    """Return the end of the longest hit, in blocks: those of its last chunk until the first miss.
+    """Return the end of the longest hit, in blocks: the blocks of its last chunk before the first
+    miss.
 
-    Where no multiple of `step` is left in the chunk, the search goes on in the one before.
+    If the chunk has no multiple of `step` left, the search continues in the previous chunk.
     """
     end = limit - limit % step
     while end > 0:
@@ -39,24 +41,24 @@ def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> in
 
 @inner
 def first_read(rule: Any, end: int) -> int:
-    """Return the first block that is read of a hit that ends so."""
+    """Return the first block that a hit with this end reads."""
     return end - end % (rule[SPAN] // rule[SIZE])
 
 
 @inner
 def num_skipped(rule: Any, num_computed: int) -> int:
-    """Return how many leading blocks nobody reads after so many computed tokens."""
+    """Return how many leading blocks no token after `num_computed` reads."""
     return num_computed // rule[SPAN] * rule[SPAN] // rule[SIZE]
 
 
 @inner
 def next_skip(rule: Any, num_kept: int) -> int:
-    """Return the computed tokens from which on one more block is skipped."""
+    """Return the number of computed tokens at which the next block after `num_kept` is skipped."""
     return min(np.int64(NEVER), (num_kept * rule[SIZE] // rule[SPAN] + 1) * rule[SPAN])
 
 
 def chunk_tokens(spec: KVCacheSpec) -> int:
-    """Return the chunk of a spec; raises ConfigurationError for another kind."""
+    """Return a spec's chunk, in tokens; raises ConfigurationError for another kind."""
     if not isinstance(spec, ChunkedLocalAttentionSpec):
         raise ConfigurationError(
             f"a spec of kind {spec.kind!r} has no chunks: use it with its own manager"

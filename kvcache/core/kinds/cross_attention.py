@@ -1,7 +1,7 @@
 """Cross attention: decoder tokens read the keys and values of an encoder's tokens.
 
-They belong to one request alone: its table is allocated whole when it is admitted, and neither
-grows nor shrinks until it is freed. Nothing of it is ever cached.
+Encoder tokens belong to one request. Its table is allocated as a whole on admission and does not
+change until the request is freed. Nothing is cached.
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ from kvcache.core.machine import inner
 
 @inner
 def num_columns(rule: Any, num_encoder: int) -> int:
-    """Return how long the table of a request with so many encoder tokens is."""
+    """Return the length of a table for `num_encoder` encoder tokens."""
     return (num_encoder + rule[SIZE] - 1) // rule[SIZE]

@@ -12,7 +12,7 @@ from kvcache.core.machine import inner
 
 @inner
 def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> int:
-    """Return the end of the longest hit, in blocks: they are there from the left on."""
+    """Return the end of the longest hit, in blocks: all blocks before the first miss."""
     end = np.int64(0)
     while end < limit and is_cached(blocks, end):
         end += 1
@@ -21,17 +21,18 @@ def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> in
 
 @inner
 def first_read(rule: Any, end: int) -> int:
-    """Return the first block that is read of a hit that ends so: all are."""
+    """Return the first block that a hit with this end reads: block 0."""
     return np.int64(0)
 
 
 @inner
 def num_skipped(rule: Any, num_computed: int) -> int:
-    """Return how many leading blocks nobody reads after so many computed tokens: none."""
+    """Return how many leading blocks no token after `num_computed` reads: none."""
     return np.int64(0)
 
 
 @inner
 def next_skip(rule: Any, num_kept: int) -> int:
-    """Return the computed tokens from which on one more block is skipped."""
+    """Return the number of computed tokens at which the next block after `num_kept` is skipped:
+    never."""
     return np.int64(NEVER)

@@ -1,7 +1,8 @@
-"""Which kind's rules a group follows.
+"""Chooses the rules of a group's attention kind.
 
-Compiled functions choose by the rule's KIND. They ask `is_there(where, i)` whether block `i` can be
-hit: the core asks its tree, `longest_hit` an array. Refuses kinds that have no rules.
+Compiled functions branch on the rule's KIND. They call `is_cached(blocks, i)` to ask whether block
+`i` can be hit; the core answers from its tree, `longest_hit` from an array. A kind without rules is
+refused.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, Sli
 
 @routine
 def num_skipped(rule: Any, num_computed: int) -> int:
-    """Return how many leading blocks nobody reads after so many computed tokens."""
+    """Return how many leading blocks no token after `num_computed` reads."""
     if rule[KIND] == WINDOW:
         return sliding_window.num_skipped(rule, num_computed)
     if rule[KIND] == CHUNK:
@@ -55,7 +56,7 @@ def num_skipped(rule: Any, num_computed: int) -> int:
 
 @routine
 def next_skip(rule: Any, num_kept: int) -> int:
-    """Return the computed tokens from which on one more block is skipped."""
+    """Return the number of computed tokens at which the next block after `num_kept` is skipped."""
     if rule[KIND] == WINDOW:
         return sliding_window.next_skip(rule, num_kept)
     if rule[KIND] == CHUNK:
@@ -67,8 +68,8 @@ def next_skip(rule: Any, num_kept: int) -> int:
 
 @inner
 def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra: int) -> int:
-    """Return the end, in blocks, of the longest hit of one group: a multiple of `step`, at most
-    `limit`; its last `extra` blocks will be dropped, and the rest must still do."""
+    """Return the end of a group's longest hit, in blocks: a multiple of `step`, at most `limit`.
+    The hit must still be valid after its last `extra` blocks are dropped."""
     if rule[KIND] == WINDOW:
         return sliding_window.longest(rule, is_cached, blocks, limit, step, extra)
     if rule[KIND] == CHUNK:
@@ -82,7 +83,8 @@ def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra
 
 @routine
 def first_read(rule: Any, end: int, extra: int) -> int:
-    """Return the first block that is read of a hit that ends, before anything is dropped, so."""
+    """Return the first block that is read of a hit that ends at `end` before its last `extra`
+    blocks are dropped."""
     if rule[KIND] == WINDOW:
         return sliding_window.first_read(rule, end, extra)
     if rule[KIND] == CHUNK:
@@ -94,8 +96,8 @@ def first_read(rule: Any, end: int, extra: int) -> int:
 
 @routine
 def num_columns(rule: Any, num_slots: int, num_own: int, num_encoder: int) -> int:
-    """Return how long a table is with slots for so many tokens, where a forward ends after
-    `num_own`, and with so many encoder tokens."""
+    """Return the length of a table with slots for `num_slots` tokens, for a forward that ends after
+    `num_own` own tokens, with `num_encoder` encoder tokens."""
     if rule[KIND] == STATE:
         return mamba.num_columns(rule, num_own)
     if rule[KIND] == ENCODER:
@@ -126,12 +128,12 @@ def longest_hit(
     num_extra_blocks: int = 0,
     alignment_blocks: int = 1,
 ) -> range:
-    """Return the blocks `[start, end)` that a request reads of its longest hit in one group; those
-    before are null.
+    """Return the blocks `[start, end)` that a request reads of its longest hit in one group. Blocks
+    before `start` are null.
 
-    `is_there[i]` says whether block `i` can be hit, shape `(blocks,)`. The hit is at most
-    `max_blocks` long, a multiple of `alignment_blocks`; its last `num_extra_blocks` are still to be
-    dropped, and the rest must do.
+    `is_cached[i]` says whether block `i` can be hit, shape `(blocks,)`. The hit has at most
+    `max_blocks` blocks, a multiple of `alignment_blocks`. It must still be valid after the caller
+    drops its last `num_extra_blocks`.
 
     Raises:
         ConfigurationError: the spec's kind has no rules.
@@ -143,7 +145,7 @@ def longest_hit(
 
 
 def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
-    """Return the rule of a spec; raises ConfigurationError for a kind that has none."""
+    """Return the rule of a spec; raises ConfigurationError for a kind without rules."""
     rule = np.zeros(NUM_ENTRIES, np.int32)
     rule[SIZE] = rule[COLUMN] = spec.block_size
     rule[LENGTH] = spec.block_size // unit_tokens
@@ -158,7 +160,7 @@ def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
         if spec.mamba_cache_mode == "none":
             rule[COLUMN] = NEVER
     elif spec.keeps_encoder_tokens:
-        # However many tokens the request has itself, they want no column: one less than one.
+        # A request's own tokens need no column: even an empty table has room for NEVER tokens.
         rule[KIND], rule[COLUMN], rule[EXTRA] = ENCODER, NEVER, -1
     else:
         raise ConfigurationError(

@@ -18,10 +18,10 @@ from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 
 @inner
 def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra: int) -> int:
-    """Return the end of the longest hit, in blocks: the rightmost run that covers a window.
+    """Return the end of the longest hit, in blocks: after the rightmost run that covers a window.
 
-    A run is tried from its right: a miss rules out every end behind it. Near the start a run is as
-    short as the prefix: then it is the leading one.
+    Each run is checked from its right end; a miss rules out every end after it. Near the start of
+    the prompt, the run is all blocks from block 0 on.
     """
     end = limit - limit % step
     needed = _num_blocks(rule) + extra
@@ -38,30 +38,30 @@ def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int, extra
 
 @inner
 def first_read(rule: Any, end: int, extra: int) -> int:
-    """Return the first block that is read of a hit that ends so."""
+    """Return the first block that a hit with this end reads."""
     return max(np.int64(0), end - _num_blocks(rule) - extra)
 
 
 @inner
 def num_skipped(rule: Any, num_computed: int) -> int:
-    """Return how many leading blocks nobody reads after so many computed tokens."""
+    """Return how many leading blocks no token after `num_computed` reads."""
     return max(np.int64(0), num_computed - rule[SPAN] + 1) // rule[SIZE]
 
 
 @inner
 def next_skip(rule: Any, num_kept: int) -> int:
-    """Return the computed tokens from which on one more block is skipped."""
+    """Return the number of computed tokens at which the next block after `num_kept` is skipped."""
     return min(np.int64(NEVER), (num_kept + 1) * rule[SIZE] + rule[SPAN] - 1)
 
 
 @inner
 def _num_blocks(rule: Any) -> int:
-    """Return how many blocks a hit must end with."""
+    """Return how many cached blocks a hit must end with."""
     return max(np.int64(1), (np.int64(rule[SPAN]) - 1 + rule[SIZE] - 1) // rule[SIZE])
 
 
 def window_tokens(spec: KVCacheSpec) -> int:
-    """Return the window of a spec; raises ConfigurationError for another kind."""
+    """Return a spec's window, in tokens; raises ConfigurationError for another kind."""
     if not isinstance(spec, SlidingWindowSpec):
         raise ConfigurationError(
             f"a spec of kind {spec.kind!r} has no window: use it with its own manager"
