@@ -38,7 +38,6 @@ from kvcache.base.clock import SystemClock
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import KVCacheError, NotRunningError, StartupError
 from kvcache.base.logs import get_logger, log_to_stderr
-from kvcache.base.serving_loop import problems_of
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.phase import Phase
@@ -379,20 +378,15 @@ class CoordinatorActor:
             state = "degraded" if problem else "starting"
         own = with_faults(self._loop.statistics(), self._service.statistics())
         loops = (own, *(supervisor.loops() if supervisor else ()))
-        return ClusterStatus(
-            name=self._config.name,
+        return ClusterStatus.of(
+            self._config,
+            plan,
+            os.getpid(),
+            self._node,
             state=state,
             problem=problem,
-            model=self._config.model.name,
             epoch=statistics.epoch,
-            fingerprint="" if plan is None else plan.fingerprint,
-            num_blocks=0 if plan is None else plan.num_blocks,
-            max_model_len=0 if plan is None else plan.max_model_len,
-            transport=self._config.transport.kind,
-            coordinator_process_id=os.getpid(),
-            coordinator_node=self._node,
             ranks=ranks,
-            warnings=(*(supervisor.warnings() if supervisor else ()), *problems_of(loops)),
             memory_services=() if supervisor is None else supervisor.memory_services.statuses(),
             loops=loops,
             log_path=log_path(),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from actors.cluster_access import ClusterAccess, connect_to_ray
 from actors.embedded_coordinator import EmbeddedCoordinator, require_sockets
 from actors.embedded_record import EmbeddedRecord, claim_launch, leave_record, load_record
-from actors.launch import Launch, LaunchOptions, OnProgress, rank_order
+from actors.launch import Launch, LaunchOptions, OnProgress
 from actors.names import placement_group_name
 from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics
@@ -173,20 +173,7 @@ class _EmbeddedLaunch(Launch):
         """Take the launch lock. There is no actor to make."""
         self.records.append(claim_launch(self.config, self._worker_options))
 
-    def _start(self) -> None:
-        workers = self._obtain_workers()
-        self._say(f"waiting for {len(workers)} worker(s)")
-        reports = self._reports(workers)
-        self.parts.process_ids = tuple(report.process_id for report in reports)
-        order = rank_order(reports, self.config.parallel.tensor_parallel_size)
-        ranked = [workers[place] for place in order]
-        in_order = tuple(reports[place] for place in order)
-        plan = self._plan(in_order)
-        self._keep_memory(reports)
-        self._say(f"allocating {plan.num_blocks} blocks on every rank")
-        self._allocate(ranked, plan)
-        self._say("connecting coordinator and workers")
-        worker_set = WorkerSet(plan, tuple(ranked), in_order, self.parts.placement)
+    def _connect(self, worker_set: WorkerSet) -> None:
         coordinator = EmbeddedCoordinator(self.records[0])
         try:
             coordinator.launch(worker_set, self._remaining_s())
@@ -194,4 +181,3 @@ class _EmbeddedLaunch(Launch):
             coordinator.close()
             raise
         self.coordinators.append(coordinator)
-        self._say("ready")

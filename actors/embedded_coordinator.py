@@ -11,6 +11,7 @@ only actors can be called.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +20,8 @@ from actors.assembly import make_coordinator
 from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.embedded_record import EmbeddedRecord, load_record, take_record
-from actors.embedded_status import embedded_status
 from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop
-from actors.process_identity import this_process
 from actors.reports import ClusterStatus, NodeAddress
 from actors.service import ServiceStatistics, with_faults
 from actors.shared_service import SharedService
@@ -190,16 +189,18 @@ class EmbeddedCoordinator:
         supervisor, service = self.supervisor, self._service.statistics()
         own = with_faults(self._loop.statistics(), service)
         loops = (own, *supervisor.loops(), self._successors.statistics())
-        return embedded_status(
+        return ClusterStatus.of(
             self.config,
             supervisor.worker_set.plan,
-            this_process(),
+            os.getpid(),
+            self._node,
             state=state,
             problem=problem,
             epoch=statistics.epoch,
             ranks=ranks,
             memory_services=supervisor.memory_services.statuses(),
             loops=loops,
+            is_embedded=True,
         )
 
     def statistics(self) -> tuple[CoordinatorStatistics, ServiceStatistics]:

@@ -15,11 +15,16 @@ from ray.exceptions import RayError
 from actors.cluster import KVCacheCluster
 from actors.cluster_access import answer_or_none
 from actors.embedded_record import EmbeddedRecord, load_record
-from actors.embedded_status import embedded_status
 from actors.memory_service import ANSWER_S, keeps_memory, look_at_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
-from actors.process_identity import is_process_alive
-from actors.reports import ClusterStatus, MemoryServiceStatus, RankStatus, WorkerReport
+from actors.process_identity import ProcessIdentity, is_process_alive
+from actors.reports import (
+    ClusterStatus,
+    MemoryServiceStatus,
+    NodeAddress,
+    RankStatus,
+    WorkerReport,
+)
 from actors.service import ServiceStatistics
 from actors.shutdown import ClusterParts, take_down
 from actors.state import RayStateStore
@@ -28,6 +33,7 @@ from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.planner import Plan
 
+NO_PROCESS = ProcessIdentity("", "no node", 0, 0)
 REMEDY = "take it over with EmbeddedCluster.take_over, or stop it"
 
 
@@ -59,15 +65,18 @@ class EmbeddedSite:
         memory_services: list[MemoryServiceStatus] = []
         if keeps_memory(self.config):
             memory_services = look_at_memory_services(self.name, reports, ANSWER_S)
-        return embedded_status(
+        process = self._record.process or NO_PROCESS
+        return ClusterStatus.of(
             self.config,
             seen[0].plan if seen else None,
-            self._record.process,
+            process.process_id,
+            NodeAddress(process.node_id, process.host),
             state="degraded" if problem else "ready",
             problem=problem,
             epoch=max(epochs, default=self._record.epoch),
             ranks=[_describe(worker) for worker in sorted(seen, key=lambda worker: worker.rank)],
             memory_services=memory_services,
+            is_embedded=True,
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:

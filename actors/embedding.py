@@ -289,12 +289,6 @@ class EmbeddedWorker:
             if not self._is_threaded and self._clock.now() - self._last_poll_s >= heartbeat_s:
                 self.poll()
 
-    def release_watchers(self) -> None:
-        """Make every `watch` return."""
-        with self._watching:
-            self._watched_epoch += 1
-            self._watching.notify_all()
-
     def close(self) -> None:
         """Give connection and tensors back. Repeatable."""
         self.on_close()

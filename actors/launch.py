@@ -123,21 +123,23 @@ class Launch:
         self.parts.process_ids = tuple(report.process_id for report in reports)
         order = rank_order(reports, self.config.parallel.tensor_parallel_size)
         ranked = [workers[place] for place in order]
-        plan = self._plan([reports[place] for place in order])
+        in_order = tuple(reports[place] for place in order)
+        plan = self._plan(in_order)
         self._keep_memory(reports)
         self._say(f"allocating {plan.num_blocks} blocks on every rank")
         self._allocate(ranked, plan)
         self._say("connecting coordinator and workers")
+        self._connect(WorkerSet(plan, tuple(ranked), in_order, self.parts.placement))
+        self._say("ready")
+
+    def _connect(self, worker_set: WorkerSet) -> None:
+        """Have the coordinator take over the workers; return when all of them obey."""
         coordinator: Any = self.parts.coordinator
         # First wait until it is there: its own time limit begins to count when it takes the call.
         self._await([coordinator.__ray_ready__.remote()], "start", who="the coordinator")
-        worker_set = WorkerSet(
-            plan, tuple(ranked), tuple(reports[place] for place in order), self.parts.placement
-        )
         ready = coordinator.begin.remote(worker_set, BEGIN_SHARE * self._remaining_s())
         # What it says names the ranks that do not obey: worth waiting for a little longer.
         self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
-        self._say("ready")
 
     def _create_coordinator(self) -> Any:
         name = coordinator_name(self.config.name)

@@ -11,9 +11,10 @@ from itertools import zip_longest
 from typing import Any
 
 from actors.transport.protocol import TransportStatistics
-from kvcache.base.serving_loop import LoopStatistics
+from kvcache.base.serving_loop import LoopStatistics, problems_of
+from kvcache.config import ClusterConfig
 from kvcache.memory_service import MemoryServiceStatistics
-from kvcache.planner import RankMemory
+from kvcache.planner import Plan, RankMemory
 from kvcache.specs import KVCacheSpec
 
 
@@ -171,6 +172,47 @@ class ClusterStatus:
     memory_services: tuple[MemoryServiceStatus, ...] = ()
     loops: tuple[LoopStatistics, ...] = ()
     log_path: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        config: ClusterConfig,
+        plan: Plan | None,
+        process_id: int,
+        node: NodeAddress,
+        *,
+        state: str,
+        problem: str,
+        epoch: int,
+        ranks: Sequence[RankStatus],
+        memory_services: Sequence[MemoryServiceStatus] = (),
+        loops: Sequence[LoopStatistics] = (),
+        is_embedded: bool = False,
+        log_path: str = "",
+    ) -> ClusterStatus:
+        """Return the status of a cluster whose coordinator is in that process of that node."""
+        warnings = [] if plan is None else list(plan.warnings)
+        for service in memory_services:
+            warnings += service.warnings()
+        return cls(
+            name=config.name,
+            state=state,
+            problem=problem,
+            model=config.model.name,
+            epoch=epoch,
+            fingerprint="" if plan is None else plan.fingerprint,
+            num_blocks=0 if plan is None else plan.num_blocks,
+            max_model_len=0 if plan is None else plan.max_model_len,
+            transport=config.transport.kind,
+            coordinator_process_id=process_id,
+            coordinator_node=node,
+            ranks=tuple(ranks),
+            warnings=(*warnings, *problems_of(loops)),
+            is_embedded=is_embedded,
+            memory_services=tuple(memory_services),
+            loops=tuple(loops),
+            log_path=log_path,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""

@@ -204,14 +204,6 @@ class WorkerSupervisor:
             loops.append(self.memory_services.loop)
         return tuple(loop.statistics() for loop in loops)
 
-    def warnings(self) -> list[str]:
-        """Return what people should know: of the plan, and of host memory without a memory
-        service."""
-        found = list(self._worker_set.plan.warnings)
-        for service in self.memory_services.statuses():
-            found += service.warnings()
-        return found
-
     def stop(self) -> None:
         """Watch and replace no longer. Repeatable."""
         self._closed.set()

@@ -298,12 +298,6 @@ class ClientSession:
             reason = f" ({self.reason})" if self.reason else ""
             raise NotRunningError(f"client {self.client_id} is closed{reason}: make a new one")
 
-    def require_attaching(self) -> None:
-        """Raise `not_attached` if attaching takes longer than `step_s`."""
-        waited_s = self._clock.now() - self._attach_since_s
-        if self._state is SessionState.ATTACHING and waited_s > self.settings.step_s:
-            raise self.not_attached(waited_s)
-
     def not_attached(self, waited_s: float) -> DeadlineError:
         """Return the error of an attempt to attach that has lasted `waited_s`, with the
         coordinator's last answer."""

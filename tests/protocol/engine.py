@@ -105,7 +105,8 @@ class Engine:
             self._start_over()
             return self.session.attach()
         if self.session.state is not SessionState.ATTACHED:
-            self.session.require_attaching()
+            if self.session.stalled_s > self.session.settings.step_s:
+                raise self.session.not_attached(self.session.stalled_s)
             return []
         try:
             return self._turn()
