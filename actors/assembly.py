@@ -1,4 +1,4 @@
-"""From a configuration and a plan to the plain parts: the coordinator's manager and settings.
+"""From a configuration and a plan to a coordinator: its settings, manager, tiers and events.
 
 The one place that knows which key of the configuration becomes which setting on the coordinator's
 side; embedding.py does the same for workers.
@@ -6,19 +6,35 @@ side; embedding.py does the same for workers.
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Callable
+from dataclasses import astuple
 
-from actors.event_publishing import make_event_feed
-from actors.tier_parts import offload_parts
 from kvcache.base.clock import Clock
 from kvcache.base.curve import CurveKeys
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
+from kvcache.coordinator.event_feed import LinkedEventFeed
+from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
 from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
 from kvcache.coordinator.step_recorder import StepRecorder
+from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.events.process_link import ProcessLink
+from kvcache.events.publisher import PublisherSettings
+from kvcache.events.publisher_process import SocketSettings
+from kvcache.events.translation import group_kinds, usable_group
 from kvcache.manager import KVCacheManager
+from kvcache.offload.contents import LabelShape
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.jobs import Deadlines
+from kvcache.offload.options import HierarchyOptions, TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.planner import Plan, rank_layout_fingerprint
 from kvcache.protocol.state_store import StateStore
 from kvcache.recorder import (
@@ -30,7 +46,12 @@ from kvcache.recorder import (
     TracedRecorder,
 )
 from kvcache.recorder.segments import SegmentLimits
+from kvcache.requests.hashing import get_hash_fn
 from kvcache.specs import require_eagle_support
+
+OPEN_SHARE = 0.25
+"""Of `deadlines.startup_s`, for the publisher: the coordinator begins with it, and has to find the
+workers in what is left."""
 
 
 def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettings:
@@ -53,13 +74,6 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
             rank_layout_fingerprint(config, plan, rank) for rank in range(config.parallel.num_ranks)
         ),
     )
-
-
-def make_manager(
-    config: ClusterConfig, plan: Plan, clock: Clock, model_epoch: int = 0
-) -> KVCacheManager:
-    """Return an empty manager for the whole model."""
-    return manager_config_of(config, plan).make(clock, model_epoch)
 
 
 def manager_config_of(config: ClusterConfig, plan: Plan) -> ManagerConfig:
@@ -154,3 +168,119 @@ def make_coordinator(
         if feed is not None:
             feed.close()
         raise
+
+
+def make_event_feed(
+    config: ClusterConfig, plan: Plan, clock: Clock, keys: CurveKeys | None
+) -> LinkedEventFeed | None:
+    """Return the feed of a publisher that has bound its sockets; None where events are off.
+
+    `keys` are the cluster's, for followers that must prove themselves.
+
+    Raises ConfigurationError when it cannot bind them, or there are no keys and it needs them;
+    ClusterError when it does not start.
+    """
+    events = config.events
+    if not events.enabled:
+        return None
+    settings = PublisherSettings(
+        topic=events.topic or f"kv@{config.name}@{config.model.name}",
+        data_parallel_rank=events.data_parallel_rank,
+        encoding=events.encoding,
+        publish_groups=events.publish_groups,
+        one_block_per_event=events.publish_one_block_per_event,
+        heartbeat_s=events.heartbeat_s,
+        history_batches=events.history_batches,
+        history_bytes=events.history_bytes,
+    )
+    curve_keys = None
+    if events.curve == "always":
+        if keys is None:
+            raise ConfigurationError(
+                "events.curve is always, but a cluster inside one process has no keys: set it to "
+                "never"
+            )
+        curve_keys = astuple(keys)
+    groups = [group.kv_cache_spec for group in plan.model_config.kv_cache_groups]
+    kinds = group_kinds(plan.model_config.kv_cache_groups)
+    link = ProcessLink(
+        settings,
+        kinds,
+        SocketSettings(events.endpoint, events.replay_endpoint, curve_keys=curve_keys),
+        clock,
+        max_waiting_bytes=events.queue_bytes,
+    )
+    link.open(OPEN_SHARE * config.deadlines.startup_s)
+    return LinkedEventFeed(link, block_size=groups[usable_group(kinds) or 0].block_size)
+
+
+def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
+    """Return what tiers are made from; None where the configuration has none.
+
+    Raises ConfigurationError for memory too small for a block, an unknown policy, or a kind of
+    attention that tiers cannot serve.
+    """
+    offload, model = config.offload, plan.model_config
+    if offload.host_memory_per_rank is None:
+        return None
+    block_sizes = [group.kv_cache_spec.block_size for group in model.kv_cache_groups]
+    finder = TierHitFinder(model, math.gcd(*block_sizes), use_eagle=config.cache.use_eagle)
+    if model.host_blocks < offload.blocks_per_slot:
+        raise ConfigurationError(
+            f"offload.host_memory_per_rank is {offload.host_memory_per_rank} bytes, which is "
+            f"{model.host_blocks} blocks of the largest rank: set it to "
+            f"{offload.blocks_per_slot} blocks at least"
+        )
+    labels = None
+    if config.events.enabled:
+        digest_bytes = get_hash_fn(config.cache.hash_algorithm).digest_bytes
+        labels = LabelShape(digest_bytes, max(block_sizes))
+    block_bytes = sum(rank.block_size_bytes for rank in plan.configs)
+    host = TierOptions(
+        HOST_MEDIUM,
+        model.host_blocks // offload.blocks_per_slot,
+        offload.blocks_per_slot,
+        offload.policy,
+        offload.store_after,
+        labels,
+        block_bytes,
+        config.tenants,
+    )
+    # Files may be on a disk that others use.
+    deadlines = Deadlines(offload.job_s, offload.job_s, 4 * offload.job_s, 4 * offload.job_s)
+    disk, options = None, HierarchyOptions(deadlines=deadlines)
+    if offload.disk is not None:
+        if not model.disk_blocks:
+            raise ConfigurationError(
+                f"offload.disk.capacity_per_rank is {offload.disk.capacity_per_rank} bytes, less "
+                "than a block of the largest rank: raise it, or remove disk"
+            )
+        disk = TierOptions(
+            FILE_MEDIUM,
+            model.disk_blocks,
+            policy=offload.disk.policy,
+            labels=labels,
+            block_bytes=block_bytes,
+            tenants=config.tenants,
+        )
+        options = HierarchyOptions(
+            disk_write=offload.disk.write,
+            spare_share=offload.spare_share,
+            deadlines=deadlines,
+        )
+
+    def make_tiers(new_job_id: Callable[[], int]) -> TierHierarchy:
+        below = None if disk is None else make_tier(disk)
+        return TierHierarchy(make_tier(host), below, new_job_id, options)
+
+    make_tiers(lambda: 0)  # an unknown policy is an error now, not in the first epoch
+    swap = SwapRule(
+        SwapWhen(offload.swap),
+        offload.prefill_tokens_per_s,
+        offload.swap_bandwidth_per_rank,
+        max(rank.block_size_bytes for rank in plan.configs),
+    )
+    settings = OffloadSettings(
+        offload.min_load_tokens, offload.hold_s, offload.wait_s, adoption_s=offload.job_s, swap=swap
+    )
+    return OffloadParts(settings, finder, make_tiers)

@@ -18,14 +18,15 @@ import ray
 
 from actors.connect import connect_peer, this_node
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
+from actors.metrics_export import MetricsReporter
 from actors.names import OUR_LOGGERS
 from actors.reports import HostStatistics, WorkerReport
 from actors.transport import Endpoint
-from actors.worker_metrics import report_worker
 from kvcache.base.arguments import as_int
 from kvcache.base.errors import RequestError, shown
 from kvcache.base.logs import log_to_stderr
 from kvcache.config import ClusterConfig
+from kvcache.metrics import RankTraffic, Sample, worker_samples
 from kvcache.planner import Plan
 from kvcache.protocol.labels import LabelSet
 
@@ -184,3 +185,37 @@ class WorkerActor(WorkerMethods):
         """Stop serving, then give everything back."""
         self._loop.stop(CLOSE_TIMEOUT_S)
         self.kvcache.close()
+
+
+def report_worker(embedded: EmbeddedWorker) -> None:
+    """Report the statistics of a rank until it closes, if its configuration wants that. Once;
+    called again it has no effect."""
+    settings, name = embedded.config.metrics, embedded.config.name
+    if not settings.enabled or isinstance(embedded.on_close, _StopReporter):
+        return
+
+    def collect() -> list[Sample]:
+        host = embedded.statistics()
+        carried = host.transport
+        traffic = RankTraffic(
+            carried.sent,
+            carried.received,
+            host.malformed + host.misdirected + carried.oversized + carried.foreign,
+            carried.undeliverable,
+            host.faults,
+        )
+        return worker_samples(name, embedded.worker.statistics(), traffic)
+
+    embedded.on_close = _StopReporter(
+        MetricsReporter("kvcache-metrics", collect, settings.interval_s)
+    )
+
+
+class _StopReporter:
+    """Ends a reporter."""
+
+    def __init__(self, reporter: MetricsReporter) -> None:
+        self._reporter = reporter
+
+    def __call__(self) -> None:
+        self._reporter.stop()
