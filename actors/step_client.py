@@ -23,12 +23,12 @@ from actors.calls import SentTokens
 from actors.connection import (
     ClientConnection,
     Dialing,
+    SessionView,
     limit_of,
     lost_workers_error,
     overdue_error,
     result_of_step,
 )
-from actors.session_view import SessionView
 from actors.transport import Endpoint
 from kvcache.base.arguments import as_int
 from kvcache.base.errors import (
