@@ -64,3 +64,12 @@ def connect_peer(
     if isinstance(peer.address, WorkerAddress):
         return RayPeer(coordinator, peer, limits, mailbox)
     return RayClientPeer(coordinator, peer, limits)
+
+
+def is_actor_known(name: str) -> bool:
+    """Say whether an actor of this name lives in our namespace."""
+    try:
+        ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError:
+        return False
+    return True

@@ -13,9 +13,8 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import ray
-
-from actors.names import RAY_NAMESPACE, coordinator_name, worker_name
+from actors.connect import is_actor_known
+from actors.names import coordinator_name, worker_name
 from actors.process_identity import ProcessIdentity, is_process_alive, this_process
 from actors.state import RayRecordStore
 from actors.worker_making import WorkerOptions
@@ -157,7 +156,7 @@ def claim_launch(config: ClusterConfig, worker_options: WorkerOptions) -> Embedd
             raise AlreadyRunningError(
                 f"a cluster named {name!r} is being launched: wait, or launch under another name"
             )
-    if _is_actor_known(coordinator_name(name)):
+    if is_actor_known(coordinator_name(name)):
         store.remove()
         raise AlreadyRunningError(
             f"a cluster named {name!r} is running: connect to it, stop it, or launch under "
@@ -180,7 +179,7 @@ def refuse_if_embedded(name: str) -> None:
     if record is None:
         return
     num_ranks = record.config.parallel.num_ranks
-    has_workers = any(_is_actor_known(worker_name(name, place)) for place in range(num_ranks))
+    has_workers = any(is_actor_known(worker_name(name, place)) for place in range(num_ranks))
     has_process = record.process is not None and is_process_alive(record.process)
     if has_process:
         raise AlreadyRunningError(
@@ -216,11 +215,3 @@ def _save_unless_outrun(record: EmbeddedRecord) -> None:
 
 def _has_types(fields: Any, types: dict[str, type]) -> bool:
     return type(fields) is dict and {k: type(v) for k, v in fields.items()} == types
-
-
-def _is_actor_known(name: str) -> bool:
-    try:
-        ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError:
-        return False
-    return True

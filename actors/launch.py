@@ -19,6 +19,7 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
+from actors.connect import is_actor_known
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
 from actors.embedded_record import refuse_if_embedded
 from actors.health import known_part
@@ -268,15 +269,6 @@ def rank_order(reports: Sequence[WorkerReport], stage_width: int) -> list[int]:
 def _gpus(report: WorkerReport) -> tuple[tuple[int, str], ...]:
     """Return the GPU ids so that they sort as numbers."""
     return tuple((int(gpu) if gpu.isdigit() else -1, gpu) for gpu in report.gpu_ids)
-
-
-def is_actor_known(name: str) -> bool:
-    """Say whether an actor of this name lives in our namespace."""
-    try:
-        ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def startup_error(party: str, what: str, error: RayError) -> KVCacheError:

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from actors.connect import is_actor_known
 from actors.memory_service import (
     await_no_memory_services,
     end_memory_services,
@@ -149,17 +150,9 @@ def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
     names += [worker_name(parts.name, place) for place in range(num_places)]
 
     def is_gone() -> bool:
-        return not any(map(_is_known, names)) and not any(map(_is_process, own))
+        return not any(map(is_actor_known, names)) and not any(map(_is_process, own))
 
     wait_until(is_gone, max(0.0, give_up_s - time.monotonic()))
-
-
-def _is_known(name: str) -> bool:
-    try:
-        ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_process(process_id: int) -> bool:

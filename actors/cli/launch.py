@@ -66,7 +66,7 @@ def launch(
 def stop(name: NameOption = None) -> None:
     """Stop a running cluster in order: nothing of it is left behind."""
     from actors.cli.clusters import find_launched, names_under, only_cluster, ray_session
-    from actors.launch import is_actor_known
+    from actors.connect import is_actor_known
     from actors.names import coordinator_name
     from actors.shutdown import ClusterParts, take_down
     from kvcache.base.errors import DeadlineError
