@@ -1,4 +1,4 @@
-"""Commands that look at a running cluster's cache and change it, on a real cluster."""
+"""Commands that read and change a running cluster's cache, on a real cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
 
 
 class Engine:
-    """A client that says with each step that the one before is complete."""
+    """A client that reports the last step complete with each step."""
 
     def __init__(self, client: KVCacheClient) -> None:
         self.client = client

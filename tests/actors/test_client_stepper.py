@@ -1,4 +1,4 @@
-"""A step that is refused: sent again while its epoch goes on, given up when that is over."""
+"""A refused step: sent again while its epoch lasts, given up when it has ended."""
 
 from __future__ import annotations
 

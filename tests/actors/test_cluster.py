@@ -1,4 +1,4 @@
-"""Clusters on Ray: up, found, served by every kind of client, and gone without a trace."""
+"""Clusters on Ray: started, found, used by every kind of client, and gone without a trace."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_running_cluster_is_found_by_name_and_by_other_processes(shared: KVCac
             return client.step(StepRequest("", 0, 0)).epoch
 
     assert ray.get(use.remote(shared.name), timeout=60) == 1
-    assert shared.status().state == "ready"  # it was not that process's to end
+    assert shared.status().state == "ready"  # that process must not end it
 
 
 def test_a_second_launch_under_the_name_is_refused_and_the_first_lives_on(

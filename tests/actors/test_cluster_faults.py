@@ -1,4 +1,4 @@
-"""Parties that fail: at start-up nothing is left, while running there is an error that says who."""
+"""Processes that fail: at start-up nothing is left; later there is an error that names them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SilentWorker(WorkerActor):
 
 @dataclass(frozen=True)
 class FailingStart:
-    """A worker that fails, and the error that comes of it."""
+    """A worker that fails, and the resulting error."""
 
     worker_class: type[WorkerActor]
     error: type[KVCacheError]
@@ -196,7 +196,7 @@ def test_stop_ends_a_launch_that_another_command_began(
         )
         told = process.stderr.read()
     assert (stopped.returncode, stopped.stderr) == (0, f"{config.name} has stopped\n")
-    # The launch may have gone on meanwhile: what it says last counts.
+    # The launch may have continued meanwhile: its last message counts.
     last_line = told.splitlines()[-1]
     assert (process.returncode, last_line) == (3, f"kvcache: {STOPPED.format(config.name)}")
     traces.check(config.name)
@@ -304,7 +304,7 @@ def test_a_killed_worker_is_named_quickly_and_the_cluster_stops_clean(
 
 @contextmanager
 def stopped(process_id: int) -> Iterator[None]:
-    """The process stands still meanwhile."""
+    """The process is stopped meanwhile."""
     os.kill(process_id, signal.SIGSTOP)
     try:
         yield

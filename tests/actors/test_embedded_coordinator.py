@@ -1,4 +1,4 @@
-"""A coordinator in an engine's process: it may die or stand still, another one goes on, warm."""
+"""A coordinator in an engine's process: it may die or stop, and another one continues, warm."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults]
 DRIVER = Path(__file__).with_name("embedding_driver.py")
 EMPTY = StepRequest("", 0, 0)
 START_S = 150.0
-"""A launch takes a second, and many times that on a machine that has too much to do."""
+"""A launch takes a second, and much longer on a busy machine."""
 
 
 class Driver:
@@ -60,18 +60,18 @@ class Driver:
         self.epoch: int = self.hear()["epoch"]
 
     def ask(self, order: str) -> dict[str, Any]:
-        """Have it do something and return what it says of it."""
+        """Send a command and return the answer."""
         self.order(order)
         return self.hear()
 
     def order(self, order: str) -> None:
-        """Have it do something, without waiting."""
+        """Send a command, without waiting."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{order}\n")
         self.process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Return what it says next."""
+        """Return the next answer."""
         assert self.process.stdout is not None
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
@@ -84,7 +84,7 @@ class Driver:
         return said
 
     def kill(self) -> None:
-        """SIGKILL, whatever it does; return when it is dead."""
+        """Send SIGKILL; return when the process is dead."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(START_S)
@@ -95,7 +95,7 @@ class Driver:
 
 @pytest.fixture
 def drive(ray_cluster: str) -> Iterator[Callable[[ClusterConfig], Driver]]:
-    """Starts drivers, which are killed after the test; what they leave is stopped."""
+    """Starts drivers, which are killed after the test; their clusters are stopped."""
     drivers: list[tuple[Driver, str]] = []
 
     def start(config: ClusterConfig) -> Driver:
@@ -197,7 +197,7 @@ def test_threads_and_event_loops_of_the_process_share_the_coordinator(
 
 
 def test_a_killed_driver_is_taken_over_warm(drive: Any, make_config: Any, traces: Any) -> None:
-    # Were its clients waited for, the first step would have no answer in time.
+    # If its clients were awaited, the first step would have no answer in time.
     config = make_config(deadlines={"reattach_s": 60.0, "step_s": 61.0})
     driver = drive(config)
     assert driver.epoch == 1
@@ -259,7 +259,7 @@ def test_what_a_driver_leaves_is_taken_over_by_the_same_process_and_stopped(
     second = EmbeddedCluster.take_over(config.name)
     with second.client() as again:
         require_warm(again, "b")
-    first.stop()  # not its own any more
+    first.stop()  # no longer its own
     assert second.status().state == "ready"
     second.stop()
     client.close()
@@ -387,7 +387,7 @@ def test_a_worker_that_died_is_replaced_and_the_others_stay_warm(
         assert wait_until(lambda: cluster.status().state == "ready", 60.0)
         client.poll()
         client.attach()
-        assert compute(client, "b", 1000) == 0  # what one rank lost, none has
+        assert compute(client, "b", 1000) == 0  # a block that one rank lost is lost
         assert compute(client, "c", 1000) == NUM_HIT_TOKENS
         assert client.failures == ()
 

@@ -1,4 +1,4 @@
-"""What is written down of a cluster with an embedded coordinator, and what is not taken for it."""
+"""The record of a cluster with an embedded coordinator, and invalid records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster that publishes: real sockets, a real publisher's process, followers that stay exact."""
+"""A cluster that publishes: real sockets, a real publisher's process, exact followers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """A value in the environment of whatever a driver starts, Ray included."""
+    """A value in the environment of all processes that a driver starts, including Ray's."""
     made = secrets.token_hex(16)
     yield made
     for process in marked(made):
@@ -63,8 +63,8 @@ def mark() -> Iterator[str]:
 
 
 def start_driver(kind: str, address: str, config: Any, mark: str) -> tuple[Any, list[int]]:
-    """Start a driver; return it, and the processes that serve its cluster, itself included. One of
-    the workers has taken a lost one's place."""
+    """Start a driver; return it, and the processes of its cluster, including itself. One of the
+    workers has replaced a lost one."""
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, kind, address, config.model_dump_json()],
         stdout=subprocess.PIPE,

@@ -85,7 +85,8 @@ def image(**changes: Any) -> tuple[NewRequest, ...]:
         ({"num_lookahead_tokens": 2**64}, r"num_lookahead_tokens is"),
         ({"new": image(max_new_tokens=2**63)}, r"max_new_tokens is"),
         ({"new": image(mm_hashes=("h",) * 65_537)}, r"NewRequest\.mm_hashes has 65537 items"),
-        # What follows fits into the message, and not into the commands that repeat it per block.
+        # The following texts fit into the message, but not into commands that repeat them per
+        # block.
         ({"new": image(mm_hashes=("h" * 2**22,))}, r"mm_hashes holds .* has 4194304 characters"),
         ({"new": image(lora_name="l" * 2**22)}, r"NewRequest\.lora_name has 4194304 characters"),
         ({"new": image(token_ids=np.zeros(2**25, np.int32))}, r"StepRequest of 134\d{6} bytes"),
@@ -104,7 +105,7 @@ def test_a_step_that_cannot_travel_is_refused_and_the_client_goes_on(
 
 
 def spoiled(message: Message, max_bytes: int) -> bytes:
-    """What a client with other rules than ours may send."""
+    """Messages of a client with other rules than ours."""
     if isinstance(message, StepRequest):
         message = replace(message, completed_step=2**63)
     return unchecked(message)

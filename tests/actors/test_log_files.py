@@ -1,4 +1,4 @@
-"""Where the lines of a cluster's processes go: to the file that its status names."""
+"""Log lines of a cluster's processes: in the file that its status names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Memory services are watched: what is missing is put again, what hangs is ended, and status says
-so."""
+"""Memory services are watched: missing memory is registered again, a hanging service is ended, and
+the status reports both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EMPTY = replace(SERVING, process_id=71, kept_ranks=(), missing_ranks=(0, 1))
 
 
 class Site:
-    """Two ranks on a node, and a memory service that does what it is told."""
+    """Two ranks on a node, and a memory service controlled by the test."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -91,7 +91,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def look_again(site: Site) -> None:
-    """Return when two more looks have begun: what the first of them found is told."""
+    """Wait until two more looks have begun: the findings of the first are reported then."""
     number = site.num_looks
     wait_until(lambda: site.num_looks > number + 2)
 

@@ -20,10 +20,10 @@ from tests.metrics.table import exposed_series
 pytestmark = pytest.mark.ray
 
 LONGEST_S = 90.0
-"""Ray passes on what processes say every ten seconds."""
+"""Ray exports the metrics of processes every ten seconds."""
 
 SOMETIMES = ("kvcache_tier", "kvcache_load", "kvcache_copied", "kvcache_copy", "kvcache_tenant")
-"""Only where there are tiers, or tenants that have names."""
+"""Only with tiers, or with named tenants."""
 
 
 def scrape() -> list[Series]:

@@ -1,4 +1,4 @@
-"""A Ray that cannot be joined, named in the environment: what commands say, and how soon."""
+"""A Ray that cannot be joined, named in the environment: errors of commands, and their delay."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_ray_whose_token_is_here_is_not_refused(
 def test_a_ray_without_a_node_on_this_machine_is_refused_at_once(
     ray_cluster: str, tmp_path: Path
 ) -> None:
-    """As where its raylet was killed: Ray waits for another one for a minute."""
+    """As after the death of its raylet: Ray waits for another one for a minute."""
     script = (
         "import functools\n"
         "from ray._private import services\n"
@@ -101,8 +101,8 @@ def run(
 def process(
     address: str, directory: Path, settings: Mapping[str, str | None], command: list[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run where RAY_ADDRESS is `address` and the environment else as `settings` say (None: not
-    set); paths are below `directory`."""
+    """Run with RAY_ADDRESS `address` and the given `settings` of the environment (None: unset);
+    paths are below `directory`."""
     other = directory / "other"
     other.touch(mode=0o600)
     other.write_text("e" * 64)

@@ -1,5 +1,5 @@
-"""A Ray whose control service (GCS) hangs or dies while the rest of it runs: commands say so, and
-none ends with exit code 1, which means wrong bytes."""
+"""A Ray whose control service (GCS) hangs or dies while the rest of it runs: commands report it,
+and none ends with exit code 1, which means wrong bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.actors.conftest import build_config
 pytestmark = pytest.mark.faults
 
 SOON_S = 300.0
-"""How long a machine that has too much to do may take for what takes seconds."""
+"""Time that a busy machine may take for an action of a few seconds."""
 
 RAY_WAITS_S = 40
 """How long Ray lets a replay run without the control service."""
@@ -70,7 +70,7 @@ class OwnRay:
         )
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """Run a command; return its exit code and what it said on stdout and stderr."""
+        """Run a command; return its exit code, stdout and stderr."""
         with self.start(*arguments) as command:
             try:
                 shown, told = command.communicate(timeout=SOON_S)
@@ -130,7 +130,7 @@ def num_steps(own_ray: OwnRay) -> int:
 
 
 def broken(own_ray: OwnRay, why: str) -> tuple[int, str, str]:
-    """Return what a command ends with."""
+    """Return the last line of a command."""
     return (
         3,
         "",

@@ -1,4 +1,4 @@
-"""Workers that are lost on a running cluster: their ranks get other processes, clients go on."""
+"""Lost workers of a running cluster: their ranks get other processes, and clients continue."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults]
 EMPTY = StepRequest("", 0, 0)
 ANY_PORT = "tcp://127.0.0.1:0"
 SOON_S = 90.0
-"""How long a machine that has too much to do may take to start a process or two."""
+"""Time that a busy machine may take to start a process or two."""
 
 
 def kill(cluster: KVCacheCluster, *ranks: int) -> None:
@@ -72,7 +72,7 @@ def play(client: Any, request_id: str, first: int) -> int:
 
 
 def notice_and_attach_again(client: Any) -> None:
-    """Step until the epoch is known to be over, then attach to the next one."""
+    """Step until the epoch's end is known, then attach to the next one."""
     with pytest.raises((WorkerLostError, StaleEpochError)):
         for _ in range(100_000):
             with contextlib.suppress(DeadlineError):  # nothing was heard: go on asking
@@ -228,7 +228,7 @@ def test_a_coordinator_without_workers_reports_that_the_cluster_has_ended(
 
 
 def assert_that_commands_say_so(name: str, problem: str, directory: Path) -> None:
-    """A cluster that has failed cannot be played on, recorded, followed, looked into or changed."""
+    """A failed cluster cannot be used for replays, recordings, events, inspection or changes."""
     path = directory / "recorded.jsonl"
     for command in (
         ("replay", "--limit", "1", "--no-progress"),
@@ -248,7 +248,7 @@ def assert_that_commands_say_so(name: str, problem: str, directory: Path) -> Non
 
 
 def answered(cluster: KVCacheCluster, state: str) -> bool:
-    """Whether the coordinator answers, and says that the cluster is in this state."""
+    """Return whether the coordinator answers with this state of the cluster."""
     try:
         return cluster.status().state == state
     except (DeadlineError, NotRunningError):
@@ -465,7 +465,7 @@ def test_the_command_line_names_stuck_waits_and_exits_with_1(
 def test_actors_keep_compiled_code_where_the_launching_process_does(
     launch: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # Ray was started without it. Where numba cannot use it, nothing has to be compiled for this.
+    # Ray was started without it. If numba cannot use it, nothing needs to be compiled for this.
     place = tmp_path / "file"
     place.touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))

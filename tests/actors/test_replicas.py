@@ -1,4 +1,4 @@
-"""Replicas of one configuration: names, ports and ranks of their own, one launch and one end."""
+"""Replicas of one configuration: separate names, ports and ranks, one launch and one end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live cluster's requests, recorded: simulated, they hit as often as they did."""
+"""A live cluster's requests, recorded: a simulation of them has the same hits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NUM_REQUESTS = 120
 
 
 class Readings:
-    """Documents that are read again and again, with a question behind; nothing is answered."""
+    """Documents that are read repeatedly, with a question after them; nothing is answered."""
 
     name = "readings"
     num_requests = NUM_REQUESTS

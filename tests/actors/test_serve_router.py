@@ -69,7 +69,7 @@ class Engine:
         return event_metadata(endpoints_in(statistics, "engine", HEARTBEAT_S))
 
     async def __call__(self, token_ids: list[int] | None = None) -> tuple[int, int]:
-        """Compute a prompt; return whose process did, and how many tokens were cached."""
+        """Compute a prompt; return which process did, and how many tokens were cached."""
         if token_ids is None:
             return os.getpid(), 0
         self.number += 1
@@ -115,8 +115,8 @@ def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
     homes: dict[int, int] = {}
 
     def finds_homes() -> bool:
-        """Compute a prompt and ask for it again; say whether each replica is home of one that was
-        found there every time."""
+        """Compute a prompt and send it again; return whether each replica has one that was always
+        hit there."""
         first_token = next(fresh)
         home, num_hit = ask(first_token)
         assert num_hit == 0
@@ -132,7 +132,7 @@ def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
         seen.add(handle.remote(**request).result(timeout_s=PATIENCE_S)[0])
     assert seen == set(homes)
 
-    # One of them dies: its prompt is computed elsewhere, and found there from then on.
+    # One of them dies: its prompt is computed elsewhere, and hit there from then on.
     dead, first_token = homes.popitem()
     os.kill(dead, signal.SIGKILL)
     elsewhere = [ask(first_token)]
@@ -143,7 +143,7 @@ def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
 
 
 def test_a_request_that_ends_before_it_is_routed_leaves_no_load() -> None:
-    """Serve tells of the end from a callback, of the way when the replica has accepted."""
+    """Serve reports the end by a callback, and the replica when it has accepted."""
     router = PrefixCacheRequestRouter.__new__(PrefixCacheRequestRouter)  # no deployment around it
     router.initialize_state(block_tokens=16)
     there = [ReplicaID(name, DeploymentID("engine")) for name in ("one", "two")]
@@ -165,7 +165,7 @@ def test_a_request_that_ends_before_it_is_routed_leaves_no_load() -> None:
             assert loads() == [0.0, 2.0]
             router.on_request_completed(there[1], f"internal-{number}")
             assert loads() == [0.0, 0.0]
-            # Another one is so quick that its end is heard first.
+            # Another one is so quick that its end is reported first.
             metadata.internal_request_id = f"quick-{number}"
             router.on_request_completed(there[0], f"quick-{number}")
             router.on_request_routed(request, there[0], None)

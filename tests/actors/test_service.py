@@ -1,4 +1,4 @@
-"""The coordinator's message loop: what one turn sends, and that one bad message costs no other."""
+"""The coordinator's message loop: the messages of one turn; and a bad message costs no other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANKS = (WorkerAddress(0), WorkerAddress(1))
 
 
 class Recorder(LocalServer):
-    """Keeps what is sent, call by call; refuses what is too long, as sockets do."""
+    """Keeps sent messages, call by call; refuses long ones, as sockets do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Recorder(LocalServer):
 
 
 class Decider:
-    """Answers every client and tells all ranks; takes every acknowledgement the short way."""
+    """Answers every client and sends to all ranks; takes every acknowledgement undecoded."""
 
     def __init__(self, reason: str = "") -> None:
         self.reason = reason

@@ -1,4 +1,4 @@
-"""The service of an embedded coordinator: who serves whom, and how everybody learns of its end."""
+"""The service of an embedded coordinator: which threads serve, and how its end is reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TICK_S = 0.01
 
 
 class Rule:
-    """Answers clients and pings ranks; says in which thread."""
+    """Answers clients and pings ranks; reports its thread."""
 
     epoch = 7
 
@@ -129,7 +129,7 @@ def heard(peer: PeerTransport) -> list[Message]:
 
 
 def reasons(peer: PeerTransport) -> list[tuple[int, str]]:
-    """Return epoch and reason of every message, all of which send the client away."""
+    """Return epoch and reason of every message; all of them detach the client."""
     messages = heard(peer)
     assert all(isinstance(message, Unattached) for message in messages)
     return [(m.epoch, m.reason) for m in messages if isinstance(m, Unattached)]
@@ -170,7 +170,7 @@ def test_a_queue_that_is_full_refuses_and_counts(site: Site) -> None:
     for _ in range(LIMITS.high_water_mark + 2):
         client.send(encode(Attach("a", 1)))
     assert len(heard(client)) == LIMITS.high_water_mark
-    # Both answers that did not fit, and what was for a rank that is not there.
+    # Both answers that did not fit, and the message for a missing rank.
     assert site.service.statistics().transport.undeliverable == 2 + 6
 
 

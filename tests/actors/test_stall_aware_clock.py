@@ -1,4 +1,4 @@
-"""A clock that skips what its process has slept through."""
+"""A clock that skips the pauses of its process."""
 
 from __future__ import annotations
 

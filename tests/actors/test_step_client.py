@@ -29,7 +29,7 @@ from kvcache.protocol.wire import decode, encode
 MakeConfig = Callable[..., ClusterConfig]
 
 LONG_S = 0.5
-"""Many times the interval in which a client wants to say something."""
+"""Many times the interval of a client's heartbeats."""
 
 
 def test_both_clients_have_the_same_calls() -> None:
@@ -44,8 +44,8 @@ def test_both_clients_have_the_same_calls() -> None:
 
 
 class Listener:
-    """A `PeerTransport` that answers `Attach`, and `Detach` if it `confirms`, and nothing else. It
-    notices who else uses it."""
+    """A `PeerTransport` that answers only `Attach`, and `Detach` if it `confirms`. It notices
+    concurrent use."""
 
     def __init__(self, confirms: bool = False) -> None:
         self.sent: list[bytes] = []
@@ -255,7 +255,7 @@ def test_a_coordinator_that_answers_and_gets_nowhere_may_have_been_taken_over_fr
     patience_s = STALL_BEFORE_REDIAL * 0.5
 
     def hear(seconds: float, applied_step: int = 0) -> bool:
-        """Hear the same again and again for a while; say whether it is time to ask."""
+        """Receive the same message repeatedly for a while; return whether it is time to look."""
         for _ in range(round(seconds)):
             clock.advance(1.0)
             progress = Progress(session.client_id, 1, applied_step, applied_step)

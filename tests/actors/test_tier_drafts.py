@@ -1,4 +1,4 @@
-"""Tiers below a device whose hits give up their end, for a draft head to compute it again."""
+"""Tiers below a device whose hits end earlier, for a draft head to compute the end again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_loaded_prefix_is_hit_except_for_its_end(
             return found
 
         assert play_all(client, PROMPTS, statistics) == [0] * len(PROMPTS)
-        # The last token is always computed; of what is cached before it the end is, too.
+        # The last token is always computed; with EAGLE, so is the end of the cached prefix.
         hit = (PROMPT_TOKENS - 1) // block_tokens * block_tokens - block_tokens
         assert play_all(client, PROMPTS, statistics) == [hit] * len(PROMPTS)
         assert statistics().num_loaded_tokens > 0

@@ -1,5 +1,5 @@
-"""Disks that fail under a cluster that serves: it goes on, every byte is right, and it is said why
-less is found."""
+"""Disks that fail under a cluster that serves: it continues, every byte is right, and the reason of
+fewer hits is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.actors.tier_driver import (
 )
 
 PROMPTS = range(8)
-"""Six or seven of them are found in files only, when all have been played."""
+"""After all prompts were played, six or seven of them are only in files."""
 
 
 class Player:
@@ -71,7 +71,7 @@ class Player:
 
 @contextmanager
 def serving(directory: Path, name: str = "") -> Iterator[Player]:
-    """A cluster that has played all prompts; in the end no byte that it checked was wrong."""
+    """A cluster that has played all prompts; at the end no checked byte was wrong."""
     with LocalCluster(tier_config(directory, name)) as cluster, cluster.client() as client:
         player = Player(cluster, client)
         assert player.play(*PROMPTS) == [0] * len(PROMPTS)
@@ -129,7 +129,7 @@ def test_a_spoilt_file_of_one_rank_costs_its_own_prompt_and_no_other(
         assert "fetch: rank 1: 1 of 23 blocks failed: " in player.statistics().last_failure
         assert player.statistics().tiers.num_disk_rests == 0
         assert "files of rank 1: " in caplog.text
-        # Computed, stored and written anew.
+        # Computed, stored and written again.
         assert player.play(*PROMPTS) == [FOUND] * len(PROMPTS)
 
 
@@ -170,7 +170,7 @@ def test_a_full_disk_stores_no_more_blocks_and_serves_those_it_has(tmp_path: Pat
 
 
 def test_files_that_go_make_room_for_those_that_come(tmp_path: Path) -> None:
-    # A prompt is three quarters of all that files may take; one thread does what comes in order.
+    # A prompt is three quarters of the files' capacity; one thread works in order.
     disk = {
         "directory": str(tmp_path),
         "capacity_per_rank": BLOCKS * 4 // 3 * BLOCK_BYTES,
@@ -221,7 +221,7 @@ def test_a_directory_that_is_removed_is_a_miss_and_is_made_again(tmp_path: Path)
 
 
 def test_a_cleaner_that_removes_files_does_not_stop_spills(tmp_path: Path) -> None:
-    # Files have room for two prompts and a third of one; what others remove makes room, too.
+    # Files have room for two and a third prompts; files that others remove make room, too.
     disk = {
         "directory": str(tmp_path),
         "capacity_per_rank": BLOCKS * 7 // 3 * BLOCK_BYTES,

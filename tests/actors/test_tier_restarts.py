@@ -1,6 +1,6 @@
-"""Tiers on Ray outlive the processes that use them, and nothing outlives them all but files.
+"""Tiers on Ray outlive the processes that use them; only files outlive all processes.
 
-Every byte that is found again is compared by the forward that reads it.
+Every byte that is loaded again is compared by the forward that reads it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Player:
         assert self.client.failures == ()
 
     def statistics(self) -> OffloadStatistics:
-        """Return the statistics of the coordinator, once there is one that can be asked."""
+        """Return the statistics of the coordinator, once there is one."""
         answers: list[OffloadStatistics] = []
 
         def is_answered() -> bool:

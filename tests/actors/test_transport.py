@@ -1,4 +1,4 @@
-"""Both ends of every transport: who gets in, what is counted, and that nothing waits for ever."""
+"""Both ends of every transport: admission, counts, and bounded waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_peer(
 
 
 def receive_until(server: NodeServer, is_enough: Callable[[list[Inbound]], bool]) -> list[Inbound]:
-    """Return what arrives until `is_enough` says so; fails at the deadline."""
+    """Return the messages until `is_enough`; fails at the deadline."""
     inbound: list[Inbound] = []
     give_up_s = time.monotonic() + DEADLINE_S
     while not is_enough(inbound):
@@ -147,7 +147,7 @@ def test_a_client_whose_connection_ends_is_named_once_and_after_its_last_words(
 
 
 def receive_while_somebody_is_lost(server: NodeServer) -> list[Inbound]:
-    """Return what arrives until a client is found lost, without taking which one it is."""
+    """Return the messages until a client is found lost, without taking its name."""
     ends = [server._near] if server._far is None else [server._near, server._far]
     return receive_until(server, lambda _: any(end._lost_clients for end in ends))
 

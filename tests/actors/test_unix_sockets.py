@@ -1,4 +1,4 @@
-"""Unix sockets among those who mean no good, or have no means left: what it costs them, and us."""
+"""Unix sockets under attack, or without resources: the cost for attackers, and for us."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def raw_connection(cleanup: ExitStack, address: str) -> socket.socket:
 
 
 def hear(server: NodeServer, peer: UnixPeer) -> list[Inbound]:
-    """Have `peer` say hello until the server hears it; return what it heard."""
+    """Let `peer` send hello until the server receives it; return what arrived."""
     give_up_s = time.monotonic() + DEADLINE_S
     inbound: list[Inbound] = []
     while not inbound:
@@ -223,7 +223,7 @@ def test_a_peer_tells_nothing_to_another_user_that_has_taken_the_address(
 
 
 class Trickle:
-    """A socket that takes a little at a time."""
+    """A socket that accepts a few bytes at a time."""
 
     def __init__(self) -> None:
         self.taken: list[Any] = []

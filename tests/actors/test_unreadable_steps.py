@@ -1,4 +1,5 @@
-"""Steps that cannot travel, or cannot be read, on a real cluster: an error at the call, and on."""
+"""Unsendable and unreadable steps on a real cluster: an error of the call, and service
+continues."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.protocol.loose_sender import unchecked
 pytestmark = pytest.mark.ray
 
 MAX_CALL_S = 20.0
-"""Less than any deadline of the configuration: an error comes at once, or it is a time-out."""
+"""Less than any deadline of the configuration: an error must come at once, not as a time-out."""
 
 BAD = StepRequest(completed_step=2**63)
 LONG = StepRequest(finished=("r",) * 65_537)
@@ -29,7 +30,7 @@ SAID = r"^StepRequest\.completed_step is 9223372036854775808: pass an integer of
 
 
 def spoiled(message: Message, max_bytes: int) -> bytes:
-    """Return what a client with other rules than ours may send."""
+    """Return a message of a client with other rules than ours."""
     if isinstance(message, StepRequest):
         message = replace(message, completed_step=2**63)
     return unchecked(message)
@@ -40,7 +41,7 @@ def prompt(name: str) -> StepRequest:
 
 
 def use(cluster: ClusterAccess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send what cannot travel and what cannot be read; everything else is served in between."""
+    """Send unsendable and unreadable steps; all other steps are served in between."""
     with cluster.client() as client:
         for bad in (BAD, LONG):
             with pytest.raises(REFUSED, match=r"completed_step is 9|finished has 65537 items"):

@@ -1,4 +1,4 @@
-"""What looking after workers is made of, without Ray: silence, patience, what fits, signals."""
+"""Parts of the worker supervisor, without Ray: silence, patience, compatibility, signals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvcache.planner import RankMemory
 from kvcache.planner.plan import plan_cluster
 
 DEADLINE_S = 30.0
-"""How long a thread may take to end. Tests wait for that before they give `ray` back."""
+"""Time for a thread to end. Tests wait for that before they restore `ray`."""
 
 
 def test_a_process_is_silent_since_it_was_heard_last() -> None:

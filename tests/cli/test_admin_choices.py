@@ -1,4 +1,4 @@
-"""What admin commands make of what was typed, and how quickly `kvcache` answers. Without Ray."""
+"""Options of admin commands, and how quickly `kvcache` answers. Without Ray."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ main()
 
 
 def ask_usage(ray_directory: Path) -> subprocess.CompletedProcess[str]:
-    """Ask for the usage of a cluster where Ray looks at this directory alone."""
+    """Ask for the usage of a cluster while Ray sees only this directory."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_OTHERS, "usage"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""`kvcache advise`: a table, JSON, a picture, and what it says to what is wrong."""
+"""`kvcache advise`: a table, JSON, a picture, and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_advice_is_within_the_budget_and_says_what_it_rests_on() -> None:
         "a token takes 128.0 KiB",
     ):
         assert text in shown
-    assert "…" not in shown  # no figure loses its end where a terminal is narrow
+    assert "…" not in shown  # a narrow terminal cuts no number
 
 
 def test_json_has_the_curves_and_all_that_was_compared(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`make audit`: what it says of what pip-audit found, passed over, or could not ask."""
+"""`make audit`: its report of pip-audit's findings, exceptions and failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_without_a_service_nothing_was_audited(tmp_path: Path) -> None:
 
 
 def audit(directory: Path, output: str, error: str = "") -> str:
-    """Return exit code and words for what a pip-audit printed."""
+    """Return exit code and text for an output of pip-audit."""
     fake = directory / "pip-audit"
     printing = f"import sys; print({output!r}); print({error!r}, file=sys.stderr)"
     fake.write_text(f"#!{sys.executable}\n{printing}\n", encoding="utf-8")

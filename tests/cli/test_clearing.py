@@ -1,4 +1,4 @@
-"""Who is asked before a cache is cleared, and what counts as yes."""
+"""Confirmation before a cache is cleared, and the answers that count as yes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ assert MANAGER is not None
 
 
 class Terminal(io.StringIO):
-    """A terminal at which somebody types one answer."""
+    """A terminal whose user types one answer."""
 
     def isatty(self) -> bool:
         return True

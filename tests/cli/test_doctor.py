@@ -1,4 +1,4 @@
-"""`kvcache doctor`: what it finds on a node, and what it prints. Nothing is started."""
+"""`kvcache doctor`: its findings on a node, and its output. Nothing is started."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little is copied: what is measured is `test_copy_measurement.py`'s."""
+    """Little is copied: `test_copy_measurement.py` tests the measurement."""
 
     def measure(page_bytes: list[int]) -> CopyMeasurement:
         return measure_cpu(page_bytes, MeasureLimits(num_bytes=2**18, num_repetitions=1))
 
     monkeypatch.setattr("kvcache.worker.copies.measurement.measure_cpu", measure)
-    # Whether Ray runs on the machine of a test is not the test's; tests/actors look at a real one.
+    # Independent of a Ray on the test's machine; tests/actors look at a real one.
     monkeypatch.setattr("actors.cli.doctor.look_at_ray", lambda: RayStatistics("2.60.0"))
 
 

@@ -81,7 +81,7 @@ def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
 
 
 def watch_until(cluster: LocalCluster, holds: Callable[[list[str]], bool], *options: str) -> None:
-    """Watch for a second, again and again, until what is shown holds."""
+    """Watch for a second, repeatedly, until the output satisfies `holds`."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         shown, _ = run("watch", *addresses(cluster), "--for", "1.1", *options)
@@ -121,7 +121,7 @@ def followed(cluster: LocalCluster) -> KVEventSubscriber:
 
 
 def event_of(line: dict[str, Any]) -> WireEvent:
-    """Return the event that a dumped line says, all of its fields there."""
+    """Return the event of a dumped line, with all its fields."""
     if line["type"] == "AllBlocksCleared":
         return ClearedEvent()
     hashes = np.array(line["block_hashes"], np.uint64)

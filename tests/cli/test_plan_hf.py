@@ -1,4 +1,4 @@
-"""`kvcache plan` of a published model: numbers, and choices that are typed with a file."""
+"""`kvcache plan` of a published model: numbers, and options next to a file."""
 
 from __future__ import annotations
 

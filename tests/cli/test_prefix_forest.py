@@ -1,4 +1,4 @@
-"""Prefixes that stand out, against counting block by block; rates and checksums of a watch."""
+"""Prominent prefixes, against a count block by block; rates and checksums of a watch."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_rates_count_new_events_and_not_snapshots() -> None:
         tally.take(update)
     look = tally.look(14.0, followed.subscription.statistics(), None)
     assert look.traffic.events == events / 4
-    # What one step stores and removes again comes as both.
+    # A block that one step stores and removes again gives both events.
     assert look.traffic.stored_blocks >= stored / 4 > 0
     assert look.traffic.removed_blocks >= removed / 4 > 0
     assert look.traffic.stored_blocks - look.traffic.removed_blocks == (stored - removed) / 4

@@ -1,4 +1,4 @@
-"""Prefixes put together from labels that a real manager gave."""
+"""Prefixes rebuilt from labels of a real manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_BLOCKS = 64
 
 
 class Cache:
-    """A manager, and the labels that a rank has because of it."""
+    """A manager, and the labels of a rank below it."""
 
     def __init__(self) -> None:
         config = make_config(NUM_BLOCKS, is_hybrid=False)

@@ -1,4 +1,4 @@
-"""`kvcache record`, without a cluster: limits, ends, a coordinator that is away, the file."""
+"""`kvcache record`, without a cluster: limits, ends, a missing coordinator, the file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def request(arrival_s: float, num_tokens: int = 20, digests: bytes = DIGESTS) ->
 
 
 class FakeCluster:
-    """Tells of batches, one at each call; what is no batch is raised. Ends what follows it."""
+    """Returns batches, one per call; raises items that are errors. Ends the command after the
+    last."""
 
     def __init__(self, *answers: list[RecordedRequest] | Exception) -> None:
         self._answers = list(answers)

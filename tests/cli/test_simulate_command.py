@@ -1,4 +1,4 @@
-"""`kvcache simulate`: what it prints, writes and draws, and what it says to what is wrong."""
+"""`kvcache simulate`: its output, files and plots, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
 
 
 def refused(*arguments: str | Path) -> str:
-    """Run what must not run; return its one line."""
+    """Run a command that must fail; return its one line."""
     shown, error = run(*arguments, exit_code=2)
     assert shown == "" and error.count("\n") == 1 and error.startswith("kvcache: ")
     return error.removeprefix("kvcache: ").rstrip("\n")
@@ -129,7 +129,7 @@ def test_a_request_that_does_not_fit_is_named_however_blocks_are_shared(trace: P
         "tokens, by group: 512, 512): simulate more"
     )
     path = write_lines(trace.parent / "a.jsonl", {**trace_line(1024, [1, 2]), "output_length": 600})
-    # Both simulations are refused, the one that would do included: nothing is begun.
+    # Both simulations are refused, also the valid one: nothing starts.
     assert refused(path, "--running", "-b", "60", "-b", "3") == (
         "a.jsonl, line 1: the request does not fit into 3 blocks with its answer of 600 tokens: "
         "simulate at least 4"

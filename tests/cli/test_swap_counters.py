@@ -1,4 +1,4 @@
-"""What `kvcache status` and `kvcache replay` say of requests that were swapped."""
+"""Swapped requests in `kvcache status` and `kvcache replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of names that clients chose: no markup, no control sequences, no end that is lost."""
+"""Tables of names that clients chose: no markup, no control sequences, no lost ends."""
 
 from __future__ import annotations
 

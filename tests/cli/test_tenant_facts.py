@@ -1,4 +1,4 @@
-"""What `kvcache status` says of tenants, from a manager that has served and refused them."""
+"""Tenants in `kvcache status`, from a manager that has served and refused them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def served() -> KVCacheManager:
 
 
 def cells(table: Table) -> list[str]:
-    """Return what stands in the row of alice."""
+    """Return the cells of the row of alice."""
     console = Console(width=120, record=True, force_terminal=False)
     console.print(table)
     row = next(line for line in console.export_text().splitlines() if "alice" in line)

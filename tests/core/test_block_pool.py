@@ -59,7 +59,7 @@ def state(pool: BlockPool, block_id: int) -> BlockState:
 
 
 def state_of(pool: BlockPool) -> object:
-    """All that can be seen of a pool."""
+    """The visible state of a pool."""
     blocks = [pool.block(b) for b in range(pool.num_blocks)]
     references = [[pool.num_references(b.block_id, kind) for kind in ReferenceKind] for b in blocks]
     shown = [(b.state, b.ref_cnt, b.block_hash) for b in blocks]

@@ -1,4 +1,4 @@
-"""However many requests a core has served, it takes no more memory than after a few."""
+"""A core that has served many requests takes no more memory than after a few."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLANS = {
 
 
 class Churn:
-    """Small requests of several clients in ever new namespaces; some are looked up only."""
+    """Small requests of several clients in new namespaces; some are only looked up."""
 
     def __init__(self, specs: Sequence[KVCacheSpec], seed: int) -> None:
         print(f"seed {seed}")
@@ -81,7 +81,7 @@ class Churn:
 
 @pytest.fixture(autouse=True)
 def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let extra keys that nothing uses go after a few requests."""
+    """Drop unused extra keys after a few requests."""
     monkeypatch.setattr(flat_core, "_FEW_KEYS", 64)
 
 

@@ -1,6 +1,6 @@
-"""The core call by call: what it refuses, commands, events, rebuilds, merges.
+"""The core call by call: refusals, commands, events, rebuilds, merges.
 
-What a core decides is compared with the slow one by `test_core_walk.py`.
+`test_core_walk.py` compares its decisions with those of the slow core.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def probe(core: FlatCore, *numbers: int) -> CacheHit:
 
 
 def fill_pool(core: FlatCore, name: str = "filler") -> int:
-    """Take every free block, without contents; return how many requests hold them."""
+    """Take every free block, without contents; return the number of requests that hold them."""
     number = 0
     while core.reserve(request(f"{name} {number}", 7), Reservation(0, 4, 0)) is not None:
         number += 1
@@ -286,7 +286,7 @@ def in_step(core: FlatCore, step: int, *requests: Request) -> None:
 
 
 def merged(core: FlatCore) -> list[tuple[str, int, int]]:
-    """Take the changes of tables: whose, from which column on, how many."""
+    """Take the changes of tables: row, first column, and count."""
     return [(name, c.first_index, len(c.block_ids)) for name, c in core.take_merges()]
 
 
@@ -325,7 +325,7 @@ def test_a_state_stays_where_its_request_looks_for_it() -> None:
 
 
 def forked(core: FlatCore) -> tuple[Request, Request]:
-    """Return parent and child, which share a block of which half is filled."""
+    """Return parent and child, which share a half-filled block."""
     parent, child = make_request("parent", range(6)), make_request("child", range(6))
     assert core.reserve(parent, Reservation(0, 6, 6), core.look_up(parent)) is not None
     core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
@@ -452,7 +452,7 @@ def test_a_hit_of_other_blocks_is_not_adopted(
 
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays: bool) -> None:
-    """The fork caches behind blocks of another request, which leaves first."""
+    """The fork caches after blocks of another request, which ends first."""
     core = make_flat_core(60)
     parent, child = request("parent", *range(8)), request("child", *range(8))
     assert core.reserve(parent, Reservation(0, 32, 0)) is not None

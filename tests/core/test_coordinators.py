@@ -1,4 +1,4 @@
-"""Coordinators: hits on which all groups agree, by brute force and beside the core."""
+"""Coordinators: hits on which all groups agree, against brute force and the core."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CachedBlocks:
             self.ids.append({i: b for i, b in enumerate(blocks) if b})
 
     def tables_at(self, length: int, extra: int) -> list[list[int]] | None:
-        """The tables of a hit of `length` tokens, or None if a group has not what it needs."""
+        """The tables of a hit of `length` tokens, or None if a group lacks a block."""
         tables = []
         for group, ids in zip(self.groups, self.ids, strict=True):
             size = group.block_size
@@ -155,7 +155,7 @@ PLANS = {
 @pytest.mark.parametrize("seed", range(8))
 def test_tables_and_hits_are_those_of_the_core(groups: list[ModelGroup], seed: int) -> None:
     """Requests come and go. Prompts end inside a block. With one group no content is computed twice
-    then, so that both evict the same; with several nothing is evicted."""
+    then, so that both evict the same; with several groups nothing is evicted."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     specs, step = [spec_of(group) for group in groups], lcm(*(g.block_size for g in groups))

@@ -1,4 +1,4 @@
-"""The flat core beside the slow one: the same hits, blocks, evictions, events and counts."""
+"""The flat core against the slow one: the same hits, blocks, evictions, events and counts."""
 
 from __future__ import annotations
 

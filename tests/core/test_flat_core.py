@@ -1,4 +1,4 @@
-"""The flat core by itself: digests, refusals, steps without end, bounded nodes, its modes."""
+"""The flat core alone: digests, refusals, many steps, bounded nodes, its modes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def request_with(name: str, algorithm: str) -> Request:
 
 
 def labelled_digests(algorithm: str) -> tuple[int, bytes, list[bytes]]:
-    """Return how a core makes digests, those that it labels, and those of the request."""
+    """Return a core's digest function, its labelled digests, and those of the request."""
     hash_fn = get_hash_fn(algorithm)
     none_hash = get_request_block_hasher(4, hash_fn).none_hash
     core = make_flat_core(20, hash_fn=hash_fn, none_hash=none_hash)
@@ -84,7 +84,7 @@ def test_a_library_that_makes_other_digests_is_not_used(monkeypatch: pytest.Monk
 
 
 class OwnSpec(CrossAttentionSpec):
-    """A kind from outside."""
+    """An external kind."""
 
     kind: ClassVar[str] = "own"
 
@@ -155,7 +155,7 @@ def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(poli
     core.reserve(child, Reservation(6, 8, 8))  # into a copy, which is cached then
     core.free(child)
     core.free(parent)
-    core.take_commands()  # nobody holds the copy any more
+    core.take_commands()  # the copy is unreferenced now
     core.check()
     for number in range(2, 9):
         core.reserve(make_request(f"r{number}", [number] * 4), Reservation(0, 4, 0))

@@ -1,4 +1,5 @@
-"""Policies other than LRU on the flat core: asked in arrays, they evict what they do elsewhere."""
+"""Policies other than LRU on the flat core: called with arrays, they evict the same as
+elsewhere."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ NUM_TURNS = 220
 
 
 class NewestFirst:
-    """A policy from outside, in plain Python: what came out of use last goes first. Puts parents
-    before their children, which must not matter."""
+    """An external policy in plain Python: last in, first out. It puts parents before their
+    children, which must not matter."""
 
     def __init__(self, capacity: int, book: EntryBook) -> None:
         self.entries: list[int] = []

@@ -1,4 +1,4 @@
-"""The rules of each kind of attention, by themselves: the longest hit, and what is skipped."""
+"""The rules of each attention kind alone: the longest hit, and skipped blocks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def first_needed(spec: KVCacheSpec, end: int, extra: int) -> int:
 def longest_of_all(
     spec: KVCacheSpec, there: list[bool], limit: int, step: int, extra: int
 ) -> range:
-    """Try every end, the longest first."""
+    """Try every length, the longest first."""
     for end in range(limit - limit % step, 0, -step) if not spec.keeps_encoder_tokens else ():
         start = first_needed(spec, end, extra)
         if all(there[start:end]):

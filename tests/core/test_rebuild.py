@@ -1,4 +1,4 @@
-"""A tree from labels: what was sealed comes back, what ranks disagree on does not."""
+"""A tree from labels: sealed blocks return, except those on which ranks disagree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Managers by kind: what hits, what tables look like, and the registry."""
+"""Managers by kind: hits, tables, and the registry."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ class EvenSpec(SlidingWindowSpec):
 
 
 class EvenManager(SingleTypeKVCacheManager):
-    """A kind from outside: a hit needs every block of even index."""
+    """An external kind: a hit needs every block of even index."""
 
     @staticmethod
     def longest_hit(

@@ -43,7 +43,7 @@ def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
 
 @contextmanager
 def served(*arguments: str, address: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yield where `kvcache dashboard` serves; Ctrl-C ends it."""
+    """Yield the address of `kvcache dashboard`; Ctrl-C ends it."""
     command = [*KVCACHE, "dashboard", "--json", *arguments]
     process = subprocess.Popen(
         command,
@@ -109,7 +109,7 @@ def test_the_page_shows_what_the_cluster_has(
 
 
 def follow(url: str) -> dict[str, dict[str, object]]:
-    """Return the first picture in which the events agree and the tree is there."""
+    """Return the first picture in which the events agree and the tree is complete."""
     with urllib.request.urlopen(url, timeout=DEADLINE_S) as stream:
         for _ in range(200):
             line = stream.readline().decode()
@@ -232,7 +232,7 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_errors_that_say_what_
 
 
 def refused(*arguments: str, address: str) -> str:
-    """Return what the command says when it refuses."""
+    """Return the refusal of the command."""
     ended = subprocess.run(
         [*KVCACHE, "dashboard", *arguments],
         capture_output=True,

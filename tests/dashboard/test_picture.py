@@ -1,4 +1,4 @@
-"""A cache as cells and boxes: as many as can be drawn, and all of them true."""
+"""A cache as cells and boxes: as many as can be drawn, and all of them correct."""
 
 from __future__ import annotations
 

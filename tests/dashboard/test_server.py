@@ -1,4 +1,4 @@
-"""The page's server against pages that stand still, and against what is no request."""
+"""The page's server against pages that stop reading, and against invalid requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BusyObserver:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where a server listens, in a thread of its own, that waits for nobody for long."""
+    """The address of a server in a thread of its own, with short timeouts."""
     observer: Any = BusyObserver()
     server = DashboardServer(observer, "127.0.0.1", 0)
     server.stalled_s = 0.2

@@ -1,4 +1,4 @@
-"""A paged cache against the model's own: random operations, and what is refused."""
+"""A paged cache against the model's own: random operations, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Walk:
     def __init__(self, model: Any, store: PagedCacheStore, seed: int, records: bool) -> None:
         self.model = model
         self.random = random.Random(seed)
-        # All begin alike, and go on with few different tokens, so that they meet again.
+        # All have a common prefix, and continue with few different tokens, so that they often
+        # coincide.
         self.tokens = prompt(11, seed, shared=9, batch=self.random.choice((1, 2, 3)))
         self.paged = store.open(self.tokens)
         self.own = DynamicCache(config=model.config)
@@ -55,7 +56,7 @@ class Walk:
         self.forward(self.tokens)
 
     def forward(self, tokens: torch.Tensor) -> None:
-        """Compute tokens in both; what the paged one has found it need not."""
+        """Compute tokens in both; the paged cache need not compute its hits."""
         past, whole = self.paged.get_seq_length(), self.own.get_seq_length()
         paged = logits_of(self.model, tokens[:, past - whole :], self.paged)
         own = logits_of(self.model, tokens, self.own)

@@ -1,4 +1,4 @@
-"""`generate` on paged blocks says what it says on the model's own cache, and computes less."""
+"""`generate` on paged blocks equals that on the model's own cache, and computes less."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_a_row_has_found_is_not_written_again(llama: Any) -> None:
         with store.open(first) as cache:
             generate(llama, first, past_key_values=cache)
         with store.open(ids, mask) as cache:
-            # The batch goes on behind column 24; the second row has its tokens 17 to 23 already,
+            # The batch continues after column 24; the second row has its tokens 17 to 23 already,
             # and computes them with the other one's.
             assert cache.length == 24
             pages = store.memory.worker.kv_caches["layers.0"]

@@ -1,4 +1,4 @@
-"""What the vLLM connector accepts, without vLLM."""
+"""The options of the vLLM connector, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of the vLLM connector on real memory, with tensors as vLLM's and without vLLM."""
+"""A rank of the vLLM connector on real memory, with tensors like vLLM's and without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes that come from elsewhere: blocks for them, hittable when their bytes are there."""
+"""External prefixes: blocks for them, hittable when their bytes are complete."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("seed", range(3))
 def test_loads_among_running_requests_keep_the_books(shape: Shape, seed: int) -> None:
-    """Random loads between steps: books that add up, hits only of what is finished."""
+    """Random loads between steps: consistent state, and hits only of finished loads."""
     print(f"seed {seed}")
     dice = random.Random(f"loads {seed} {shape.name}")
     manager = make_manager(

@@ -254,7 +254,7 @@ def test_a_sink_that_raises_misses_events_and_changes_nothing(
 
 
 class BrokenTiers:
-    """Tiers of which every hook raises; or that answer what is no answer."""
+    """Tiers whose hooks all raise, or return invalid answers."""
 
     def __init__(self, answer: object = None) -> None:
         self.answer = answer
@@ -326,7 +326,7 @@ def test_without_workers_and_events_nothing_waits_to_be_taken() -> None:
 
 
 class Candidates(OffloadHooks):
-    """Remembers what it was offered."""
+    """Remembers the blocks that it was offered."""
 
     def __init__(self) -> None:
         self.offered: set[tuple[int, int]] = set()

@@ -1,4 +1,4 @@
-"""States and encoders through calls and steps: limits, failures, what a request keeps."""
+"""States and encoders through calls and steps: limits, failures, and kept blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step request must not say. Each time the message is whole and nothing has changed."""
+"""Invalid step requests. Whole messages are compared, and nothing may change."""
 
 from __future__ import annotations
 

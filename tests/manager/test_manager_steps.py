@@ -1,4 +1,4 @@
-"""The rules of a step, one by one, and that a step of one is what the calls are."""
+"""The rules of a step, one by one; and a step of one request equals the calls."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class Twin:
 
 
 def visible(manager: KVCacheManager) -> tuple[object, object, list[object]]:
-    """What two managers that did the same must agree on: everything but who did what when."""
+    """The equal state of two managers that did the same: all but client and step."""
     state = manager.dump_state()
     core = state["core"]
     assert isinstance(core, dict)
@@ -308,7 +308,7 @@ def test_a_request_of_a_call_is_its_caller_s_own_object() -> None:
 
 
 def one_by_one(settings: CoreSettings) -> FlatCore:
-    """A core that does not let the new requests of a step in together."""
+    """A core that admits the new requests of a step one by one."""
     core = FlatCore(settings)
     vars(core)["admit_rows"] = lambda *rows: None
     return core

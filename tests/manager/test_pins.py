@@ -1,4 +1,4 @@
-"""The table of pins, beside a set of blocks for each of them."""
+"""The table of pins, against a set of blocks for each pin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of running requests: whose they are, their tokens, and when request objects get them."""
+"""Rows of running requests: their requests, their tokens, and when request objects get them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Row:
 
 
 class SlotWalk:
-    """Random operations on a table, and on lists beside it."""
+    """Random operations on a table, and on lists."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

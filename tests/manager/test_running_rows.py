@@ -1,4 +1,4 @@
-"""Rows that run on from step to step: whose they are, and what a core sees of their tokens."""
+"""Rows that run from step to step: their requests, and the tokens that a core sees."""
 
 from __future__ import annotations
 

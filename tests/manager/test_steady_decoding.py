@@ -1,4 +1,4 @@
-"""Steps of decoding that differ in nothing but tokens: what is known from the last one holds on."""
+"""Decoding steps that differ only in tokens: results of the last step are reused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rows_that_change_places_take_their_tokens_along() -> None:
 
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
 def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape) -> None:
-    """Nobody looks at the books in between: what rows have filled waits to be put together."""
+    """No audit in between: filled units of rows stay deferred."""
     manager = make_manager(
         Shape("long", shape.groups, 2000),
         num_blocks=400,
@@ -138,7 +138,7 @@ def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape) 
 def test_rows_that_run_in_one_piece_after_others_in_pieces_are_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a step publishes is written down for the case that it fails, however many rows ran."""
+    """The changes of a step are kept in case it fails, however many rows ran."""
     manager = make_manager()
     engine = Engine(manager)
     engine.step(new=tuple(new(name, [i, i, i]) for i, name in enumerate("abcd")))

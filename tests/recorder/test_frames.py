@@ -1,4 +1,4 @@
-"""Records in a file: a torn end is cut off, anything else that is wrong is named."""
+"""Records in a file: a torn end is cut off, other damage is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Label sets of all ranks come back as they were, whether they are equal or not."""
+"""Label sets of all ranks decode to themselves, whether they are equal or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was recorded replays to the same: random lives, and what a replay finds."""
+"""Recordings replay to the same state: random lives, and differences that a replay finds."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_differences_of_the_final_state_are_named_part_by_part(copied: list[Path
 
 
 def test_another_clock_makes_another_manager(copied: list[Path]) -> None:
-    """Pins run out by the clock: what it said is a part of the recording."""
+    """Pins expire by the clock: its times are part of the recording."""
     for path in copied:
         records = records_of(path)
         for i, record in enumerate(records):

@@ -112,7 +112,7 @@ def test_calls_pins_and_a_client_that_leaves_are_replayed(tmp_path: Path) -> Non
 
 
 class FailingStore(MemoryStateStore):
-    """A store that fails to save once when it is told to, which ends the epoch."""
+    """A store that fails to save once on request, which ends the epoch."""
 
     fails_next = False
 

@@ -1,5 +1,5 @@
-"""Clusters in one process with tiers below the device, recorded: whatever the tiers did happens
-again, to the same books."""
+"""Recorded clusters in one process with tiers below the device: all effects of the tiers are
+replayed, with the same final state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from tests.actors.tier_driver import (
 from tests.recorder.segments_at_rest import change, records_of, write
 
 PROMPTS = range(5)
-"""Two fit on the device, less than two into host memory: the others are found in files."""
+"""Two fit on the device, less than two into host memory: the others are hit in files."""
 
 SHAPE = ConversationShape(
     num_conversations=5,
@@ -92,7 +92,7 @@ def manager_of(cluster: LocalCluster) -> KVCacheManager:
 
 
 def play(cluster: LocalCluster, client: Any, numbers: Sequence[int] = PROMPTS) -> list[int]:
-    """Play prompts, every byte checked; return how many tokens of each were found."""
+    """Play prompts, checking every byte; return how many tokens of each were hit."""
     return play_all(client, numbers, lambda: statistics_of(cluster))
 
 
@@ -102,7 +102,7 @@ def records_in(directory: Path) -> list[Any]:
 
 
 def replay(directory: Path) -> RecordReplay:
-    """Replay all there is, which comes out as recorded."""
+    """Replay the whole recording, without differences."""
     replayed = RecordReplay(open_recording(directory / "recorded"))
     report = replayed.run()
     assert (report.difference, report.notes, report.num_skipped_records) == (None, (), 0)
@@ -127,7 +127,7 @@ def fail_every_other_load(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def until_let_in(client: Any, step: StepRequest) -> StepResult:
-    """Send a step until the request in it is let in, or refused for good."""
+    """Send a step until its request is admitted, or refused for good."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         result: StepResult = client.step(step)

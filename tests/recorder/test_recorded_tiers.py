@@ -1,5 +1,5 @@
-"""Recordings of coordinators with tiers: random schedules of faults replay exactly, and whatever
-tiers did is in them."""
+"""Recordings of coordinators with tiers: random schedules of faults replay exactly, with all
+effects of the tiers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SEEDS_PER_TEST = 3
 NUM_SEEDS = 90
 KINDS = {"swaps": swapping, "disks": faulty, "files": with_files, "all": random_scenario}
 QUICK = {"swaps": 6, "disks": 3, "files": 0, "all": 3}
-"""Seeds of each kind that are played every time."""
+"""Seeds of each kind that every run plays."""
 
 
 def kinds_in(cluster: RecordedCluster) -> Counter[str]:
-    """Count records by kind, and what the manager called its tiers for."""
+    """Count records by kind, and the manager's calls of its tiers."""
     counts: Counter[str] = Counter()
     for recorder in cluster.recorders:
         for path in sorted(recorder.directory.iterdir()) if recorder.directory.exists() else ():

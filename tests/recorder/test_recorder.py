@@ -1,4 +1,4 @@
-"""What the recorder writes, when, and how much; and what it does when it cannot."""
+"""The recorder's files: content, timing and size; and failures to write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = np.arange(20, dtype=np.int32)
 
 
 class Disk:
-    """Opens files that take `left_bytes` more bytes, all together, and then no more."""
+    """Opens files that take `left_bytes` more bytes in total."""
 
     def __init__(self, left_bytes: int = 1 << 40, at_once_bytes: int = 1 << 20) -> None:
         self.left_bytes = left_bytes
@@ -60,7 +60,7 @@ class _File:
 
 
 class Served:
-    """A recorded coordinator that is asked simple things, one after another."""
+    """A recorded coordinator with simple requests, one after another."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.clock = VirtualClock()

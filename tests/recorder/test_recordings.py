@@ -1,4 +1,4 @@
-"""What is not there, torn, damaged, or no recording at all: left out and said, or an error."""
+"""Missing, torn, damaged and invalid recordings: omissions are reported, or an error."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_another_version_of_the_format_is_named(copied: list[Path]) -> None:
 
 
 def as_version_1(payload: bytes) -> bytes:
-    """Return a record as it was written before there were tiers in recordings."""
+    """Return a record in the format from before recordings had tiers."""
     values = msgpack.unpackb(payload, strict_map_key=False)
     if values[0] == "segment":
         values = [values[0], 1, *values[2:-1]]

@@ -1,4 +1,4 @@
-"""What is seen of requests while somebody records, and what of them leaves the coordinator."""
+"""Requests during a recording, and the data that leaves the coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SALT = bytes(range(32))
 
 
 class Served:
-    """A manager whose steps a traced recorder hears of, as behind a coordinator."""
+    """A manager whose steps go to a traced recorder, as in a coordinator."""
 
     def __init__(self, num_blocks: int = 100, limits: TracerLimits | None = None) -> None:
         spec = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=1)
@@ -39,7 +39,7 @@ class Served:
         self._step = 0
 
     def step(self, **parts: object) -> list[int]:
-        """Execute a step a second later; return the slots of who was admitted."""
+        """Execute a step a second later; return the slots of admitted requests."""
         self.clock.advance(1.0)
         self._step += 1
         rows = parts.pop("rows", ())

@@ -1,4 +1,4 @@
-"""What is measured, and what is made of it. Clocks are virtual: no test depends on this machine."""
+"""Measurements, and decisions from them. Clocks are virtual: no test depends on this machine."""
 
 from __future__ import annotations
 

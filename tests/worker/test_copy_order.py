@@ -1,6 +1,6 @@
-"""Stores and loads beside forwards and beside one another: who waits for whom.
+"""Stores and loads concurrent with forwards and with each other: what waits for what.
 
-With an engine that reads at the very end: whoever does not wait is seen by wrong bytes.
+With an engine that reads at the very end: without a wait, bytes are wrong.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def stored(bench: Bench, block_id: int, slot: int) -> bytes:
-    """Store a block, and return what it held."""
+    """Store a block, and return its content."""
     content = bench.content(block_id)
     bench.store(100 + slot, block_id, slot)
     bench.finish()
@@ -92,7 +92,7 @@ def stored(bench: Bench, block_id: int, slot: int) -> bytes:
 
 
 def loaded(bench: Bench, slot: int) -> bytes:
-    """Return what a slot holds, by way of block 15."""
+    """Return the content of a slot, by way of block 15."""
     bench.load(200 + slot, slot, 15)
     bench.finish()
     assert bench.reports[200 + slot].ok, bench.reports[200 + slot].detail

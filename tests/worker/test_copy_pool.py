@@ -1,4 +1,4 @@
-"""Threads that copy one store or load together: who takes part, who is waited for, what is told."""
+"""Threads that copy one store or load together: helpers, waits, and reports."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_where_no_thread_starts_the_caller_does_all(
 
 def test_what_was_copied_is_given_back_by_the_one_who_asked(pool: CopyPool) -> None:
     class Work:
-        """Says which thread drops it last."""
+        """Reports the thread that drops it last."""
 
         def __call__(self) -> None:
             together.wait(TIMEOUT_S)
@@ -267,7 +267,7 @@ def test_one_thread_that_fails_ends_the_move(
 
 
 class Told(copy_task.deque):  # type: ignore[type-arg,name-defined,misc]
-    """A queue that says when it was emptied."""
+    """A queue that reports when it was emptied."""
 
     def __init__(self, items: object, emptied: threading.Event) -> None:
         super().__init__(items)

@@ -1,4 +1,4 @@
-"""The thread that copies goes behind the worker's own, as far as the configuration says."""
+"""The copying thread has a lower priority than the worker's own, as configured."""
 
 from __future__ import annotations
 

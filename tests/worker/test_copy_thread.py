@@ -1,4 +1,4 @@
-"""Stores and loads in a second thread: the worker hears when they end, whatever happens there."""
+"""Stores and loads in a second thread: the worker learns of their end, also of failures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LostCopy:
 
 
 class News(threading.Event):
-    """What a worker calls when a transfer has ended."""
+    """Called by a worker when a transfer has ended."""
 
     does_raise = False
 
@@ -90,7 +90,7 @@ class News(threading.Event):
 
 
 class Bench(Harness):
-    """A worker on the clock of the machine, and its news."""
+    """A worker on the machine's clock, and its reports."""
 
     engine: GatedEngine
     news: News
@@ -199,7 +199,7 @@ def test_a_forward_begins_when_the_thread_has_read_what_it_writes(bench: Bench) 
 
     forward = threading.Thread(target=write)
     forward.start()
-    # A message is obeyed while the forward waits: the worker is not locked meanwhile.
+    # A message is applied while the forward waits: the worker is not locked meanwhile.
     assert [type(reply) for reply in bench.send()] == [Ack]
     bench.engine.gate.set()
     forward.join(TIMEOUT_S)

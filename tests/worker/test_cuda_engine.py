@@ -1,8 +1,7 @@
 """The CUDA engine on a GPU: every way of copying against a naive model, and what waits for what.
 
-Work that takes long is a kernel that spins; what must wait for it would find other bytes if it did
-not. All of it is skipped where there is no GPU; what can be tested without one is in
-test_cuda_runtime.py and test_triton_kernel.py.
+Long work is a kernel that spins; without the wait for it, bytes would be wrong. Without a GPU, all
+of it is skipped; tests that need none are in test_cuda_runtime.py and test_triton_kernel.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.worker.worker_support import ids, random_bytes
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="NO CUDA DEVICE: NOT TESTED"),
-    # What triton says of its own future is no error of ours.
+    # Triton's deprecation warnings are not errors of ours.
     pytest.mark.filterwarnings("default::UserWarning", "default::DeprecationWarning"),
 ]
 
@@ -198,7 +197,7 @@ def test_a_wait_ends_at_its_deadline_and_can_be_repeated(engine: CudaCopyEngine)
 
 
 def test_ids_and_descriptors_live_until_they_have_been_used(engine: CudaCopyEngine) -> None:
-    """Many copies stand in line behind a forward; what they were told is not overwritten."""
+    """Many copies are queued after a forward; their arguments are not overwritten."""
     rng = np.random.default_rng(4)
     host, rows = random_bytes(rng, 512, 256).pin_memory(), torch.zeros((512, 256), device=DEVICE)
     rows = rows.to(torch.uint8)

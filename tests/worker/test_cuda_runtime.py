@@ -1,7 +1,7 @@
-"""Batches and rectangles, asked of a library with the CUDA runtime's own prototypes.
+"""Batches and rectangles, on a library with the CUDA runtime's prototypes.
 
-No CUDA is needed: the library copies this process's memory. The real one is asked where it is
-there, with the tests of `test_cuda_engine.py`.
+Needs no CUDA: the library copies this process's memory. `test_cuda_engine.py` uses the real one if
+there is one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads over files: jobs end whatever happens, and nothing about one key is overtaken."""
+"""Threads over files: all jobs end, and no job of a key overtakes another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks in files: written whole or not at all, read only if everything is right."""
+"""Blocks in files: written whole or not at all, and read only if everything is right."""
 
 from __future__ import annotations
 
@@ -738,7 +738,7 @@ except ConfigurationError as error:
 
 
 def is_locked(root: Path) -> bool:
-    """Whether another process is refused."""
+    """Return whether another process is refused."""
     found = subprocess.run(
         [sys.executable, "-c", TAKE, str(root)],
         capture_output=True,

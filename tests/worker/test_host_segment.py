@@ -1,4 +1,4 @@
-"""Host memory that outlives a process: its labels, its head, and who may attach to it."""
+"""Host memory that outlives a process: its labels, its head, and which process may attach."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Label commands and patches whose columns are a little wrong are refused, as when each rule is
-looked at by itself; sound ones leave exactly what they say."""
+"""Label commands and patches with slightly wrong columns are refused, as by a check of each rule;
+valid ones have exactly their effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EDGES = (-(2**31), -1, 0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, NUM_BLOCKS - 1, NUM
 
 
 def random_label(choose: random.Random) -> Label:
-    """Return a sound label, whose blocks rise or not."""
+    """Return a valid label, with ascending blocks or not."""
     count = choose.randint(0, 6)
     ids = choose.sample(range(1, NUM_BLOCKS), count)
     if choose.random() < 0.5:

@@ -1,4 +1,4 @@
-"""Memory that survives its workers, and is gone with the last who has it."""
+"""Memory that survives its workers, and ends with its last holder."""
 
 from __future__ import annotations
 
@@ -419,7 +419,7 @@ def serving_at(address: str) -> HostMemoryService:
 
 @pytest.fixture
 def start(address: str) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Start a process and wait for what it says."""
+    """Start a process and wait for its output."""
     processes: list[subprocess.Popen[str]] = []
 
     def start_one(role: str) -> tuple[subprocess.Popen[str], str]:

@@ -1,4 +1,4 @@
-"""Rows copied, and blocks hashed on the way, against the naive way."""
+"""Rows copied, and blocks hashed during the copy, against a naive implementation."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_ids(rng: np.random.Generator, order: str, count: int) -> Int32Array:
-    """Ids of one side: a run, runs of a few, or none that follow one another."""
+    """Ids of one side: consecutive, in short sequences, or scattered."""
     if order == "run":
         return int32_array(np.arange(count) + int(rng.integers(0, NUM_ROWS - count + 1)))
     mixed = rng.permutation(NUM_ROWS)

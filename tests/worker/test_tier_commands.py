@@ -1,4 +1,4 @@
-"""Commands for host slots and files, as a worker obeys them: labels, seals, spills, fetches."""
+"""Commands for host slots and files in a worker: labels, seals, spills, fetches."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_a_grant_waits_until_no_file_is_read_or_written(
 
 
 def test_content_checked_blocks_survive_all_tiers(tmp_path: Path) -> None:
-    """Bytes that the tokens demand go down to disk, come back elsewhere, and are compared."""
+    """The right bytes are spilled, fetched elsewhere, and compared."""
     made = make(tmp_path, is_content_checking=True)
     tokens = list(range(50, 59))
     assert made.run(patch(0, [5, 3, 7]), write_expected(1, [Row(0, tokens, 0, 9)])).ok

@@ -1,4 +1,4 @@
-"""Stores beside steps: no block is written while a copy still reads it."""
+"""Stores concurrent with steps: no block is written while a copy still reads it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ WRITERS = {
 
 
 def stored_bytes_are_right(seed: int, write: Callable[[Harness], None]) -> bool:
-    """Store blocks, write one of them at once, and look what was stored."""
+    """Store blocks, write one of them at once, and check the stored bytes."""
     harness, engine = make(seed)
     harness.send(Store(1, "host", ids(7), ids(5)))
     wait_for(harness, 1)
@@ -118,7 +118,7 @@ def test_a_block_that_a_store_reads_is_not_written_before_the_copy_is_over(write
 def test_without_the_wait_wrong_bytes_are_stored(
     writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above can fail: this is what it looks like."""
+    """The test above can fail: this is how."""
     monkeypatch.setattr(TransferUses, "before_forward", lambda uses, seq: None)
     monkeypatch.setattr(
         TransferUses, "before_write", lambda uses, block_ids: uses.writes.using(block_ids)
@@ -186,7 +186,7 @@ def test_slots_in_use_are_not_written_and_may_be_read_by_many() -> None:
 
 
 class Walk:
-    """Random jobs and steps, and what every block and slot must hold."""
+    """Random jobs and steps, and the right content of every block and slot."""
 
     def __init__(self, seed: int) -> None:
         self.harness, self.engine = make(seed, "block_first" if seed % 2 else "layer_first")
@@ -238,7 +238,7 @@ class Walk:
         self.blocks[target] = block_bytes(self.harness.worker, target)
 
     def settle(self) -> None:
-        """Take reports, and compare what was loaded."""
+        """Take reports, and compare the loaded blocks."""
         self.engine.is_stopped = self.chance.random() < 0.3
         self.harness.note(self.harness.worker.on_tick())
         for done in [job for job in self.held if job in self.harness.reports]:

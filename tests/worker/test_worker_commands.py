@@ -1,4 +1,4 @@
-"""What each command does, when it takes effect, and which messages are refused as a whole."""
+"""The effect of each command, its time, and messages that are refused as a whole."""
 
 from __future__ import annotations
 

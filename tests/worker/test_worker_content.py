@@ -1,4 +1,4 @@
-"""Content checking finds every kind of wrong byte, and none where there is none."""
+"""Content checking finds every kind of wrong byte, and no others."""
 
 from __future__ import annotations
 

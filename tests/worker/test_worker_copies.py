@@ -27,7 +27,7 @@ def devices() -> list[object]:
 def naive_copy(
     sources: torch.Tensor, source_ids: list[int], destinations: torch.Tensor, targets: list[int]
 ) -> torch.Tensor:
-    """What a copy must do, row by row, from a snapshot."""
+    """The right result of a copy, row by row, from a snapshot."""
     before, after = sources.clone(), destinations.clone()
     for source, target in zip(source_ids, targets, strict=True):
         after[target] = before[source]

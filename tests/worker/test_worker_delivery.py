@@ -279,7 +279,7 @@ def test_a_polling_wait_ends_at_once_when_the_epoch_changes() -> None:
 
 
 class Waiter:
-    """A thread in `begin_forward`, and what came of it."""
+    """A thread in `begin_forward`, and its result."""
 
     def __init__(self, harness: Harness, epoch: int, seq: int) -> None:
         self.error: Exception | None = None

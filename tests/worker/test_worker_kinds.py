@@ -1,4 +1,4 @@
-"""Content checking of every attention kind: right tables are green, wrong ones red."""
+"""Content checking of every attention kind: right tables pass, wrong ones fail."""
 
 from __future__ import annotations
 
