@@ -22,6 +22,7 @@ from kvcache.worker.copies.cuda import (
     CudaRuntime,
     RowCopy,
     SourceOrder,
+    _copy_runs,
     describe_copy,
     loaded_cuda_runtime,
 )
@@ -203,3 +204,22 @@ def test_pieces_are_as_long_as_the_runs_that_nothing_interrupts() -> None:
     two_runs = ids(0, 1, 2, 8), ids(4, 5, 6, 7)
     assert RowCopy(solid, two_runs[0], solid, two_runs[1]).mean_piece_bytes == 20
     assert RowCopy(gapped, two_runs[0], solid, two_runs[1]).mean_piece_bytes == 10
+
+
+def test_runs_end_where_either_side_jumps() -> None:
+    rows = torch.zeros(12, 8, dtype=torch.uint8)
+    starts, counts = RowCopy(rows, ids(4, 5, 6, 9, 10), rows, ids(1, 2, 5, 6, 7)).runs()
+    assert (starts.tolist(), counts.tolist()) == ([0, 2, 3], [2, 1, 2])
+    starts, counts = RowCopy(rows, ids(), rows, ids()).runs()
+    assert (starts.tolist(), counts.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize("gap", [0, 8])
+def test_without_batches_each_run_is_copied(gap: int) -> None:
+    rng = np.random.default_rng(gap)
+    sources = gapped(rng, 12, 16, gap)
+    destinations = torch.zeros(12, 16, dtype=torch.uint8)
+    _copy_runs(RowCopy(sources, ids(4, 5, 6, 9, 10), destinations, ids(1, 2, 5, 6, 7)))
+    expected = torch.zeros_like(destinations)
+    expected[[1, 2, 5, 6, 7]] = sources[[4, 5, 6, 9, 10]]
+    assert torch.equal(destinations, expected)

@@ -11,7 +11,6 @@ from kvcache.base.errors import BlockError, ConfigurationError, MalformedMessage
 from kvcache.protocol.commands import BlockTablePatch
 from kvcache.worker import CopyEngine, CpuCopyEngine, CudaCopyEngine, make_copy_engine
 from kvcache.worker.block_tables import BlockTables
-from kvcache.worker.copies.engine import consecutive_runs
 from tests.worker.worker_support import ids, patch, random_bytes
 
 TIMEOUT_S = 60.0
@@ -94,15 +93,6 @@ def test_a_swap_of_two_blocks_swaps_them() -> None:
     rows = torch.arange(3, dtype=torch.uint8).reshape(3, 1).repeat(1, 9000)
     CpuCopyEngine().copy_within(rows, ids(1, 2), ids(2, 1))
     assert rows[:, 0].tolist() == [0, 2, 1]
-
-
-def test_runs_end_where_either_side_jumps() -> None:
-    assert consecutive_runs(ids(4, 5, 6, 9, 10), ids(1, 2, 5, 6, 7)) == [
-        (4, 1, 2),
-        (6, 5, 1),
-        (9, 6, 2),
-    ]
-    assert list(consecutive_runs(ids(), ids())) == []
 
 
 def test_without_cuda_the_cuda_engine_says_what_to_do() -> None:

@@ -31,7 +31,7 @@ import torch
 
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.copies.engine import DoneCopy, PendingCopy, consecutive_runs, run_starts
+from kvcache.worker.copies.engine import DoneCopy, PendingCopy
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -101,10 +101,16 @@ class RowCopy(NamedTuple):
     @property
     def mean_piece_bytes(self) -> float:
         """How long a piece is on average: what decides which way of copying is fastest."""
-        num_rows, num_pieces = len(self.source_ids), len(self.source_ids)
-        if self.is_gapless:
-            num_pieces = len(run_starts(self.source_ids, self.destination_ids))
+        num_rows = len(self.source_ids)
+        num_pieces = len(self.runs()[0]) if self.is_gapless else num_rows
         return num_rows * self.sources.shape[1] / max(1, num_pieces)
+
+    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return where each run begins in which both ids rise by 1, and how long it is."""
+        is_first = np.ones(len(self.source_ids), np.bool_)
+        is_first[1:] = (np.diff(self.source_ids) != 1) | (np.diff(self.destination_ids) != 1)
+        starts = np.flatnonzero(is_first)
+        return starts, np.diff(np.append(starts, len(self.source_ids)))
 
     def pieces(self, chosen: npt.NDArray[np.integer | np.bool_], sizes: npt.ArrayLike) -> Pieces:
         """Return pieces of these sizes that begin with the chosen rows."""
@@ -120,10 +126,9 @@ def describe_copy(copy: RowCopy) -> CopyDescriptors:
     """Return addresses and sizes of a copy between two memories; valid as long as both tensors
     live. A run of rows without gaps is one piece, a long one with gaps one rectangle."""
     width = copy.sources.shape[1]
-    starts = run_starts(copy.source_ids, copy.destination_ids)
+    starts, counts = copy.runs()
     if copy.is_empty:
         return CopyDescriptors(copy.pieces(starts[:0], 0), ())
-    counts = np.diff(np.append(starts, len(copy.source_ids)))
     if copy.is_gapless:
         return CopyDescriptors(copy.pieces(starts, counts * width), ())
     pitches = _pitch(copy.sources), _pitch(copy.destinations)
@@ -578,7 +583,9 @@ def _is_over(event: _Queryable) -> bool:
 
 def _copy_runs(copy: RowCopy) -> None:
     """Queue one contiguous copy per run; rows that are not side by side go one by one."""
-    for source, destination, count in consecutive_runs(copy.source_ids, copy.destination_ids):
+    starts, counts = copy.runs()
+    ids = copy.source_ids[starts].tolist(), copy.destination_ids[starts].tolist()
+    for source, destination, count in zip(*ids, counts.tolist(), strict=True):
         step = count if copy.is_gapless else 1
         for i in range(0, count, step):
             copy.destinations[destination + i : destination + i + step].copy_(

@@ -10,18 +10,14 @@ In one call, all sources are read before any destination is written. Destination
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvcache.base.arrays import Int32Array
 from kvcache.worker.copies.rows import ByteRows, copy_rows
-
-_FIRST = np.zeros(1, dtype=np.int64)
 
 
 class PendingCopy(Protocol):
@@ -85,26 +81,6 @@ class DoneCopy:
     def wait(self, timeout_s: float) -> bool:
         """Return True at once."""
         return True
-
-
-def run_starts(source_ids: Int32Array, destination_ids: Int32Array) -> npt.NDArray[np.int64]:
-    """Return where a new run begins: at index 0, and where either id does not rise by 1."""
-    if len(source_ids) <= 1:
-        return np.arange(len(source_ids))
-    breaks = source_ids[1:] - source_ids[:-1] != 1
-    if destination_ids is not source_ids:
-        breaks |= destination_ids[1:] - destination_ids[:-1] != 1
-    return np.concatenate((_FIRST, np.flatnonzero(breaks) + 1))
-
-
-def consecutive_runs(
-    source_ids: Int32Array, destination_ids: Int32Array
-) -> Sequence[tuple[int, int, int]]:
-    """Return `(first source, first destination, count)` of each run in which both rise by 1."""
-    starts = run_starts(source_ids, destination_ids)
-    counts = np.diff(np.append(starts, len(source_ids))).tolist()
-    first_sources, first_destinations = source_ids[starts], destination_ids[starts]
-    return list(zip(first_sources.tolist(), first_destinations.tolist(), counts, strict=True))
 
 
 class CpuCopyEngine:
