@@ -30,6 +30,7 @@ from tests.actors.tier_driver import (
     settle,
     tier_config,
 )
+from tests.worker.tier_support import wait_for_files
 
 PROMPTS = range(8)
 """After all prompts were played, six or seven of them are only in files."""
@@ -320,10 +321,10 @@ def test_what_cannot_be_removed_is_tried_again(
             player.client.reset_prefix_cache()
             settle(player.client, player.statistics)
             for rank in range(2):
-                assert player.pool(rank).wait(PATIENCE_S)
-                assert player.pool(rank).num_undone_discards == len(PROMPTS) * BLOCKS
+                assert wait_for_files(player.pool(rank), PATIENCE_S)
+                assert len(player.pool(rank)._undone) == len(PROMPTS) * BLOCKS
         player.play(*range(100, 108))
         for rank in range(2):
-            assert player.pool(rank).wait(PATIENCE_S)
-            assert player.pool(rank).num_undone_discards == 0
+            assert wait_for_files(player.pool(rank), PATIENCE_S)
+            assert len(player.pool(rank)._undone) == 0
             assert len(files_of(tmp_path, rank)) == player.disk.num_ready

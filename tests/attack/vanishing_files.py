@@ -41,6 +41,7 @@ from tests.actors.tier_driver import (
     settle,
     tier_config,
 )
+from tests.worker.tier_support import wait_for_files
 
 NUM_PROMPTS = 12
 """Prompts that are repeated; files have room for most of them."""
@@ -283,7 +284,7 @@ class Attack:
         for rank, worker in enumerate(self._cluster.workers):
             pool = worker.worker.file_pool
             assert pool is not None
-            assert pool.wait(60.0)
+            assert wait_for_files(pool, 60.0)
             (directory,) = self._root.glob(f"*/*/rank{rank}")
             found = {
                 bytes.fromhex(p.stem): p.stat().st_size for p in directory.glob(f"??/*{SUFFIX}")

@@ -20,6 +20,7 @@ from tests.protocol import virtual_disk
 from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, MODELS_IN_TIERS, Scenario
 from tests.protocol.simulation import Cluster, simulate
+from tests.worker.tier_support import is_scanning
 
 NUM_BLOCKS = {"mla": 8}
 """Its blocks are larger than those of other models."""
@@ -170,7 +171,7 @@ def test_a_scan_of_another_coordinator_starts_again(
     scan = FilePool.scan
 
     def go_on(self: FilePool, *prefixes: Any) -> None:
-        if not self.is_scanning:
+        if not is_scanning(self):
             scan(self, *prefixes)
 
     monkeypatch.setattr(FilePool, "scan", go_on)

@@ -30,7 +30,7 @@ from kvcache.worker.files.format import FileHead, labels_of_heads
 from kvcache.worker.files.tier import FileTierSettings
 from kvcache.worker.host_memory import host_pool
 from kvcache.worker.host_memory.labels import SlotState
-from tests.worker.tier_support import PLAIN, files_below, label_views, random_labels
+from tests.worker.tier_support import PLAIN, files_below, label_views, random_labels, wait_for_files
 from tests.worker.worker_support import (
     Harness,
     Row,
@@ -57,7 +57,7 @@ class Bench(Harness):
         """Wait for the files, then for the report."""
         pool = self.worker.file_pool
         assert pool is not None
-        assert pool.wait(TIMEOUT_S)
+        assert wait_for_files(pool, TIMEOUT_S)
         self.note(self.worker.on_tick())
         return self.reports[job_id]
 
@@ -365,7 +365,7 @@ def test_a_grant_waits_until_no_file_is_read_or_written(
     assert bench.grant() == []
     assert bench.worker.on_tick() == []
     may_write.set()
-    assert pool.wait(TIMEOUT_S)
+    assert wait_for_files(pool, TIMEOUT_S)
     granted = bench.worker.on_tick()
     assert [type(reply).__name__ for reply in granted] == ["Granted"]
 
@@ -449,7 +449,7 @@ def test_a_worker_that_begins_again_finds_its_files(tmp_path: Path) -> None:
     pool = again.worker.file_pool
     assert pool is not None
     pool.scan([KEY[0]])
-    assert pool.wait(TIMEOUT_S)
+    assert wait_for_files(pool, TIMEOUT_S)
     (scanned,) = pool.take_scanned()
     assert [head.key for head in scanned.heads] == [KEY]
     assert label_views(labels_of_heads(scanned.heads)) == label_views(CONTENT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvcache.protocol.commands import Label
 from kvcache.requests.request import Namespace
 from kvcache.requests.request_content import namespace_name
 from kvcache.worker.copies.checksums import checksum_of
+from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.files.format import FileHead, labels_of_heads
 from kvcache.worker.files.system import Buffers, DirectoryFiles
 from kvcache.worker.host_memory.segment import HostSegment, SegmentShape
@@ -218,3 +220,17 @@ class FaultyFiles(DirectoryFiles):
 
 def files_below(directory: Path) -> list[str]:
     return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def wait_for_files(pool: FilePool, timeout_s: float) -> bool:
+    """Wait until the lanes have done all work submitted so far; say whether they did in time."""
+    lanes = pool._lanes
+    done = [threading.Event() for _ in range(lanes.num_lanes)]
+    for lane, event in enumerate(done):
+        lanes.put(lane, event.set)
+    return all(event.wait(timeout_s) for event in done)
+
+
+def is_scanning(pool: FilePool) -> bool:
+    """Say whether `take_scanned` will have more to return than it has now."""
+    return bool(pool._to_scan or pool._num_scanning)

@@ -126,8 +126,8 @@ class _Job:
 
 
 class FilePool:
-    """The files of one rank. Every method may be called from any thread; none waits on a disk but
-    `wait` and `close`, which have a deadline."""
+    """The files of one rank. Every method may be called from any thread; none waits for a disk but
+    `close`, which has a deadline."""
 
     def __init__(
         self,
@@ -145,10 +145,8 @@ class FilePool:
         self._max_queued = max_queued_blocks
         self._on_finished = on_finished
         self._lanes = lanes
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._num_queued = 0
-        self._num_running = 0
-        self._num_discards = 0
         self._undone: dict[bytes, None] = {}
         self._finished: list[FinishedFileJob] = []
         self._to_scan: deque[int] = deque()
@@ -157,20 +155,9 @@ class FilePool:
         self._is_closed = False
 
     @property
-    def num_running(self) -> int:
-        """Jobs that have not ended. Those that have ended are waiting in `get_finished`."""
-        with self._condition:
-            return self._num_running
-
-    @property
     def has_finished(self) -> bool:
         """Whether `get_finished` has something to return."""
         return bool(self._finished)
-
-    @property
-    def num_undone_discards(self) -> int:
-        """Files that were to be removed and could not be: tried again with what comes next."""
-        return len(self._undone)
 
     def submit_spill(self, job_id: int, slots: Sequence[int], heads: Sequence[FileHead]) -> None:
         """Write slot `slots[i]` to the file of `heads[i].key`. The slots stay as they are until
@@ -202,8 +189,6 @@ class FilePool:
         """
         self._discard_again()
         for key in keys:
-            with self._condition:
-                self._num_discards += 1
             self._submit(key, partial(self._discard, key, is_repeat=False))
 
     def scan(self, prefixes: Iterable[int] = range(NUM_DIRECTORIES)) -> None:
@@ -211,40 +196,29 @@ class FilePool:
 
         What was asked for before and not taken is forgotten.
         """
-        with self._condition:
+        with self._lock:
             self._scan_round += 1
             self._scanned.clear()
             self._to_scan = deque(prefixes)
             self._scan_more()
 
-    @property
-    def is_scanning(self) -> bool:
-        """Whether `take_scanned` will have more to return than it has now."""
-        with self._condition:
-            return bool(self._to_scan or self._num_scanning)
-
     def take_scanned(self) -> list[ScannedDirectory]:
         """Return the directories that were scanned since the last call, in no order."""
-        with self._condition:
+        with self._lock:
             scanned, self._scanned = self._scanned, []
             self._scan_more()
             return scanned
 
     def get_finished(self) -> list[FinishedFileJob]:
         """Return the jobs that have ended since the last call."""
-        with self._condition:
+        with self._lock:
             finished, self._finished = self._finished, []
             return finished
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until nothing is queued or running any more; say whether that was so in time."""
-        with self._condition:
-            return self._condition.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new work, and end the lanes when submitted work is done; say whether they ended
         in time."""
-        with self._condition:
+        with self._lock:
             self._is_closed = True
             self._to_scan.clear()
         return self._lanes.close(timeout_s)
@@ -253,7 +227,7 @@ class FilePool:
 
     def _begin(self, job_id: int, num_blocks: int) -> _Job:
         """Take room for a job's blocks; raises BacklogFullError."""
-        with self._condition:
+        with self._lock:
             if self._is_closed or self._num_queued + num_blocks > self._max_queued:
                 self.store.count("backlog")
                 raise BacklogFullError(
@@ -262,7 +236,6 @@ class FilePool:
                     + ("the tier is closed" if self._is_closed else "send less, or raise it")
                 )
             self._num_queued += num_blocks
-            self._num_running += 1
             if not num_blocks:
                 self._end(_Job(job_id, 0))
         return _Job(job_id, num_blocks)
@@ -272,9 +245,8 @@ class FilePool:
 
     def _discard_again(self) -> None:
         """Try once more to remove what could not be removed."""
-        with self._condition:
+        with self._lock:
             keys = list(self._undone)[:MAX_TRIED_AGAIN]
-            self._num_discards += len(keys)
         for key in keys:
             self._submit(key, partial(self._discard, key, is_repeat=True))
 
@@ -315,13 +287,11 @@ class FilePool:
             pass  # counted
         except Exception:
             self.store.count("io")
-        with self._condition:
+        with self._lock:
             if is_done:
                 self._undone.pop(key, None)
             else:
                 self._undone[key] = None
-            self._num_discards -= 1
-            self._condition.notify_all()
 
     def _scan(self, prefix: int, scan_round: int) -> None:
         try:
@@ -331,17 +301,16 @@ class FilePool:
         except Exception as error:  # whatever it is, the others are scanned
             problem = f"directory {prefix:02x}: {type(error).__name__} {error}"
             found = ScannedDirectory(prefix, (), (problem,))
-        with self._condition:
+        with self._lock:
             self._num_scanning -= 1
             if scan_round == self._scan_round:
                 self._scanned.append(found)
             else:
                 self._scan_more()  # what was found is of no use, but there is room again
-            self._condition.notify_all()
         self._on_finished()
 
     def _forget_undone(self, keys: Iterable[bytes]) -> None:
-        with self._condition:
+        with self._lock:
             for key in keys:
                 self._undone.pop(key, None)
 
@@ -356,7 +325,7 @@ class FilePool:
         except Exception as error:  # nothing behind it may be left undone
             self.store.count("io")
             failure = BlockFailure(place, key, f"{type(error).__name__} {error}")
-        with self._condition:
+        with self._lock:
             self._num_queued -= 1
             job.num_left -= 1
             job.num_bytes += num_bytes
@@ -370,12 +339,7 @@ class FilePool:
 
     def _end(self, job: _Job) -> None:
         """Note that a job has ended. Locked."""
-        self._num_running -= 1
         failures = tuple(sorted(job.failures, key=lambda failure: failure.place))
         self._finished.append(
             FinishedFileJob(job.job_id, not failures, job.num_bytes, failures, tuple(job.heads))
         )
-        self._condition.notify_all()
-
-    def _is_idle(self) -> bool:
-        return not (self._num_queued or self._num_discards or self._num_scanning)
