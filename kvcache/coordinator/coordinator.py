@@ -385,11 +385,11 @@ class Coordinator:
 
     def check(self) -> None:
         """Raise `InvariantError` if the state is inconsistent. Changes nothing."""
-        for phase, books in (
+        for phase, state in (
             (Phase.RUNNING, self._epoch_state),
             (Phase.COLLECTING, self._collection),
         ):
-            if (self._phase is phase) != (books is not None):
+            if (self._phase is phase) != (state is not None):
                 raise InvariantError(f"phase {self._phase.value} with the wrong state")
         self._jobs.check()
         self._clients.check()

@@ -141,12 +141,12 @@ def test_a_restarted_coordinator_goes_on_above(cluster: LocalCluster) -> None:
         before, known = subscriber.last_seq, subscriber.statistics().num_blocks
         cluster.coordinator.close()
         cluster.restart_coordinator()
-        with follow(cluster) as anew:
-            become_exact(cluster, anew)
+        with follow(cluster) as late:
+            become_exact(cluster, late)
             assert before is not None
-            assert anew.last_seq is not None
-            assert anew.last_seq > before
-            assert anew.statistics().num_blocks == known
+            assert late.last_seq is not None
+            assert late.last_seq > before
+            assert late.statistics().num_blocks == known
 
 
 @pytest.mark.launches

@@ -163,7 +163,7 @@ def test_files_outlive_the_cluster_and_a_rank_that_lost_them_is_served_without(
             os.truncate(path, path.stat().st_size // 2)
         assert sum(player.play_all()) < sum(ALL_FOUND)
         assert player.transfers(1).files.problems["truncated"] > 0
-        assert player.play_all() == ALL_FOUND  # they were computed, and written anew
+        assert player.play_all() == ALL_FOUND  # they were computed and written again
 
         here.rename(tmp_path / "elsewhere")
         here.write_text("no directory")

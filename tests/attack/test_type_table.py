@@ -45,7 +45,7 @@ def problems_of(subject: Subject, case: Case, step: int = 1) -> list[str]:
                 if subject.state(world) != before:
                     problem += " (state changed)"
             except Exception as error:
-                problem += f" (books broken: {type(error).__name__} {error})"
+                problem += f" (inconsistent state: {type(error).__name__} {error})"
             if problem:
                 found.append(f"{case.name}({name}={shown(wrong)}): {problem}")
                 world = subject.make()

@@ -53,13 +53,13 @@ def test_beams_are_those_of_a_search_without_a_cache(name: str, is_tight: bool) 
     prompt = tokens(2, 29)
     with launch(name, **(TIGHT[name] if is_tight else {})) as engine:
         request_id = engine.add_request(prompt, params)
-        beside = engine.add_request(tokens(9, 30), GREEDY)
+        other = engine.add_request(tokens(9, 30), GREEDY)
         told = run(engine)
         beams = oracle(name).beam_search(prompt, params)
         said = [told[request_id, index] for index in range(3)]
         assert [t.token_ids for t in said] == [list(beam.token_ids) for beam in beams]
         assert [t.score for t in said] == pytest.approx([beam.score for beam in beams])
-        assert told[beside, 0].token_ids == expected(name, tokens(9, 30), GREEDY)
+        assert told[other, 0].token_ids == expected(name, tokens(9, 30), GREEDY)
         require_nothing_is_held(engine)
 
 

@@ -112,5 +112,5 @@ def test_a_request_can_be_aborted_while_its_prompt_is_loaded(tmp_path: Path) -> 
         engine.step()
         assert sequence.is_loading
         assert engine.abort(gone)
-        beside = run_one(engine, PROMPTS[5], GREEDY)
-        assert beside.token_ids == expected("llama", PROMPTS[5], GREEDY)
+        other = run_one(engine, PROMPTS[5], GREEDY)
+        assert other.token_ids == expected("llama", PROMPTS[5], GREEDY)

@@ -36,9 +36,9 @@ def test_salts_that_come_and_go_are_forgotten() -> None:
     salts = {e.cache_salt: len(e.block_hashes) for e in state if isinstance(e, StoredEvent)}
     assert salts == {"kept 0": 1, "kept 1": 1, "kept 2": 1}
     assert len(state) == 7
-    anew = CacheMirror()
-    anew.apply(state)
-    assert anew.checksum == mirror.checksum
+    fresh = CacheMirror()
+    fresh.apply(state)
+    assert fresh.checksum == mirror.checksum
 
 
 def test_a_hash_that_becomes_another_block_is_only_that_one() -> None:

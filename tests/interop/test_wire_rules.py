@@ -100,11 +100,11 @@ def test_a_cluster_under_load_breaks_no_rule(
             assert seen.items() <= again.payloads.items()
             assert again.media == rules.media
         # A request for a dropped batch gets the whole state, under the newest number.
-        anew = WireRules(16, encoding, one_block)
+        fresh = WireRules(16, encoding, one_block)
         (snapshot, _) = recorder.ask(b"", number(0))
-        anew.on_reply(snapshot)
-        assert anew.last_seq >= rules.last_seq
-        assert anew.media == {m: there for m, there in rules.media.items() if there}
+        fresh.on_reply(snapshot)
+        assert fresh.last_seq >= rules.last_seq
+        assert fresh.media == {m: there for m, there in rules.media.items() if there}
         for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared"):
             assert rules.num_events[tag] > 0
 
@@ -125,10 +125,10 @@ def test_a_publisher_that_restarts_breaks_no_rule() -> None:
         follow(cluster, recorder, rules)
         assert rules.num_events["AllBlocksCleared"] >= 2
         # The new publisher's first batch has the whole state, for existing subscribers.
-        anew = WireRules(16)
+        fresh = WireRules(16)
         for reply in recorder.ask(b"", cluster.first_number()):
-            anew.on_reply(reply)
-        assert anew.media == rules.media
+            fresh.on_reply(reply)
+        assert fresh.media == rules.media
 
 
 def test_hashes_of_sha256_cbor_are_those_of_vllm() -> None:
@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[str, list[bytes]]] = {
     "a window": ("llm-d: a window", batch(stored(kv_cache_spec_sliding_window=8))),
     "another kind": ("dynamo: kind", batch(stored(kv_cache_spec_kind="mamba"))),
     "another group": ("llm-d: group 1", batch(stored(group_idx=1))),
-    "a salt beside": ("llm-d: a salt", batch(stored(cache_salt="s"))),
+    "a salt in the event": ("llm-d: a salt", batch(stored(cache_salt="s"))),
     "another salt": ("llm-d: a salt", batch(stored(cache_salt="s", extra_keys=[["t"], None]))),
     "an adapter once": (
         "llm-d: an adapter",

@@ -60,7 +60,7 @@ def rests(tiers: TierHierarchy, now_s: float) -> float:
         tiers.expire(now_s + quarters * 0.25)
         if tiers.is_disk_in_use:
             return quarters * 0.25
-    raise AssertionError("it rests for ever")
+    raise AssertionError("it never ends its rest")
 
 
 def test_rests_grow_up_to_a_bound_until_the_disk_serves() -> None:

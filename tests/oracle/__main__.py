@@ -114,7 +114,7 @@ def show(comparisons: list[Comparison]) -> None:
 
 def markdown(comparisons: list[Comparison], peer: Path) -> str:
     lines = [
-        "# Our manager beside the peer's",
+        "# Our manager against the peer's",
         "",
         "The same random operations on this package's `KVCacheManager` and on vLLM's own:",
         "look-ups, admissions (chunked prefill, external tokens, delayed caching), decoding with",

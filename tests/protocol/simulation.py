@@ -588,7 +588,7 @@ class Cluster:
 
     @property
     def _tiers(self) -> TierHierarchy | None:
-        """The tiers' books of the present epoch."""
+        """The tiers of the present epoch."""
         epoch_state = self.coordinator._epoch_state
         offloading = None if epoch_state is None else epoch_state._offloading
         return None if offloading is None else offloading.tiers

@@ -91,7 +91,7 @@ class Bench:
         self.running += [c for c in told if isinstance(c, (Store, Load))]
         for job in (c for c in told if isinstance(c, Store)):
             for block, slot in zip(job.sources.tolist(), job.destinations.tolist(), strict=True):
-                self.host[slot] = self.device.get(block, ("nobody", 0, 0))
+                self.host[slot] = self.device.get(block, ("unwritten", 0, 0))
         self.manager.check()
         self.offloading.check()
 
@@ -141,7 +141,7 @@ class Bench:
             if result.no_room:
                 return None
             self.end_jobs()
-        raise AssertionError(f"{name} waits for ever: {self.offloading.statistics()}")
+        raise AssertionError(f"{name} waits forever: {self.offloading.statistics()}")
 
     def wait_for_load(self, name: str = "r") -> None:
         """Resume a request until a load for it runs."""

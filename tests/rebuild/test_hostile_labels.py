@@ -177,9 +177,9 @@ def test_a_block_that_contradicts_a_unit_does_not_belong_to_it(
     spoil: Callable[[BlockLabel], BlockLabel],
 ) -> None:
     labels = chain_of(1, 2, 3)
-    beside = [replace(one, block_id=one.block_id + 10, group=1) for one in labels]
+    windowed = [replace(one, block_id=one.block_id + 10, group=1) for one in labels]
     core, num_kept, withdrawn = restored(
-        [*labels, beside[0], spoil(beside[1]), beside[2]], full(), window(5)
+        [*labels, windowed[0], spoil(windowed[1]), windowed[2]], full(), window(5)
     )
     assert (num_kept, withdrawn) == (5, [12])
     assert [ids.tolist() for ids in core.look_up(prompt(3)).block_ids] == [[1, 2, 3], [0, 0, 13]]

@@ -49,8 +49,8 @@ def test_answers_are_the_same_whether_or_not_another_has_the_same_tokens(
 ) -> None:
     alone = answers(make(shape, merge_duplicates=merges), "alice's salt", other=None)
     manager = make(shape, merge_duplicates=merges)
-    beside = answers(manager, "alice's salt", other="bob's salt")
-    assert beside == alone
+    shared = answers(manager, "alice's salt", other="bob's salt")
+    assert shared == alone
     assert any(told[0] == 24 for told in alone[::2])
     mine = manager.statistics().tenants[0]
     assert mine.num_hit_tokens == sum(told[0] for told in alone[::2])

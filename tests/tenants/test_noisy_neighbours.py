@@ -45,11 +45,11 @@ def test_the_quiet_one_hits_what_it_hits_alone_in_a_pool_of_its_guarantee(shape:
     guaranteed = GUARANTEED * len(shape.groups)
     alone = quiet_hits(make(shape, guaranteed + 1), has_noise=False)
     share = TenantConfig(guaranteed=guaranteed)
-    beside = quiet_hits(make(shape, guaranteed + 57, quiet=share), has_noise=True)
+    shared = quiet_hits(make(shape, guaranteed + 57, quiet=share), has_noise=True)
     lawless = make_manager(shape, guaranteed + 57, has_workers=False)
     without = quiet_hits(lawless, has_noise=True)
     assert sum(alone) > 0
-    assert sum(beside) >= sum(alone)
+    assert sum(shared) >= sum(alone)
     assert sum(without) < sum(alone)
 
 

@@ -145,17 +145,17 @@ def conversation(salt: str, number: int) -> NewRequest:
 def test_what_tiers_have_of_another_salt_changes_no_answer(shape: Shape) -> None:
     """Equal tokens, another salt: the device has room for one prompt of each, tiers for all."""
     sizes = 50 * len(shape.groups), 100 * len(shape.groups), 200 * len(shape.groups)
-    alone, beside = (Site(shape, SALTS, sizes) for _ in range(2))
+    alone, shared = (Site(shape, SALTS, sizes) for _ in range(2))
     for number in range(12):
         told = alone.serve(conversation("alice", number))
-        beside.serve(conversation("bob", number))
-        assert beside.serve(conversation("alice", number)) == told
-        beside.serve(conversation("bob", number))
-    shown = {each.name for each in beside.manager.statistics().tenants}
+        shared.serve(conversation("bob", number))
+        assert shared.serve(conversation("alice", number)) == told
+        shared.serve(conversation("bob", number))
+    shown = {each.name for each in shared.manager.statistics().tenants}
     assert not {"alice", "bob"} & shown
     for name in shown:
         if any(each for each in alone.statistics(name).values() if each[0]):
-            assert beside.statistics(name) == alone.statistics(name)
+            assert shared.statistics(name) == alone.statistics(name)
             assert alone.statistics(name)["host"][1] + alone.statistics(name)["disk"][1] > 0
 
 

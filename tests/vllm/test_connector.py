@@ -87,7 +87,7 @@ def test_tokens_are_the_same_cold_and_after_resets(
 def test_a_killed_engine_leaves_its_blocks_to_the_next(
     restarted: Engine, num_sealed: int, expected: list[list[int]]
 ) -> None:
-    # 240 tokens of each, of which the last one was never computed.
+    # 240 tokens of each; the last one was never computed.
     assert num_sealed >= 0.99 * len(PROMPTS) * ((240 - 1) // BLOCK)
     answer = restarted.generate(PROMPTS)
     assert answer.cached == HITS

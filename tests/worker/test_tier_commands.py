@@ -271,7 +271,7 @@ def test_a_label_that_found_no_room_costs_its_own_block_and_no_other(
     bench.send(Fetch(3, "file", KEY, ids(5)))
     assert bench.settle(3).ok
     bench.send(Store(4, "host", ids(5), ids(2)))
-    assert bench.reports[4].ok  # nobody holds the slot
+    assert bench.reports[4].ok  # the slot is unreferenced
 
 
 def test_a_namespace_that_nobody_can_read_has_no_key(bench: Bench) -> None:

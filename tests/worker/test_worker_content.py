@@ -244,7 +244,7 @@ def test_every_byte_of_every_shape_is_written_and_compared(spec: FullAttentionSp
         last[-1] ^= 1
         assert f"layer {name}, block 7, slot 0, position 9" in verify(harness)
         last[-1] ^= 1
-        tokens[-1, 2, -1][-1] ^= 1  # position 10 is nobody's
+        tokens[-1, 2, -1][-1] ^= 1  # position 10 belongs to no token
         assert verify(harness) == ""
 
 

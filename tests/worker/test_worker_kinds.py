@@ -288,7 +288,7 @@ def test_forwards_of_any_numbers_are_refused_or_reported_and_never_raise(kinds: 
 
 
 def random_row(rng: random.Random, slot: int) -> Row:
-    """A row of which everything fits by chance only."""
+    """A row that fits only by chance."""
 
     def small(most: int) -> int:
         return rng.choice((0, 0, 0, rng.randint(0, most), rng.choice((-1, most, 2**31 - 1))))
