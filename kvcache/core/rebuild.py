@@ -578,9 +578,10 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
         places = index_array(
             [row_of_node.get(int(each.nodes[row]), NO_ROW) for row in each.rows.tolist()]
         )
-        chain, depth = chain_of[places], lead_depths[places]
+        chain, own_depth = chain_of[places], each.depths[each.rows] * int(group[each.group, LENGTH])
+        depth = np.where(chain == NO_CHAIN, own_depth, lead_depths[places])
         if group[each.group, KIND] == FULL:
-            depth = each.depths[each.rows] * int(group[each.group, LENGTH])
+            depth = own_depth
             _follow_children(core, each, chain, depth)
         blocks.append(fitting.groups[each.group].block_ids[each.rows])
         ranks.append(np.where(chain == NO_CHAIN, _GONE_FIRST, chain))

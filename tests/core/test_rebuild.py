@@ -24,7 +24,7 @@ from tests.core.builders import (
     run_request,
     window,
 )
-from tests.core.labels import label_table
+from tests.core.labels import label_table, without
 
 NUM_BLOCKS = 60
 
@@ -96,6 +96,19 @@ def test_tails_are_evicted_before_their_heads_after_a_rebuild() -> None:
     core.restore([sealed_labels()])
     core.reserve(*filler(17))
     assert core.look_up(make_request("probe", [1] * 4 + [2] * 4 + [3] * 5)).num_tokens == 8
+
+
+def test_tails_of_a_windowed_group_go_first_where_the_prefix_groups_labels_are_lost() -> None:
+    specs = full(), window(25)
+    core = make_flat_core(20, *specs)
+    run_request(core, make_request("a", [1] * 4 + [2] * 4 + [3] * 4))
+    lost = [b for _, g, b, _ in core.contents() if g == 0]
+    rebuilt = make_flat_core(20, *specs)
+    assert rebuilt.restore([without(label_table(core, 20), 20, lost)]) == 3
+    run_request(rebuilt, make_request("filler", [7] * 4 * 9))  # of 19 blocks it takes 18
+    tokens = rebuilt.store.columns.tokens
+    kept = {int(tokens[n, 0]) for n, g, _, _ in rebuilt.contents() if g == 1}
+    assert kept == {1, 7}
 
 
 def filler(num_blocks: int) -> tuple[Request, Reservation]:
