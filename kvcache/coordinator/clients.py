@@ -222,7 +222,7 @@ class Clients:
         """
         client_id, next_step = message.client_id, message.next_step
         if not 0 < len(client_id) <= MAX_CLIENT_ID_CHARS or not 0 < next_step <= MAX_STEP:
-            return f"client id or step {next_step} cannot be meant"
+            return f"client id or step {next_step} is invalid"
         ledger = self._ledgers.get(client_id)
         if self.has_gone(client_id):
             return f"client {client_id} was detached or given up: use a new client id"

@@ -26,28 +26,28 @@ def _histogram(name: str, says: str, *labels: str) -> Metric:
 
 BLOCKS = _gauge(
     "kvcache_blocks",
-    "Device blocks by state: in_use by requests, pins or transfers, or free, cached ones included.",
+    "Device blocks by state: in_use (by requests, pins or transfers) or free (including cached ones).",
     "state",
 )
 CACHED_BLOCKS = _gauge(
     "kvcache_cached_blocks", "Device blocks whose content can be hit, in use or not."
 )
 SEALED_BLOCKS = _gauge(
-    "kvcache_sealed_blocks", "Cached device blocks whose bytes are there on every rank."
+    "kvcache_sealed_blocks", "Cached device blocks whose bytes are complete on every rank."
 )
-PINNED_BLOCKS = _gauge("kvcache_pinned_blocks", "Device blocks that pins hold.")
+PINNED_BLOCKS = _gauge("kvcache_pinned_blocks", "Device blocks held by pins.")
 USAGE = _gauge("kvcache_usage_ratio", "Share of the device blocks that are in use, 0 to 1.")
 QUERIED_TOKENS = _counter(
-    "kvcache_query_tokens_total", "Tokens of requests that were let in and read the cache."
+    "kvcache_query_tokens_total", "Tokens of admitted requests that read the cache."
 )
 HIT_TOKENS = _counter(
     "kvcache_hit_tokens_total",
-    "Tokens that need not be computed, by the tier that had them: device, host or disk.",
+    "Tokens that were hit, by the tier that had them: device, host or disk.",
     "tier",
 )
-EVICTIONS = _counter("kvcache_evicted_blocks_total", "Cached device blocks that made room.")
+EVICTIONS = _counter("kvcache_evicted_blocks_total", "Cached device blocks that were evicted.")
 MERGED = _counter(
-    "kvcache_merged_blocks_total", "Blocks given up because another one had their content."
+    "kvcache_merged_blocks_total", "Blocks that were merged into another one of equal content."
 )
 HIT_AGE = _histogram(
     "kvcache_hit_age_seconds",
@@ -55,23 +55,23 @@ HIT_AGE = _histogram(
 )
 EVICTION_AGE = _histogram(
     "kvcache_eviction_age_seconds",
-    "How long blocks had been out of use when they were evicted. Where this is about as long as "
+    "How long blocks had been out of use when they were evicted. If this is about as long as "
     "kvcache_hit_age_seconds, or shorter, the cache is too small.",
 )
 
 # --- the coordinator: requests, steps, errors
 
 REQUESTS = _gauge("kvcache_requests", "Requests by state: running or preempted.", "state")
-CLIENTS = _gauge("kvcache_clients", "Clients that are attached.")
-PINS = _gauge("kvcache_pins", "Pins that hold.")
+CLIENTS = _gauge("kvcache_clients", "Attached clients.")
+PINS = _gauge("kvcache_pins", "Present pins.")
 PREEMPTIONS = _counter("kvcache_preemptions_total", "Requests that engines have preempted.")
 STEPS = _counter(
     "kvcache_steps_total", "Steps and calls by outcome: executed or refused.", "outcome"
 )
 STEP_QUEUE = _histogram(
     "kvcache_step_queue_seconds",
-    "From the arrival of a step at the coordinator until it is looked at: 0 unless ranks are slow. "
-    "Of one step in 31, as the next two.",
+    "From the arrival of a step at the coordinator until its decision: 0 unless ranks are slow. "
+    "One step in 31 is measured, also for the next two.",
 )
 STEP_DECISION = _histogram(
     "kvcache_step_decision_seconds", "The coordinator's own time for a step, without transport."
@@ -83,17 +83,17 @@ STEP_APPLIED = _histogram(
 UNACKNOWLEDGED = _gauge(
     "kvcache_unacknowledged_messages", "Command messages that some rank has not applied."
 )
-RESENT = _counter("kvcache_resent_messages_total", "Command messages that were repeated.")
+RESENT = _counter("kvcache_resent_messages_total", "Command messages that were sent again.")
 ERRORS = _counter(
     "kvcache_errors_total",
-    "What was refused or went wrong, by kind: refused_step, failed_forward, failed_step_report, "
+    "Refusals and errors, by kind: refused_step, failed_forward, failed_step_report, "
     "dropped, unattached, wrong_block, lost_record; of tiers failed_job, expired_job, "
     "load_given_up, disk_rest; of the message loop malformed, impersonated, refused_message, "
     "unsendable, early, foreign, undeliverable, refused_connection, disconnection, fault.",
     "kind",
 )
 EPOCH = _gauge("kvcache_epoch", "The coordinator's epoch; it rises with every loss of a process.")
-IS_RUNNING = _gauge("kvcache_running", "1 while every rank obeys and steps are served, 0 if not.")
+IS_RUNNING = _gauge("kvcache_running", "1 while every rank obeys and steps are served, else 0.")
 
 # --- the coordinator: tiers below the device
 
@@ -105,13 +105,13 @@ TIER_BLOCKS = _gauge(
 )
 TIER_LOOKUPS = _counter(
     "kvcache_tier_lookups_total",
-    "Keys a tier was asked for, by result: hit or miss.",
+    "Keys looked up in a tier, by result: hit or miss.",
     "tier",
     "result",
 )
 TIER_OPERATIONS = _counter(
     "kvcache_tier_operations_total",
-    "Blocks of a tier by what became of them: stored, failed, loaded, evicted, forgotten, skipped "
+    "Blocks of a tier by operation: stored, failed, loaded, evicted, forgotten, skipped "
     "(not seen often enough) or refused (no room).",
     "tier",
     "operation",
@@ -122,16 +122,16 @@ TIER_BYTES = _counter(
     "tier",
     "direction",
 )
-TIER_JOBS = _gauge("kvcache_tier_jobs", "Copies under way between tiers, by kind.", "kind")
+TIER_JOBS = _gauge("kvcache_tier_jobs", "Unfinished copies between tiers, by kind.", "kind")
 LOAD_WAITERS = _gauge(
-    "kvcache_load_waiting_requests", "Requests that wait for what a tier has of their prompts."
+    "kvcache_load_waiting_requests", "Requests that wait for their prefixes to be loaded."
 )
 
 # --- tenants, where they are configured
 
 TENANT_BLOCKS = _gauge(
     "kvcache_tenant_blocks",
-    "Blocks of a tenant in a tier by state: held, in all; cached, of those not in use; "
+    "Blocks of a tenant in a tier by state: held (all); cached (those not in use); "
     "pinned; guaranteed; limit. Tenants beyond metrics.max_tenants are 'other' together.",
     "tenant",
     "tier",
@@ -142,7 +142,7 @@ TENANT_QUERIED_TOKENS = _counter(
 )
 TENANT_HIT_TOKENS = _counter(
     "kvcache_tenant_hit_tokens_total",
-    "Tokens of a tenant that were found on the device, what was loaded there included.",
+    "Tokens of a tenant that were hit on the device, including loaded ones.",
     "tenant",
 )
 TENANT_TIER_QUERIED_TOKENS = _counter(
@@ -158,10 +158,10 @@ TENANT_TIER_HIT_TOKENS = _counter(
     "tier",
 )
 TENANT_EVICTIONS = _counter(
-    "kvcache_tenant_evicted_blocks_total", "Blocks of a tenant that made room.", "tenant", "tier"
+    "kvcache_tenant_evicted_blocks_total", "Blocks of a tenant that were evicted.", "tenant", "tier"
 )
 TENANT_REFUSALS = _counter(
-    "kvcache_tenant_refusals_total", "How often a tenant was refused room.", "tenant", "tier"
+    "kvcache_tenant_refusals_total", "How often a tenant found no room.", "tenant", "tier"
 )
 
 # --- every rank
@@ -170,9 +170,7 @@ WORKER_APPLIED = _gauge(
     "kvcache_worker_applied_seq", "Number of the last message that a rank applied.", "rank"
 )
 WORKER_FORWARDS = _counter("kvcache_worker_forwards_total", "Forwards that a rank ran.", "rank")
-WORKER_LABELS = _gauge(
-    "kvcache_worker_labelled_blocks", "Blocks that a rank has labels of.", "rank"
-)
+WORKER_LABELS = _gauge("kvcache_worker_labelled_blocks", "Labelled blocks of a rank.", "rank")
 WORKER_POOL = _gauge("kvcache_worker_memory_bytes", "Memory of a rank by tier.", "rank", "tier")
 WORKER_BLOCKS = _counter(
     "kvcache_worker_blocks_total", "Device blocks copied or zeroed on a rank.", "rank", "operation"
@@ -185,7 +183,7 @@ COPIED_BYTES = _counter(
 )
 COPY_SECONDS = _counter(
     "kvcache_copy_seconds_total",
-    "Time of such copies together, from command to report; bytes over it are what one reaches.",
+    "Total time of such copies, from command to report; bytes divided by it are the throughput.",
     "rank",
     "kind",
 )
@@ -204,7 +202,7 @@ WORKER_MESSAGES = _counter(
 )
 WORKER_ERRORS = _counter(
     "kvcache_worker_errors_total",
-    "What went wrong on a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable, "
+    "Errors of a rank, by kind: failed_job, invalid, foreign, malformed, undeliverable, "
     "refused_report, fault.",
     "rank",
     "kind",

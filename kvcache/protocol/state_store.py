@@ -90,7 +90,7 @@ def require_saved(saved: SmallState | None, expected: SmallState | None, where: 
     if saved != expected:
         raise SupersededError(
             f"{where} is {saved}, and not {expected}: another coordinator has begun, this one "
-            "saves nothing any more"
+            "no longer saves anything"
         )
 
 

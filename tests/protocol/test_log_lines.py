@@ -172,7 +172,7 @@ def test_refused_peers_are_named(caplog: pytest.LogCaptureFixture) -> None:
             caplog,
             r"^WARNING epoch 1: .* rank 0 process stranger has plan another plan",
             r"^WARNING epoch 1: .* rank 0 speaks for rank 1$",
-            r"^WARNING epoch 1: client engine-9 is not attached: .* step 0 cannot be meant$",
+            r"^WARNING epoch 1: client engine-9 is not attached: .* step 0 is invalid$",
             r"^WARNING epoch 1: .* rank 0 acknowledges 1000000",
             r"^WARNING epoch 1: a report is dropped: rank 0 reports job 1000000",
             r"^ERROR rank 0 refuses message 1:1000000: ",

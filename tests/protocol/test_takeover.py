@@ -157,7 +157,7 @@ def test_a_client_that_gave_its_steps_up_is_let_go_and_its_blocks_are_freed() ->
 @pytest.mark.parametrize("next_step", [0, -1, 2**53 + 1, 2**63 - 1])
 def test_a_client_cannot_begin_where_numbers_end(next_step: int) -> None:
     (away,) = only(Bench().run().attach("d", next_step), Unattached)
-    assert away.reason == f"client id or step {next_step} cannot be meant"
+    assert away.reason == f"client id or step {next_step} is invalid"
 
 
 def test_more_clients_than_messages_in_the_window_wait_their_turn() -> None:

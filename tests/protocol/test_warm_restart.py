@@ -224,7 +224,7 @@ def test_a_coordinator_whose_successor_has_begun_cannot_change_the_model_epoch()
     call = Call("c", 1, 1, -1, "reset_prefix_cache", pack_values({"drain": True}))
     (away,) = only(old.coordinator.on_client_message(call), Unattached)
     assert old.coordinator.phase is Phase.SUPERSEDED
-    assert "another coordinator has begun, this one saves nothing any more" in away.reason
+    assert "another coordinator has begun, this one no longer saves anything" in away.reason
     assert store.load() == saved_state(2, owner="new")
 
 
