@@ -130,12 +130,6 @@ class Offloading:
         """Return whether `request` must wait, because more of it is being loaded."""
         return self._loading.look_up(request, num_device_tokens, self._clock.now())
 
-    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Do nothing: evicted blocks were stored when they were sealed."""
-
-    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Do nothing: the label, which describes the content, comes later."""
-
     def on_swap_out(
         self,
         request: Request,

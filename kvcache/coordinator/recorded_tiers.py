@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcache.base.arrays import Int32Array
 from kvcache.coordinator.step_recorder import (
     Gone,
     LoadBegun,
@@ -22,14 +21,14 @@ from kvcache.coordinator.step_recorder import (
     StepRecorder,
     SwappedOut,
 )
-from kvcache.core import OffloadHit, OffloadHooks
+from kvcache.core import OffloadHit, StepHooks
 from kvcache.manager.loads import PrefixLoad, PrefixLoads
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.manager.tiers import SwapHooks
 from kvcache.requests.request import Request
 
 
-class TierHooks(OffloadHooks, SwapHooks, Protocol):
+class TierHooks(StepHooks, SwapHooks, Protocol):
     """Both hooks of a manager."""
 
 
@@ -132,11 +131,3 @@ class RecordedHooks:
         finally:
             released = self._loads.leave_call()
             self._recorder.record(Gone(request_id, released))
-
-    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Pass it on."""
-        self._tiers.on_eviction_candidates(group, block_ids)
-
-    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Pass it on."""
-        self._tiers.on_sealed(group, block_ids)

@@ -90,24 +90,28 @@ class OffloadHit:
     num_tokens: int = 0
 
 
-class OffloadHooks(Protocol):
-    """The tiers below the device, as a step sees them. No hook may block or call the manager.
-
-    `KVCacheManager` logs what its hooks raise; a look-up that raises is a miss.
-    """
+class StepHooks(Protocol):
+    """The tiers below the device, as a step sees them. No hook may block or call the manager."""
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Return how much of the request the tiers have after its first `num_device_tokens` tokens.
         Changes nothing."""
+
+    def on_request_finished(self, request_id: str) -> None:
+        """The request has ended."""
+
+
+class OffloadHooks(StepHooks, Protocol):
+    """Tiers that a caller of `KVCacheManager` brings: they also hear of blocks as these change.
+
+    The manager logs what its hooks raise; a look-up that raises is a miss.
+    """
 
     def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
         """These sealed blocks are about to be evicted; this is the last moment to plan a store."""
 
     def on_sealed(self, group: int, block_ids: Int32Array) -> None:
         """These blocks have just been sealed and may be stored."""
-
-    def on_request_finished(self, request_id: str) -> None:
-        """The request has ended."""
 
 
 class ReferenceKind(Enum):

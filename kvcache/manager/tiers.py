@@ -19,6 +19,7 @@ from kvcache.core import (
     OffloadAnswer,
     OffloadHit,
     OffloadHooks,
+    StepHooks,
 )
 from kvcache.manager.loads import PrefixLoads
 from kvcache.requests.hash_algorithms import BlockHash
@@ -94,7 +95,7 @@ class TierLink:
 
     def __init__(
         self,
-        hooks: OffloadHooks | None,
+        hooks: StepHooks | None,
         loads: PrefixLoads,
         events: EventSink,
         block_sizes: tuple[int, ...],
@@ -108,7 +109,7 @@ class TierLink:
         self.none_hash = none_hash
         self._events = events
 
-    def connect(self, hooks: OffloadHooks, swap: SwapHooks | None = None) -> None:
+    def connect(self, hooks: StepHooks, swap: SwapHooks | None = None) -> None:
         """Ask `hooks` and tell `swap` from now on. Raises RequestError where others are asked."""
         if self.hooks is not None:
             raise RequestError("this manager has tiers already: make another manager for others")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import (
     InvariantError,
     KVCacheError,
@@ -301,12 +300,6 @@ class RepeatingTiers:
                 self._loads.release(load_id)
             except RequestError as error:
                 self._difference = self._difference or str(error)
-
-    def on_eviction_candidates(self, group: int, block_ids: Int32Array) -> None:
-        """Let them go."""
-
-    def on_sealed(self, group: int, block_ids: Int32Array) -> None:
-        """Store nothing."""
 
     def _next(self, call: TierCall) -> TierCall | None:
         """Return the recorded call in the place of this one; None where it was another."""
