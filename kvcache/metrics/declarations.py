@@ -26,7 +26,7 @@ def _histogram(name: str, says: str, *labels: str) -> Metric:
 
 BLOCKS = _gauge(
     "kvcache_blocks",
-    "Device blocks by state: in_use (by requests, pins or transfers) or free (including cached ones).",
+    "Device blocks by state: in_use (by requests, pins or transfers) or free (also cached ones).",
     "state",
 )
 CACHED_BLOCKS = _gauge(
