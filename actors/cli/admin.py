@@ -54,7 +54,7 @@ def pin(
     tenant: Annotated[str | None, typer.Option(help="Tenant of the prefix's requests.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep what is cached of a prefix from being evicted, until a time limit."""
+    """Protect the cached part of a prefix from eviction for a while."""
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import RequestError
     from kvcache.requests.request import LoRARequest
@@ -129,7 +129,8 @@ def clear(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
-        float, typer.Option(help="With --drain: seconds to wait; it goes on then.", min=0)
+        float,
+        typer.Option(help="With --drain: seconds to wait; the drain goes on afterwards.", min=0),
     ] = 600.0,
     as_json: JsonOption = False,
 ) -> None:

@@ -40,12 +40,12 @@ def advise(
     trace: Annotated[str, typer.Argument(help="A trace, as `simulate` reads or makes it.")],
     *,
     device_price: Annotated[float, typer.Option(help="Money per GiB of device memory.")],
-    budget: Annotated[float, typer.Option(help="Money there is.")],
+    budget: Annotated[float, typer.Option(help="Money to spend.")],
     host_price: Annotated[
-        float | None, typer.Option(help="Per GiB of host memory; none: there is none.")
+        float | None, typer.Option(help="The same for host memory (default: there is none).")
     ] = None,
     disk_price: Annotated[
-        float | None, typer.Option(help="Per GiB of disk; none: there is none.")
+        float | None, typer.Option(help="The same for disk (default: there is none).")
     ] = None,
     token_size: Annotated[
         str | None, typer.Option(help="Keys and values of a token, all ranks, such as 128KiB.")
@@ -57,7 +57,7 @@ def advise(
     host_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 25,
     disk_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 5,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Consider these only [all].")
+        list[str] | None, typer.Option("--policy", "-p", help="Consider only these (default: all).")
     ] = None,
     seed: SeedOption = 0,
     requests: RequestsOption = None,
@@ -67,7 +67,7 @@ def advise(
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Say how much memory of which kind a load deserves, and which policy, for some money."""
+    """Recommend how much memory of each kind, and which policy, for a load and a budget."""
     from actors.cli.simulations import parse_policies, play, read_traces, require_plots
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.advice import (

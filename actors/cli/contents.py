@@ -1,4 +1,4 @@
-"""`kvcache usage` and `prefixes`: whose the blocks are, and which beginnings of prompts are cached.
+"""`kvcache usage` and `prefixes`: what the blocks hold, and which beginnings of prompts are cached.
 
     labels of rank 0 ──chains of digests──▶ nodes: blocks that all of their prompts share
     holders, idle times by block ─────────▶ how many use each, and when it was used last
@@ -42,7 +42,7 @@ MAX_DEPTH = 8
 
 @command
 def usage(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show whose a running cluster's blocks are: by state, group, tenant and tier."""
+    """Count a running cluster's blocks by state, group, tenant and tier."""
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import NotRunningError
 
@@ -73,7 +73,7 @@ def prefixes(
         str, typer.Option("--sort", "-s", help="used (now), shared, longest or recent first.")
     ] = "used",
     limit: Annotated[int, typer.Option("--limit", "-l", help="Show N of them.", min=1)] = 20,
-    tree: Annotated[bool, typer.Option("--tree", help="Instead: what continues what.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show a tree instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show which prefixes a running cluster has cached, and who uses them."""

@@ -54,7 +54,7 @@ _TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>[0-9]+)")
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="Look with this cluster's eyes; a YAML file."),
+        typer.Option("--config", "-c", help="Also check what this cluster needs: a YAML file."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

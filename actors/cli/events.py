@@ -43,10 +43,13 @@ ClusterArgument = Annotated[
     str | None, typer.Argument(help="Name of the cluster; default: the only one that runs.")
 ]
 EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", help="Instead: where events are published.")
+    str | None, typer.Option("--endpoint", help="Instead: the publisher's address.")
 ]
 ReplayEndpointOption = Annotated[
-    str | None, typer.Option("--replay-endpoint", help="With --endpoint: where to ask for more.")
+    str | None,
+    typer.Option(
+        "--replay-endpoint", help="With --endpoint: the address that answers for missed events."
+    ),
 ]
 
 
@@ -61,7 +64,7 @@ def watch(
         bool, typer.Option("--json", help="Print a line of JSON each second instead.")
     ] = False,
 ) -> None:
-    """Show live what a cache's events say: rates, blocks, prefixes, and what is missing."""
+    """Follow a cache's events live: rates, blocks, prefixes, and whether any are missing."""
     with open_source(name, endpoint, replay_endpoint) as source:
         try:
             with _shower(source.title, as_json) as show, _Watch(source) as watching:
@@ -77,13 +80,13 @@ def dump(
     endpoint: EndpointOption = None,
     replay_endpoint: ReplayEndpointOption = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what happens then.")
+        bool, typer.Option("--follow", "-f", help="Then print new events as they come.")
     ] = False,
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", help="End after N events.", min=1)
     ] = None,
 ) -> None:
-    """Print cache events as lines of JSON: first what is cached now, prompt tokens included."""
+    """Print cache events as lines of JSON: first the present state, prompt tokens included."""
     from actors.event_endpoints import subscribe
 
     with (

@@ -64,7 +64,7 @@ def launch(
 
 @command
 def stop(name: NameOption = None) -> None:
-    """Stop a running cluster in order: nothing of it is left behind."""
+    """Stop a running cluster, and leave nothing of it behind."""
     from actors.cli.clusters import find_launched, names_under, only_cluster, ray_session
     from actors.connect import is_actor_known
     from actors.names import coordinator_name

@@ -26,32 +26,34 @@ def plan(
         typer.Option("--hf-config", help="Instead: the config.json of a model on Hugging Face."),
     ] = None,
     tp: Annotated[
-        int | None, typer.Option(help="With --hf-config: ranks that share a layer [1].", min=1)
+        int | None,
+        typer.Option(help="With --hf-config: ranks that share a layer (default: 1).", min=1),
     ] = None,
     pp: Annotated[
-        int | None, typer.Option(help="With --hf-config: pipeline stages [1].", min=1)
+        int | None, typer.Option(help="With --hf-config: pipeline stages (default: 1).", min=1)
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="With --hf-config: memory of each rank, such as 60GiB.")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="With --hf-config: tokens per block [16].", min=1)
+        int | None, typer.Option(help="With --hf-config: tokens per block (default: 16).", min=1)
     ] = None,
     max_model_len: Annotated[
-        str | None, typer.Option(help="With --hf-config: tokens of a request, or auto [auto].")
+        str | None, typer.Option(help="With --hf-config: tokens of a request (default: auto).")
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="With --hf-config: tokens of a step [8192].", min=1)
+        int | None, typer.Option(help="With --hf-config: tokens of a step (default: 8192).", min=1)
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="With --hf-config: of keys and values [the model's].")
+        str | None,
+        typer.Option(help="With --hf-config: of keys and values (default: the model's)."),
     ] = None,
     mamba_cache_mode: Annotated[
-        str | None, typer.Option(help="With --hf-config: none or align [none].")
+        str | None, typer.Option(help="With --hf-config: none or align (default: none).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a configuration or a model means: blocks, bytes, tokens, concurrency, per rank."""
+    """Show the plan of a configuration or a model: blocks, bytes, tokens, concurrency, per rank."""
     from kvcache.base.errors import ConfigurationError
     from kvcache.config import load_config
     from kvcache.planner import HFChoices, cluster_from_hf_config, plan_cluster, report_plan

@@ -46,7 +46,7 @@ def replay(
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", help="Play the first N requests only.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a workload that is made.")] = 0,
     name: Annotated[
         str | None, typer.Option("--name", "-n", help="Play on this running cluster.")
     ] = None,
@@ -77,7 +77,7 @@ def replay(
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Play a workload on a cluster, checking every byte, and show what the cache made of it."""
+    """Play a workload on a cluster, check every byte, and report hits and evictions."""
     from actors.cli.playground import open_playground
     from kvcache.base.clock import SystemClock
     from kvcache.base.errors import WrongBytesError
@@ -128,7 +128,7 @@ def replay_record(
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Do all that a recorder wrote down again, and compare what comes of it."""
+    """Repeat a recording, and compare the results."""
     from kvcache.base.clock import SystemClock
     from kvcache.recorder import RecordReplay, open_recording
 

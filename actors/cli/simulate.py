@@ -26,10 +26,11 @@ RequestsOption = Annotated[
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option(help="Tokens per block of a file that does not say, or of what is made.", min=1),
+    typer.Option(help="Tokens per block, where the trace does not say.", min=1),
 ]
 ProcessesOption = Annotated[
-    int | None, typer.Option("--processes", "-j", help="At once [one for each core].", min=1)
+    int | None,
+    typer.Option("--processes", "-j", help="At once (default: one for each core).", min=1),
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Draw it, too: .svg, .png or .pdf (extra `plots`).")

@@ -32,7 +32,7 @@ def status(
     *,
     stuck: Annotated[
         bool,
-        typer.Option("--stuck", help="Instead: what is waited for; exit code 1 if for too long."),
+        typer.Option("--stuck", help="Instead: pending work; exit code 1 if any of it is stuck."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -155,6 +155,12 @@ def test_help_lists_the_exit_codes() -> None:
         assert "3 the cluster:" in flat
 
 
+def test_help_shows_defaults_that_depend_on_the_model() -> None:
+    shown, _ = run("plan", "--help")
+    flat = " ".join(shown.replace("│", " ").split())
+    assert "(default: the model's)" in flat and "(default: none)" in flat
+
+
 def test_a_name_that_is_typed_is_checked_like_one_in_a_file() -> None:
     for name in ("", "bad name/!"):
         _, error = run("launch", "--config", CPU_TP2, "--name", name, exit_code=2)
