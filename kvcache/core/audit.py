@@ -1,5 +1,4 @@
-"""Audits of a core: `check_core` verifies its invariants, `dump_core` returns its state as plain
-values.
+"""Audits of a core: `check_core` verifies its invariants, `dump_core` returns its whole state.
 
 Nothing is changed or repaired; only digests that were not made yet are made.
 """

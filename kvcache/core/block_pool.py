@@ -1,5 +1,4 @@
-"""A pool of blocks for callers that keep their own block tables: single-type managers and
-sequences.
+"""A pool of blocks for callers with block tables of their own: single-type managers, sequences.
 
 `KVCacheManager` has no such pool. A `BlockPool` has columns of its own (`columns.py`); its callers
 identify contents by digest.
@@ -73,8 +72,7 @@ from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 
 PREFIX, WINDOWED = range(2)
-"""The two groups of the columns: blocks that need the blocks before them, and blocks that do
-not."""
+"""The two groups of the columns: blocks that need those before them, and blocks that do not."""
 
 _SPECS = (FullAttentionSpec(1, 1, 1), SlidingWindowSpec(1, 1, 1, sliding_window=1))
 
@@ -243,8 +241,8 @@ class BlockPool:
         return KVCacheBlock(self, self._one_known(block_id))
 
     def num_references(self, block_id: int, kind: ReferenceKind | None = None) -> int:
-        """Return a block's number of references of one kind, or of all; raises BlockError for an
-        unknown id."""
+        """Return a block's references of one kind, or of all; raises BlockError for an unknown
+        id."""
         block_id = self._one_known(block_id)
         check_kind("kind", kind, (ReferenceKind, type(None)), BlockError)
         kinds = ReferenceKind if kind is None else (kind,)

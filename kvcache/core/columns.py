@@ -1,5 +1,4 @@
-"""The columns: the whole state of a core in a few numpy arrays, which compiled functions read and
-write.
+"""The columns: the whole state of a core in a few numpy arrays, which kernels read and write.
 
 A *unit* is a hash block: its length divides every group's block size. A *node* is a place in the
 prefix tree: one unit that continues its parent. A *block* is a page of device memory. A node has at
@@ -49,8 +48,7 @@ from kvcache.core.machine import columns_at
 from kvcache.specs import KVCacheSpec
 
 REF, PREV, NEXT, NODE = range(4)
-"""Columns of a block: its reference count, its neighbours in the free list, and the node that it
-caches."""
+"""Columns of a block: its reference count, its neighbours in the free list, its node."""
 
 PARENT, CHILD, CHILDREN, ROWS, KEYS, BLOCK, OWNER = range(7)
 """Columns of a node. CHILD is one child, found without a search. ROWS counts the rows whose newest
@@ -123,8 +121,7 @@ evicted; their last entry is the sum of the ages in seconds."""
 
 
 class BlockAges:
-    """Counts for how long cached blocks have been unused when they are hit, and when they are
-    evicted.
+    """Counts how long cached blocks have been unused when they are hit, and when evicted.
 
     Kernels count into `table`, shape `(3, bounds + 2)`; see AGE_BOUNDS. `idle_since[b]` is the time
     since when block `b` of the newest pool is cached and unused, or -1. Set the time before every
@@ -148,8 +145,7 @@ class BlockAges:
 
 
 class Columns(NamedTuple):
-    """All columns, in the order of the address table. In the shapes, `G` is the number of
-    groups."""
+    """All columns, in the order of the address table. `G` is the number of groups."""
 
     number: Any  # int64 (NUM_NUMBERS,)
     block: Any  # int32 (blocks, 4)
@@ -191,8 +187,7 @@ class State(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The columns that find nodes, say which clients may hit them, and record where forwards
-    end."""
+    """The columns that find nodes, say which client sees them, and record ends of forwards."""
 
     digest: Any
     mark: Any
@@ -243,8 +238,7 @@ def _same(core: Any) -> Any:
 columns_of: Any = _same if IS_PLAIN else _part(State)
 search_of: Any = _same if IS_PLAIN else _part(Search)
 logs_of: Any = _same if IS_PLAIN else _part(Logs)
-"""The columns behind the address that a kernel gets, in three parts, because each costs compile
-time."""
+"""The columns behind an address, in three parts, because each costs compile time."""
 
 
 class ColumnStore:

@@ -93,8 +93,8 @@ def _swapped(x: int) -> int:
 
 @routine
 def _hash(word: Any, data: int, num_bytes: int, digest: int, words: Any) -> None:
-    """Hash the bytes at `data` and write their digest to the address `digest`. `words` is scratch,
-    two words."""
+    """Hash the bytes at `data`, and write the digest to an address. `words` is scratch, two
+    long."""
     if word[0] == SHA256:
         call_3(word[3], (word[2], word[1], np.int64(0)))
         call_3(word[4], (word[2], data, num_bytes))
@@ -237,8 +237,8 @@ class Digester:
         return len(self._numbers)
 
     def keep_only(self, used: set[int]) -> None:
-        """Forget all extra keys except those with the numbers `used`. The other numbers can be used
-        again."""
+        """Forget all extra keys except those with the numbers `used`, and reuse the other
+        numbers."""
         self._store.columns.tail_at[:] = self._tail_bytes = 0
         for keys, n in list(self._numbers.items()):
             if n in used:

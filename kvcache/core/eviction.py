@@ -59,8 +59,7 @@ class BlockBook:
     def __init__(
         self, store: ColumnStore, digester: Digester | None, tenants: TenantLedger | None
     ) -> None:
-        """Answer from these columns. Without a digester, all contents have their digests
-        already."""
+        """Answer from these columns. Without a digester, all contents have digests already."""
         self._store = store
         self._digester = digester
         self._tenants = tenants
@@ -204,8 +203,7 @@ class PolicyOrder:
             )
 
     def _forget(self, block_ids: list[int]) -> None:
-        """Forget blocks that cached contents in use continue, with those contents: no other block
-        is left."""
+        """Forget blocks together with the contents in use that continue them; no other is left."""
         if not block_ids:
             raise InvariantError("blocks are free, but neither blank nor ordered by the policy")
         if self._tenants is not None:
@@ -238,8 +236,7 @@ def offer(store: ColumnStore, offload: OffloadHooks | None, block_ids: Int32Arra
 
 
 def offer_oldest(store: ColumnStore, offload: OffloadHooks | None, count: int) -> None:
-    """Do `offer` for the blocks that are evicted under LRU when the next `count` blocks are
-    taken."""
+    """Do `offer` for the blocks that LRU evicts when the next `count` blocks are taken."""
     if offload is None or count <= store.columns.number[BLANK]:
         return
     ids = np.empty(count, np.int32)

@@ -1,5 +1,4 @@
-"""`FlatCore`: the core of one pool of blocks. Its state is a few columns, and compiled kernels do
-its loops.
+"""`FlatCore`: the core of one pool of blocks. Its state is a few columns; kernels do its loops.
 
 `KVCacheManager` uses it, and owns requests, slots and statistics. Python makes the decisions here,
 and kernels carry them out. Arguments from outside are validated before any of them becomes an
@@ -141,8 +140,7 @@ _new_tuple: Any = tuple.__new__
 
 
 class FlatCore:
-    """The core of one pool of blocks. Each node of its tree is one unit of tokens that continues
-    its parent.
+    """The core of one pool of blocks. Each node of its tree is a unit that continues its parent.
 
     One owner, one thread. A raise leaves everything unchanged.
 
@@ -237,8 +235,7 @@ class FlatCore:
     # --- steps -------------------------------------------------------------------------------
 
     def open_step(self, client_id: str, step: int) -> None:
-        """Begin step `step` of `client_id`; raises RequestError for a step before its latest
-        one."""
+        """Begin step `step` of `client_id`; raises RequestError if the client had a later one."""
         self._last = None
         self.steps.open(client_id, step)
 
@@ -260,8 +257,7 @@ class FlatCore:
             self._settle()
 
     def take_merges(self) -> list[tuple[str, TableChange]]:
-        """Return the table changes of merged duplicate blocks since the last call, with their
-        requests."""
+        """Return the table changes of merged duplicates since the last call, by request."""
         merges, self._merges = self._merges, []
         return merges
 
@@ -281,8 +277,7 @@ class FlatCore:
     # --- requests ----------------------------------------------------------------------------
 
     def look_up(self, request: Request) -> CacheHit:
-        """Return the longest usable hit, at most `request.num_tokens - 1` tokens. Changes
-        nothing."""
+        """Return the longest usable hit, at most `num_tokens - 1` tokens. Changes nothing."""
         if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
             return self.no_hit
         limit = request.num_tokens - 1
@@ -316,8 +311,7 @@ class FlatCore:
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
-        """Give the request blocks, all or nothing over all groups; return the changes of its
-        tables.
+        """Give the request blocks, all or nothing over all groups; return its table changes.
 
         Skipped blocks are freed first, and stay freed even if None is returned because too few
         blocks are free; nothing else changes then. A request without blocks adopts `hit`. Full
@@ -338,8 +332,7 @@ class FlatCore:
     def _admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
-        """Give a request without a row one, and its blocks. None, unchanged, if too few are
-        free."""
+        """Give a request a row and its blocks. None, unchanged, if too few are free."""
         store, unit, num_tokens = self.store, self.hash_block_size, request.num_tokens
         computed, wanted, cached, spare, own_end, _, num_encoder = reservation
         most = wanted if wanted >= num_tokens else num_tokens
@@ -651,8 +644,7 @@ class FlatCore:
         return changes
 
     def free(self, request: Request) -> None:
-        """Release all of the request's blocks, last one first. A request without blocks is
-        ignored."""
+        """Release all of the request's blocks, last one first. Ignore a request without any."""
         r = self._forget_row(request)
         if r != NO_ROW and free_row(self.store.address, r):
             self._settle()
@@ -686,8 +678,7 @@ class FlatCore:
             self.store.columns.row[r, FLAGS] |= NO_CACHING
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Return copies of the request's tables, one list per group; empty lists if it is
-        unknown."""
+        """Return copies of the request's tables, one list per group, empty if it is unknown."""
         r = self.rows.get(request_id, NO_ROW)
         if r == NO_ROW:
             return tuple([[] for _ in range(self.store.num_groups)])
@@ -739,8 +730,8 @@ class FlatCore:
         self._settle()
 
     def unpin(self, hit: CacheHit) -> None:
-        """Drop a pin reference of the blocks of `hit`; raises BlockError, unchanged, if one has
-        none."""
+        """Drop one pin reference per block of `hit`; raises BlockError, unchanged, if one lacks
+        it."""
         ids = self._tail_first(hit)
         wanted = Counter(ids.tolist())
         lacking = [b for b, count in wanted.items() if self.pins[b] < count]
@@ -906,8 +897,7 @@ class FlatCore:
         return n
 
     def root(self, namespace: Namespace) -> int:
-        """Return the root of a namespace, and make it if there is none. Raises InvariantError if no
-        node is left."""
+        """Return the root of a namespace; make it if necessary. InvariantError: no node is left."""
         n = self.roots.get(namespace, 0)
         if n:
             return n
@@ -985,8 +975,7 @@ class FlatCore:
         self._settle()
 
     def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a request may take `num_blocks` blocks while `num_spare_blocks` stay
-        free."""
+        """Return whether a request may take blocks while `num_spare_blocks` others stay free."""
         num_free = self.num_free_blocks() - num_spare_blocks
         if self.tenants is None:
             return num_blocks <= num_free
@@ -994,8 +983,7 @@ class FlatCore:
         return self.tenants.has_room_for_served(num_blocks, num_free)
 
     def _count_taken(self, first: int = 0) -> None:
-        """Charge the served tenant for the blocks in `ids` from index `first` on, which entered
-        tables."""
+        """Charge the served tenant for the new blocks in `ids`, from index `first` on."""
         if self.tenants is not None:
             c = self.store.columns
             ids = c.ids[first : c.number[NUM_IDS]]
@@ -1010,8 +998,7 @@ class FlatCore:
             self.store.columns.number[ROOM] = max(0, room)
 
     def _make_room(self, num_blocks: int) -> None:
-        """Evict until `num_blocks` blocks can be taken from the free list. Enough blocks are
-        free."""
+        """Evict until `num_blocks` blocks can be taken from the list. Enough are free."""
         if self.order is not None:
             self.order.tell()
             self.order.make_room(num_blocks, self.notifier.offload)
@@ -1019,8 +1006,7 @@ class FlatCore:
             offer_oldest(self.store, self.notifier.offload, num_blocks)
 
     def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
-        """Return unreferenced cached blocks, the next victims first, except those of the nodes
-        `spared`."""
+        """Return unreferenced cached blocks, next victims first, without those of `spared`."""
         c, stay = self.store.columns, {0, *spared.tolist()}
         oldest = self._free_list() if self.order is None else self.order.policy.order()
         found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
@@ -1135,8 +1121,7 @@ class FlatCore:
     def _extend(
         self, r: int, request: Request, reservation: Reservation
     ) -> list[TableChange] | None:
-        """Give a request more blocks. If too few are free, return None; only skipped blocks have
-        changed."""
+        """Give a request more blocks. None if too few are free; then only skips have happened."""
         store, row = self.store, self.store.columns.row
         computed, wanted = reservation.num_computed_tokens, reservation.num_slot_tokens
         cached, unit = reservation.num_cached_tokens, self.hash_block_size
@@ -1170,8 +1155,7 @@ class FlatCore:
         return changes
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
-        """Note where a row's forward ends and where the previous one did, for groups that keep
-        states."""
+        """Note where a row's forward ends, and where the previous one did, for states."""
         if self.store.keeps_states:
             newest = reservation.newest_state or NewestState(-1, 0)
             self.store.columns.forward[r, : ACCEPTED + 1] = (
@@ -1217,8 +1201,8 @@ class FlatCore:
             self._publish(int(lines[place]), rows.requests[place], int(cached[place]))
 
     def _merge(self, published: list[Any]) -> None:
-        """Replace the rows' duplicate blocks by sealed ones. The forwards that wrote these units
-        are complete."""
+        """Replace rows' duplicate blocks by sealed ones; the forwards that wrote them are
+        complete."""
         for r, generation, first, end in [row for rows in published for row in rows]:
             if self.store.columns.row.item(r, GENERATION) != generation:
                 continue
@@ -1383,8 +1367,7 @@ class FlatCore:
             self._row_of_slot = grown
 
     def _slots_of(self, notes: Any) -> Int32Array:
-        """Return the slots of the requests that made blocks hittable, -1 for requests that have
-        ended."""
+        """Return the slots of the requests that made blocks hittable, -1 if they have ended."""
         generations = self.store.columns.row[:, GENERATION]
         found: dict[tuple[int, int], int] = {}
         slots = []

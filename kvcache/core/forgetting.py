@@ -39,8 +39,7 @@ from kvcache.core.prefix_tree import forget_content, is_sealed
 from kvcache.core.rows import rewind
 
 GONE, STAYS, REWOUND = 1, 2, 4
-"""Marks of a node: it is forgotten with everything after it; it stays; rows that continue it are
-rewound."""
+"""Marks of a node: it is forgotten with all that continues it; it stays; its rows are rewound."""
 
 
 @routine
@@ -57,8 +56,7 @@ def forget_block(core: Any, b: int, is_lost: Any) -> None:
 
 @routine
 def forget_marked(core: Any, is_lost: Any) -> None:
-    """Rewind rows that continue marked nodes, then forget the GONE nodes with everything after
-    them."""
+    """Rewind rows that continue marked nodes; forget GONE nodes with all that continues them."""
     c = columns_of(core)
     s = search_of(core)
     for r in range(len(c.row)):
@@ -99,8 +97,7 @@ def forget_marked(core: Any, is_lost: Any) -> None:
 
 @routine
 def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
-    """Forget what a client's open steps from `serial` on made hittable, and everything that
-    continues it."""
+    """Forget what a client's open steps from `serial` on made hittable, and what continues it."""
     c = columns_of(core)
     s = search_of(core)
     count = np.int64(0)
@@ -137,8 +134,7 @@ def block_above(core: Any, n: int, g: int) -> int:
 
 @routine
 def forget_connected(core: Any, g: int, is_lost: Any) -> None:
-    """Forget the blocks of a group at marked nodes, and the blocks that continue them without a
-    gap."""
+    """Forget a group's blocks at marked nodes, and the blocks that continue them without a gap."""
     c = columns_of(core)
     s = search_of(core)
     end = c.number[NEXT_NODE]

@@ -46,8 +46,7 @@ class RowForks:
         self.copied: Counter[int] = Counter()
 
     def require_blocks(self, parent: int, request_id: str, origin: ForkOrigin) -> None:
-        """Raise RequestError if the parent has too few slots for the tokens it counts as
-        computed."""
+        """Raise RequestError if the parent lacks slots for tokens that it counts as computed."""
         c, num_tokens = self._store.columns, origin.num_tokens
         for g in range(self._store.num_groups):
             columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
@@ -135,8 +134,7 @@ class RowForks:
         self.shared.pop(r, None)
 
     def release_copied(self) -> bool:
-        """Release both ends of all copies, whose commands have been taken. Return whether there
-        were any."""
+        """Release both ends of copies whose commands have been taken; return whether any were."""
         if not self.copied:
             return False
         held = int32_array(list(self.copied.elements()))

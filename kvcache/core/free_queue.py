@@ -58,8 +58,7 @@ class FreeKVCacheBlockQueue:
         self.append_n([block_id])
 
     def append_n(self, block_ids: Sequence[int]) -> None:
-        """Add blocks at the back, in order; raises BlockError, unchanged, if one is in the
-        queue."""
+        """Add blocks at the back, in order; raises BlockError, unchanged, if one is in it."""
         self._queue.append_many(self._absent(block_ids))
 
     def prepend_n(self, block_ids: Sequence[int]) -> None:
@@ -71,8 +70,7 @@ class FreeKVCacheBlockQueue:
         return self._queue.to_list()
 
     def check(self) -> None:
-        """Raise InvariantError unless both directions lead through as many blocks as are counted.
-        O(n)."""
+        """Raise InvariantError unless both directions lead through as many blocks. O(n)."""
         self._queue.check()
 
     def _absent(self, block_ids: Iterable[int]) -> list[int]:

@@ -34,8 +34,7 @@ _types: Any = types
 
 
 class GroupPath(NamedTuple):
-    """The blocks of group `g` on the path of the last walk, which has `depth` units, as a client
-    sees them."""
+    """The blocks of group `g` on the last walk's path of `depth` units, as a client sees them."""
 
     core: Any
     g: int
@@ -55,7 +54,7 @@ def is_cached(blocks: Any, i: int) -> bool:
     owner = np.int64(c.node[n, OWNER + 2 * blocks.g])
     if c.node[n, BLOCK + 2 * blocks.g] == 0 or not is_visible(blocks.core, owner, blocks.client):
         return False
-    # A forward reads its first state before any row of its step writes one.
+    # A forward reads its initial state before any row of its step writes one.
     return (
         c.group[blocks.g, KIND] != STATE
         or owner < c.number[OPENED]

@@ -1,5 +1,4 @@
-"""Additions to numba: columns by address, comparing and copying memory, calling functions by
-address.
+"""Additions to numba: columns by address, memory comparison and copies, calls by address.
 
 All modules with compiled functions import this one. Python calls a `kernel`. An `inner` function is
 compiled into the bodies of its callers. A `routine` is a function that kernels call. Compiled code
@@ -63,8 +62,7 @@ _FAMILY = _family()
 
 INT = types.intp
 CORE = INT
-"""The first argument of kernels: the address of the table with the addresses and shapes of a core's
-columns."""
+"""The first argument of kernels: the address of a table with the columns' addresses and shapes."""
 INTS = array_type("int32", is_read=True)
 NEW_INTS = array_type("int32")
 INT_ROWS = array_type("int32", 2, is_read=True)
@@ -244,8 +242,7 @@ def _are_same(typing_context: Any, one: Any, other: Any, num_bytes: Any) -> Any:
 
 @_intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _are_same_64(typing_context: Any, one: Any, other: Any) -> Any:
-    """Return whether 64 bytes at two addresses are equal, with a few instructions and without a
-    call."""
+    """Return whether 64 bytes at two addresses are equal, in a few instructions."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         line = _ir.VectorType(_ir.IntType(64), 8)

@@ -44,8 +44,7 @@ class PendingCopies:
         return len(self._sources)
 
     def add(self, source: int, destination: int) -> None:
-        """Note that `destination` gets the bytes of `source`, unless it already gets other
-        bytes."""
+        """Note that `destination` gets the bytes of `source`, unless it already gets others."""
         origin = self._sources.get(source, source)
         if origin != destination:
             self._sources.setdefault(destination, origin)

@@ -124,8 +124,8 @@ def note_blank(core: Any, at: int, b: int) -> None:
 
 @routine
 def release(core: Any, b: int, front: int) -> int:
-    """Drop a reference to a block. Return the block after which the next one without content is
-    inserted."""
+    """Drop a reference to a block. Return the block after which to insert the next one without
+    content."""
     c = columns_of(core)
     c.block[b, REF] -= 1
     if c.block[b, REF]:

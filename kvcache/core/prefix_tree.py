@@ -301,8 +301,7 @@ def child_of(core: Any, parent: int, keys: int, tokens: Any) -> int:
 
 @kernel(INT, CORE, INT, INT, INTS)
 def get_or_add_child(core: Any, parent: int, keys: int, tokens: Any) -> int:
-    """Return the child with these extra keys and tokens. Add it if there is none; 0: no node is
-    left."""
+    """Return the child with these extra keys and tokens, new if necessary; 0: no node is left."""
     n = find_child(core, parent, keys, address_of(tokens, 0))
     return n if n else add_child(core, parent, keys, address_of(tokens, 0))
 

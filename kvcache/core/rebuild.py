@@ -1,5 +1,4 @@
-"""Rebuild: fills an empty core from the labels that workers still have after a coordinator
-restarts.
+"""Rebuild: fills an empty core from the labels that workers have after a coordinator restarts.
 
 A block is kept if every rank agrees on its label and its place in the tree is known. Of duplicate
 blocks one is kept. A block of a prefix group also needs the block before it. Each node's digest is
@@ -214,8 +213,7 @@ class GroupLabels:
 
 @dataclass(frozen=True, eq=False)
 class FittingLabels:
-    """The labels that fit a plan, by group, with the namespaces and extra keys that their rows
-    refer to."""
+    """The labels that fit a plan, by group; the namespaces and extra keys that they refer to."""
 
     groups: tuple[GroupLabels, ...]
     namespaces: tuple[Namespace, ...]
@@ -287,8 +285,7 @@ def _read(
 
 
 def _namespaces(label: Label, rows: IndexArray) -> tuple[Int32Array, tuple[Namespace, ...]]:
-    """Return the number of each label's namespace, `_UNREADABLE` if it cannot be read, and the
-    namespaces."""
+    """Return each label's namespace number, `_UNREADABLE` if it has none, and the namespaces."""
     known: dict[Namespace, int] = {}
     numbers = np.full(len(label.namespace_names), _UNREADABLE, dtype=np.int32)
     for index in np.unique(label.namespaces[rows]).tolist():
@@ -303,8 +300,7 @@ def _namespaces(label: Label, rows: IndexArray) -> tuple[Int32Array, tuple[Names
 
 
 def _extra_keys(label: Label) -> tuple[Int32Array, tuple[ExtraKeys | None, ...]]:
-    """Return the number of each label's extra keys, `_UNREADABLE` if they cannot be read, and the
-    extra keys."""
+    """Return each label's extra keys by number, `_UNREADABLE` if they are none, and the keys."""
     column = np.full(len(label.block_ids), _NO_KEYS, dtype=np.int32)
     found: dict[ExtraKeys | None, int] = {None: _NO_KEYS}
     numbers: dict[bytes, int] = {}
@@ -339,8 +335,7 @@ def _are_readable(
 
 
 def _belong(namespace: Namespace, keys: ExtraKeys | None) -> bool:
-    """Return whether a block of a namespace can have these keys: the namespace's adapter, and no
-    other salt."""
+    """Return whether a block of a namespace can have these keys: its adapter, and no other salt."""
     adapters = [_adapter(key) for key in keys or () if key[0] == "lora"]
     salts = [key[1] for key in keys or () if key[0] == "cache_salt"]
     return adapters == ([] if namespace.lora is None else [namespace.lora]) and (
@@ -398,7 +393,7 @@ def prune_all(core: Any, nodes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """What is kept of one group: chains of label rows, the node of each row, and how many rows
+    """The kept blocks of one group: chains of label rows, the node of each row, and how many rows
     precede each row (`NO_ROW`: the row is not kept)."""
 
     group: int

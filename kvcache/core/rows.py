@@ -127,8 +127,7 @@ def note_limits(core: Any, r: int) -> None:
 
 @routine
 def note_change(core: Any, slot: int, g: int, line: int, first: int, count: int) -> None:
-    """Log that `count` columns of a table are new from column `first` on. A negative `slot`: log
-    nothing."""
+    """Log that `count` columns of a table are new from `first` on, unless `slot` is negative."""
     if slot < 0:
         return
     c = columns_of(core)
@@ -440,8 +439,7 @@ def publish_row(core: Any, r: int, end: int, tokens: Any, keys: Any, digests: An
 
 @kernel(NOTHING, CORE, INT, INT)
 def rewind_row(core: Any, r: int, num_units: int) -> None:
-    """Move a row back to its first `num_units` units, and forget where forwards after them
-    ended."""
+    """Move a row back to `num_units` units, and forget where later forwards ended."""
     rewind(core, r, num_units)
     forget_ends(core, r, num_units)
 
@@ -935,8 +933,7 @@ def share_row(core: Any, parent: int, child: int, num_units: int, ends: Any, sta
 
 @kernel(NOTHING, CORE, INT, INT, INT, INT)
 def replace_block(core: Any, r: int, g: int, column: int, b: int) -> None:
-    """Put block `b`, which has a reference for it, into a column, and release the block that was
-    there."""
+    """Put block `b`, which has a reference for it, into a column, and release the old one."""
     c = columns_of(core)
     line = r * len(c.group) + g
     before = np.int64(c.table[line, column])

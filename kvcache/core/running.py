@@ -1,7 +1,7 @@
 """The columns of running rows, and the kernels that change all rows of a step at once.
 
 The manager owns these columns, by slot; the core owns its own, by row. A step reads and writes both
-in one call (`rows.py`). `check_rows` refuses bad rows, and the manager explains what is wrong.
+in one call (`rows.py`). `check_rows` refuses bad rows, and the manager reports the mistake.
 
     slot           0     1     2     3
     TOKENS       [ 33 | 120 |   0 | 17 ]      the row's tokens, also those its request lacks
@@ -45,8 +45,7 @@ rejected drafts; where the forward ends without and with drafts; how many of the
 were computed before this step."""
 
 IS_WRONG, IS_CROWDED = 1, 2
-"""Results of `check_rows` other than 0: a row or a column is wrong; the ring lacks room for a row's
-tokens."""
+"""Results of `check_rows`, if not 0: something is wrong; the ring lacks room for a row's tokens."""
 
 FREE = -1
 """Generation and CLIENT of a free slot."""
@@ -69,8 +68,7 @@ class RunningRows(NamedTuple):
 
 
 class RowTable(Protocol):
-    """The owner of the columns of running rows, with their ring of tokens and their requests, by
-    slot."""
+    """The owner of the running rows' columns, ring of tokens and requests, by slot."""
 
     @property
     def rows(self) -> npt.NDArray[np.int32]:
@@ -209,8 +207,7 @@ def note_row_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
 def note_confirmed(
     rows: Any, generation: Any, slots: Any, generations: Any, positions: Any
 ) -> None:
-    """Set CONFIRMED of each row to what was computed before a step, if its slot still has the same
-    request."""
+    """Set CONFIRMED of each row that kept its slot to what was computed before a step."""
     for i in range(len(slots)):
         slot = slots[i]
         if generation[slot] == generations[i]:

@@ -44,8 +44,7 @@ from kvcache.specs import (
 
 @dataclass(frozen=True, slots=True)
 class NewColumns:
-    """How a table grows: to `total` columns, with a block in each of the columns `kept`, null in
-    the others.
+    """How a table grows: to `total` columns, with blocks in the columns `kept`, else null.
 
     Blocks in the columns `spare` are not needed there: they move to columns of `kept`.
     """
@@ -76,8 +75,7 @@ class SingleTypeKVCacheManager:
     # --- rules of a kind -----------------------------------------------------------------------
 
     longest_hit = staticmethod(longest_hit)
-    """Finds the longest prefix of one group that a request can reuse, given which of its blocks are
-    cached."""
+    """Finds the longest prefix that a request can reuse, given which blocks are cached."""
 
     def new_columns(self, table: Sequence[int], reservation: Reservation) -> NewColumns:
         """Return how a table grows. `table` is the request's table, or the hit that it adopts."""
@@ -86,8 +84,7 @@ class SingleTypeKVCacheManager:
         return NewColumns(total, range(max(len(table), min(skipped, total)), total))
 
     def cacheable_columns(self, request_id: str, start: int, end: int) -> Sequence[int]:
-        """Return those of the full columns `[start, end)` whose blocks can be hit once they are
-        cached."""
+        """Return the columns of `[start, end)`, all full, whose blocks can be hit once cached."""
         return range(start, end)
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> int:
@@ -225,8 +222,7 @@ class SingleTypeKVCacheManager:
         return table[num_before:]
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free the blocks that no later token reads, right to left, and replace them by null
-        blocks."""
+        """Free the blocks that no later token reads, right to left; null blocks replace them."""
         check_request_id(request_id)
         end = self.num_skipped_blocks(num_computed_tokens)
         table = self._tables.get(request_id, [])[:end]
@@ -316,8 +312,7 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
 
 
 class MambaManager(SingleTypeKVCacheManager):
-    """States. A hit is the rightmost column with a state at its boundary; all columns before it are
-    null.
+    """States. A hit is the rightmost column with a state at its boundary, and null before it.
 
     `kinds/mamba.py` draws the tables. `_boundaries` has, by request, the columns whose last token
     ended a forward: only these can be hit.
@@ -371,8 +366,7 @@ class MambaManager(SingleTypeKVCacheManager):
         self._boundaries.pop(request_id, None)
 
     def _column(self, num_tokens: int) -> int:
-        """Return the column of the state after `num_tokens` tokens; -1 for the state before any
-        token."""
+        """Return the column of the state after `num_tokens` tokens, -1 for the initial state."""
         if not self._is_aligned:
             return 0 if num_tokens else -1
         return (num_tokens - 1) // self.block_size

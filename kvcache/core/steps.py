@@ -148,8 +148,8 @@ class StepTable:
             self.current.notes.append(notes)
 
     def complete(self, client_id: str, through_step: int) -> list[OpenStep]:
-        """Seal the client's steps up to `through_step`. Return them, with notes only of what is
-        sealed now."""
+        """Seal the client's steps up to `through_step`. Return them, with notes only of the
+        contents that are sealed now."""
         self._keep_current()
         waiting, completed = self._waiting.get(client_id), list[OpenStep]()
         if not waiting or waiting[0].step > through_step:
@@ -226,8 +226,7 @@ class StepTable:
     # --- inside ------------------------------------------------------------------------------
 
     def _begin(self, client: int, step: int) -> None:
-        """Open a step with the next serial. If it makes nothing hittable, the serial is used
-        again."""
+        """Open a step with the next serial, which is reused if nothing becomes hittable."""
         cells = self._store.cells
         if self._next_serial - cells[SEALED_BELOW] >= NUM_STEPS - 1:
             self._renumber()
@@ -276,8 +275,7 @@ class StepTable:
                 self._numbers.pop(client_id, None)
 
     def _renumber(self) -> None:
-        """Give the waiting steps the lowest serials, in order. The caller then opens the next
-        step."""
+        """Give waiting steps the lowest serials, in order. The caller opens the next step."""
         c = self._store.columns
         steps = sorted(
             (step for steps in self._waiting.values() for step in steps), key=lambda s: s.serial

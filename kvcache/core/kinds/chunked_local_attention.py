@@ -22,8 +22,7 @@ from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
 
 @inner
 def longest(rule: Any, is_cached: Any, blocks: Any, limit: int, step: int) -> int:
-    """Return the end of the longest hit, in blocks: the blocks of its last chunk before the first
-    miss.
+    """Return the end of the longest hit, in blocks: its last chunk's blocks before the first miss.
 
     If the chunk has no multiple of `step` left, the search continues in the previous chunk.
     """

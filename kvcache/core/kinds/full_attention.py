@@ -33,6 +33,5 @@ def num_skipped(rule: Any, num_computed: int) -> int:
 
 @inner
 def next_skip(rule: Any, num_kept: int) -> int:
-    """Return the number of computed tokens at which the next block after `num_kept` is skipped:
-    never."""
+    """Return the number of computed tokens at which the next block is skipped: never."""
     return np.int64(NEVER)

@@ -51,8 +51,7 @@ def next_skip(rule: Any, num_kept: int) -> int:
 
 @inner
 def column_of(rule: Any, num_tokens: int) -> int:
-    """Return the column of the state after `num_tokens` tokens; -1 for the state before any
-    token."""
+    """Return the column of the state after `num_tokens` tokens, -1 for the initial state."""
     return (np.int64(num_tokens) - 1) // np.int64(rule[COLUMN])
 
 
