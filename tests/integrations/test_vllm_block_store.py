@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from hashlib import sha256
 from types import SimpleNamespace
@@ -13,14 +14,28 @@ import pytest
 from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
-from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
+from kvcache.integrations.vllm.step_messages import (
+    FileCommand,
+    Inventory,
+    LoadCommand,
+    RankReports,
+    StepCommands,
+    StoreCommand,
+)
+from kvcache.protocol.messages import JobReport
 
 TOKENS = 4
 NUM_SLOTS = 8
+NUM_FILES = 24
+KEY_BYTES = 36
+DISK = {"directory": "/files", "capacity_per_rank": "1MiB"}
+
+Job = StoreCommand | LoadCommand | FileCommand
 
 
 def setting_of(num_ranks: int = 2, **offload: Any) -> EngineSetting:
-    options = ConnectorOptions.parse({"offload": offload})
+    is_asynchronous = offload.pop("is_asynchronous", True)
+    options = ConnectorOptions.parse({"offload": offload, "is_asynchronous": is_asynchronous})
     return EngineSetting(options, "model", TOKENS, num_blocks=99, num_ranks=num_ranks)
 
 
@@ -34,75 +49,156 @@ def request_of(name: str, num_tokens: int, content: str = "a") -> Any:
 
 @dataclass
 class FakeRank:
-    """Slots with the digest they hold; `wrong` are slots whose bytes have changed."""
+    """Slots with the digest they hold, files by key. `wrong` slots and files have changed. Jobs
+    begin in the step that brings them, and end when `work` is called."""
 
+    rank: int
     slots: dict[int, bytes] = field(default_factory=dict)
     sealed: set[int] = field(default_factory=set)
-    wrong: set[int] = field(default_factory=set)
+    files: dict[bytes, bytes] = field(default_factory=dict)
+    wrong: set[int | bytes] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+    released: list[str] = field(default_factory=list)
+    running: deque[tuple[str, Job]] = field(default_factory=deque)
 
-    def obey(self, commands: StepCommands) -> RankReports:
-        if commands.forgets_all:
-            self.slots.clear()
-            self.sealed.clear()
-        for slot in commands.forgotten:
+    def obey(self, commands: StepCommands) -> None:
+        for slot in commands.forgotten_slots:
             self.slots.pop(slot, None)
             self.sealed.discard(slot)
+        for key in keys_of(commands.forgotten_keys):
+            self.files.pop(key, None)
         self.sealed |= {slot for slot in commands.sealed if slot in self.slots}
-        lost = {
-            digest
-            for slot, digest in zip(commands.load_slots, commands.load_digests, strict=True)
-            if self.slots.get(slot) != digest or slot in self.wrong
-        }
-        loaded = {commands.step: 1} if commands.load_slots else {}
-        reports = RankReports(loaded=loaded, lost=frozenset(lost))
-        if not commands.store_slots:
-            return reports
-        if lost:
-            return reports.aggregate(RankReports(not_stored=frozenset((commands.step,))))
-        for slot, digest in zip(commands.store_slots, commands.store_digests, strict=True):
-            self.slots[slot] = digest
-            self.sealed.discard(slot)
-            self.wrong.discard(slot)
-        return reports.aggregate(RankReports(stored={commands.step: 1}))
+        self.invalid |= set(commands.invalid_blocks)
+        self.released += commands.released
+        jobs: list[tuple[str, Job]] = [("spill", job) for job in commands.spills]
+        jobs += [("fetch", job) for job in commands.fetches]
+        jobs += [("load", job) for job in commands.loads]
+        if commands.store is not None:
+            jobs.append(("store", commands.store))
+        for kind, job in jobs:
+            if kind in ("store", "fetch"):
+                for slot in job.slots:
+                    self.slots.pop(slot, None)
+                    self.sealed.discard(slot)
+        self.running += jobs
 
-    def inventory(self) -> Inventory:
-        return Inventory(NUM_SLOTS, {slot: self.slots[slot] for slot in self.sealed})
+    def work(self) -> RankReports:
+        """End the oldest job, if there is one."""
+        if not self.running:
+            return RankReports()
+        kind, job = self.running.popleft()
+        failed: set[int] = set()
+        if isinstance(job, StoreCommand):
+            self._write(dict(zip(job.slots, job.digests, strict=True)))
+        elif isinstance(job, LoadCommand):
+            for slot, digest, block in zip(job.slots, job.digests, job.blocks, strict=True):
+                assert self.slots[slot] == digest
+                if slot in self.wrong:
+                    failed.add(slot)
+                    self.invalid.add(block)
+        else:
+            failed = self._move_files(kind, dict(zip(job.slots, keys_of(job.keys), strict=True)))
+        lost = tuple(failed) if kind == "fetch" else ()
+        report = JobReport(job.job_id, not failed, block_ids=tuple(failed), lost_ids=lost)
+        return RankReports(((self.rank, report),))
+
+    def inventory(self, num_files: int = 0) -> Inventory:
+        digests = {slot: self.slots[slot] for slot in self.sealed}
+        return Inventory(NUM_SLOTS, digests, num_files, tuple(self.files))
+
+    def _write(self, digests: dict[int, bytes]) -> None:
+        for slot, digest in digests.items():
+            self.slots[slot] = digest
+            self.wrong.discard(slot)
+
+    def _move_files(self, kind: str, keys: dict[int, bytes]) -> set[int]:
+        """Return the slots whose file could not be read."""
+        failed = set()
+        for slot, key in keys.items():
+            if kind == "spill":
+                assert self.slots[slot] == key[:32]
+                self.files[key] = key[:32]
+                self.wrong.discard(key)
+            elif key in self.wrong or key not in self.files:
+                self.files.pop(key, None)
+                failed.add(slot)
+            else:
+                self._write({slot: key[:32]})
+        return failed
+
+
+def keys_of(packed: bytes) -> list[bytes]:
+    return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
 class Cluster:
     """The store under test, its ranks, and a clock."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, num_files: int = 0, **options: Any) -> None:
         self.time_s = 0.0
-        self.ranks = [FakeRank(), FakeRank()]
-        self.store = BlockStore(setting_of(**options), lambda: self.time_s)
-        self.store.adopt({i: rank.inventory() for i, rank in enumerate(self.ranks)})
+        if num_files:
+            options |= {"host_memory_per_rank": "1MiB", "disk": DISK}
+        self.num_files, self.options = num_files, options
+        self.ranks = [FakeRank(0), FakeRank(1)]
+        self.restart()
 
-    def begin(self, request: Any) -> int:
+    def restart(self) -> tuple[int, int]:
+        """Begin with what the ranks have kept."""
+        for rank in self.ranks:
+            rank.slots = {slot: rank.slots[slot] for slot in rank.sealed if slot in rank.slots}
+            rank.running.clear()
+        self.store = BlockStore(setting_of(**self.options), lambda: self.time_s)
+        inventories = {rank.rank: rank.inventory(self.num_files) for rank in self.ranks}
+        return self.store.adopt(inventories)
+
+    def begin(self, request: Any) -> int | None:
         """Match a request and allocate its blocks, numbered from 10 on."""
         found = self.store.num_matched(request, 0)
-        request.num_computed_tokens = found
-        self.store.allocated(request, list(range(10, 30)), found)
+        if found is not None:
+            request.num_computed_tokens = found
+            self.store.allocated(request, list(range(10, 40)), found)
         return found
 
-    def commands(self, *requests: Any) -> StepCommands:
+    def commands(self, *requests: Any, preempted: tuple[str, ...] = ()) -> StepCommands:
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
-        return self.store.commands(scheduled, lambda _: [list(range(10, 30))])
+        return self.store.commands(scheduled, lambda _: [list(range(10, 40))], preempted)
 
-    def report(self, commands: StepCommands) -> None:
-        first, second = [rank.obey(commands) for rank in self.ranks]
-        self.store.reported(first.aggregate(second))
+    def obey(self, commands: StepCommands) -> None:
+        for rank in self.ranks:
+            rank.obey(commands)
+
+    def work(self) -> None:
+        """End all jobs."""
+        while any(rank.running for rank in self.ranks):
+            first, second = [rank.work() for rank in self.ranks]
+            self.store.reported(first.aggregate(second))
 
     def step(self, *requests: Any) -> StepCommands:
         commands = self.commands(*requests)
-        self.report(commands)
+        self.obey(commands)
+        self.work()
         return commands
 
+    def settle(self) -> None:
+        """Step until nothing is left to be done."""
+        for _ in range(50):
+            if not self.store.has_unsent_commands:
+                return
+            self.step()
+        raise AssertionError("there is always something left to be done")
+
     def run(self, request: Any) -> int:
-        found = self.begin(request)
-        self.step(request)
-        self.store.finished(request.request_id)
-        return found
+        """Step until a request is through; return how many tokens it has loaded."""
+        for _ in range(50):
+            found = self.begin(request)
+            self.step(*(() if found is None else (request,)))
+            if found is not None:
+                self.store.finished(request.request_id)
+                return found
+        raise AssertionError("the request waits on and on")
+
+    def digests(self) -> list[set[bytes]]:
+        return [set(rank.inventory().digests.values()) for rank in self.ranks]
 
 
 def test_a_block_is_a_hit_once_all_ranks_have_stored_it() -> None:
@@ -110,14 +206,14 @@ def test_a_block_is_a_hit_once_all_ranks_have_stored_it() -> None:
     request = request_of("r", 13)
     assert cluster.begin(request) == 0
     commands = cluster.commands(request)
-    assert len(commands.store_slots) == 3
-    first, second = [rank.obey(commands) for rank in cluster.ranks]
-    cluster.store.reported(first)
-    assert cluster.store.num_matched(request_of("s", 13), 0) == 0
-    cluster.store.reported(second)
+    assert commands.store is not None and len(commands.store.slots) == 3
+    cluster.obey(commands)
+    cluster.store.reported(cluster.ranks[0].work())
+    assert cluster.store.num_matched(request_of("s", 13), 0) is None
+    cluster.store.reported(cluster.ranks[1].work())
     assert cluster.store.num_matched(request_of("s", 13), 0) == 12
     assert cluster.store.num_matched(request_of("s", 12), 0) == 8  # one token is computed
-    assert cluster.step().sealed == commands.store_slots
+    assert cluster.step().sealed == commands.store.slots
 
 
 def test_a_token_that_is_no_hashed_block_is_not_stored() -> None:
@@ -125,17 +221,49 @@ def test_a_token_that_is_no_hashed_block_is_not_stored() -> None:
     request = request_of("r", 9)
     cluster.begin(request)
     commands = cluster.store.commands({"r": 16}, lambda _: [list(range(10, 30))])  # with drafts
-    assert commands.store_digests == tuple(request.block_hashes)
-    cluster.report(commands)
+    assert commands.store is not None and commands.store.digests == tuple(request.block_hashes)
+    cluster.obey(commands)
+    cluster.work()
     request.num_computed_tokens, request.num_tokens = 9, 17  # drafts were accepted
     request.block_hashes = request_of("r", 17).block_hashes
     commands = cluster.store.commands({"r": 8}, lambda _: [list(range(10, 30))])
-    assert commands.store_digests == tuple(request.block_hashes[2:])
-    assert commands.store_blocks == (12, 13)
+    assert commands.store is not None
+    assert commands.store.digests == tuple(request.block_hashes[2:])
+    assert commands.store.parents == tuple(request.block_hashes[1:3])
+    assert commands.store.blocks == (12, 13)
+
+
+def test_blocks_of_a_finished_request_are_kept_until_they_are_stored() -> None:
+    cluster = Cluster()
+    request = request_of("r", 13)
+    cluster.begin(request)
+    cluster.obey(cluster.commands(request))
+    assert cluster.store.finished("r")
+    assert cluster.commands().released == ()
+    cluster.work()
+    assert cluster.commands().released == ("r",)
+    assert not cluster.store.finished("r")
+
+
+def test_steps_that_do_their_own_copies_keep_no_blocks() -> None:
+    cluster = Cluster(is_asynchronous=False)
+    request = request_of("r", 13)
+    cluster.begin(request)
+    cluster.commands(request)
+    assert not cluster.store.finished("r")
+
+
+def test_stores_of_a_preempted_request_are_waited_for() -> None:
+    cluster = Cluster()
+    request = request_of("r", 13)
+    cluster.begin(request)
+    cluster.obey(cluster.commands(request))
+    assert cluster.commands(preempted=("s",)).reused_blocks == ()
+    assert cluster.commands(preempted=("r",)).reused_blocks == (10, 11, 12)
 
 
 def test_of_a_step_with_a_failed_load_nothing_is_kept() -> None:
-    cluster = Cluster()
+    cluster = Cluster(is_asynchronous=False)
     cluster.run(request_of("r", 9))
     cluster.step()
     cluster.ranks[1].wrong = {0}
@@ -146,26 +274,60 @@ def test_of_a_step_with_a_failed_load_nothing_is_kept() -> None:
     longer.num_tokens += 4
     longer.block_hashes.append(sha256(b"more").digest())
     ahead = cluster.commands(longer)  # scheduled before the failure is known
-    assert bad.store_slots and ahead.store_slots
-    cluster.report(bad)
-    cluster.report(ahead)
+    assert bad.store is not None and ahead.store is not None
+    cluster.obey(bad)
+    cluster.obey(ahead)
+    cluster.work()
+    assert cluster.ranks[1].invalid == {10}
     assert cluster.store.num_matched(request_of("t", 25), 0) == 0
-    assert cluster.store.num_ready == 1  # the second block of the first request
-    cluster.step()
-    assert {digest for rank in cluster.ranks for digest in rank.inventory().digests.values()} == {
-        longer.block_hashes[1]
-    }
+    cluster.settle()
+    assert cluster.digests() == [{longer.block_hashes[1]}] * 2
+
+
+def test_a_failed_load_costs_no_store_of_requests_that_wait_for_their_own() -> None:
+    cluster = Cluster()
+    for content in "ab":
+        cluster.run(request_of(content, 9, content))
+    cluster.settle()
+    cluster.ranks[0].wrong = {0, 2}
+    first, second = request_of("first", 9, "a"), request_of("second", 9, "b")
+    assert (cluster.begin(first), cluster.begin(second)) == (8, 8)
+    cluster.obey(cluster.commands())
+    for rank in cluster.ranks:  # the first load ends
+        cluster.store.reported(rank.work())
+    first.num_computed_tokens = 0
+    again = cluster.commands(first)
+    assert again.store is not None and again.store.digests == (first.block_hashes[0],)
+    cluster.obey(again)
+    cluster.work()  # the second load fails, and the store ends
+    assert cluster.store.num_matched(request_of("third", 9, "a"), 0) == 8
+    second.num_computed_tokens = 0
+    assert cluster.step(second).store is not None
+    assert cluster.store.num_matched(request_of("fourth", 9, "b"), 0) == 8
+
+
+def test_a_store_that_fails_on_one_rank_is_tried_again() -> None:
+    cluster = Cluster()
+    request = request_of("r", 14)
+    cluster.begin(request)
+    first = cluster.commands(request)
+    assert first.store is not None
+    job = first.store.job_id
+    cluster.store.reported(RankReports(((0, JobReport(job, True)), (1, JobReport(job, False)))))
+    assert cluster.store.num_matched(request_of("s", 14), 0) == 0
+    request.num_computed_tokens = 13
+    again = cluster.commands(request)
+    assert again.store is not None and again.store.digests == first.store.digests
 
 
 def test_what_ranks_disagree_about_is_forgotten_on_all() -> None:
     cluster = Cluster()
     cluster.run(request_of("r", 17))
-    cluster.step()
+    cluster.settle()
     cluster.ranks[0].slots[2] = bytes(32)
-    after = BlockStore(setting_of(), lambda: 0.0)
-    assert after.adopt({i: rank.inventory() for i, rank in enumerate(cluster.ranks)}) == 3
-    assert after.num_matched(request_of("s", 17), 0) == 8
-    assert after.commands({}, lambda _: None).forgotten == (2,)
+    assert cluster.restart() == (3, 0)
+    assert cluster.store.num_matched(request_of("s", 17), 0) == 8
+    assert cluster.commands().forgotten_slots == (2,)
 
 
 def test_a_rank_that_is_missing_ends_the_start() -> None:
@@ -180,49 +342,119 @@ def test_a_store_that_is_not_answered_in_time_is_given_up() -> None:
     cluster = Cluster(job_s=5.0)
     request = request_of("r", 13)
     cluster.begin(request)
-    late = cluster.commands(request)
+    cluster.obey(cluster.commands(request))
+    assert cluster.store.finished("r")
     assert cluster.store.has_unsent_commands
     cluster.time_s = 6.0
-    cluster.step()
+    assert cluster.store.num_matched(request_of("s", 13), 0) is None
+    assert cluster.commands().released == ("r",)
     assert not cluster.store.has_unsent_commands
-    cluster.report(late)
-    assert cluster.store.num_ready == 0
+    assert cluster.store.num_matched(request_of("t", 13), 0) == 0
+    cluster.work()
+    assert cluster.store.num_matched(request_of("t", 13), 0) == 0
+    cluster.settle()
+    assert cluster.digests() == [set(), set()]
 
 
 def test_a_reset_forgets_everything_on_all_ranks() -> None:
-    cluster = Cluster()
-    cluster.run(request_of("r", 13))
-    waiting = request_of("s", 21, "b")
+    cluster = Cluster(num_files=NUM_FILES, spare_share=0.5)
+    for content in "abc":
+        cluster.run(request_of(content, 13, content))
+    cluster.settle()
+    assert cluster.ranks[0].files
+    waiting = request_of("s", 21, "d")
     cluster.begin(waiting)
-    pending = cluster.commands(waiting)
+    cluster.obey(cluster.commands(waiting))
     cluster.store.reset()
     assert cluster.store.has_unsent_commands
-    cluster.report(pending)
-    cluster.step()
-    assert cluster.store.num_ready == 0
-    assert [rank.slots for rank in cluster.ranks] == [{}, {}]
+    cluster.work()
+    cluster.settle()
+    assert cluster.digests() == [set(), set()]
+    assert [rank.files for rank in cluster.ranks] == [{}, {}]
+
+
+def test_what_has_left_memory_comes_back_from_files() -> None:
+    cluster = Cluster(num_files=NUM_FILES)
+    for content in "abcd":
+        assert cluster.run(request_of(content, 21, content)) == 0
+        cluster.settle()
+    assert cluster.run(request_of("again", 21, "a")) == 20
+    cluster.ranks[1].wrong = {next(iter(cluster.ranks[1].files))}
+    for content in "abcdabcd":
+        cluster.run(request_of(f"{content}2", 21, content))
+        cluster.settle()
+        cluster.store.check()
+
+
+def test_files_are_adopted_and_those_that_one_rank_lacks_are_removed() -> None:
+    cluster = Cluster(num_files=NUM_FILES)
+    for content in "abcd":
+        cluster.run(request_of(content, 21, content))
+        cluster.settle()
+    files = dict(cluster.ranks[0].files)
+    gone = next(iter(files))
+    del cluster.ranks[1].files[gone]
+    for rank in cluster.ranks:
+        rank.sealed.clear()
+    assert cluster.restart() == (0, len(files) - 1)
+    cluster.settle()
+    assert [set(rank.files) for rank in cluster.ranks] == [files.keys() - {gone}] * 2
+
+
+def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
+    cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
+    for content in "abcd":
+        cluster.run(request_of(content, 21, content))
+        cluster.settle()
+    request = request_of("again", 21, "a")
+    assert cluster.begin(request) is None
+    assert cluster.commands().fetches
+    cluster.time_s = 1.9
+    assert cluster.begin(request) is None
+    cluster.time_s = 2.0
+    assert cluster.begin(request) == 0
+
+
+def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
+    cluster = Cluster(num_files=NUM_FILES)
+    request = request_of("r", 49)
+    cluster.begin(request)
+    for start in range(0, 48, 16):
+        request.num_computed_tokens = start
+        cluster.obey(cluster.store.commands({"r": 16}, lambda _: [list(range(10, 40))]))
+        cluster.work()
+        cluster.settle()
+    assert cluster.run(request_of("again", 49)) == NUM_SLOTS * TOKENS
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     draw = random.Random(seed)
-    cluster = Cluster()
-    for number in range(200):
+    is_asynchronous = bool(draw.randrange(2))
+    cluster = Cluster(
+        num_files=draw.choice((0, 4, NUM_FILES)),
+        is_asynchronous=is_asynchronous,
+        policy=draw.choice(("lru", "arc")),
+    )
+    for number in range(300):
+        cluster.time_s += draw.random() * 3
         request = request_of(f"r{number}", draw.randrange(1, 30), draw.choice("abc"))
-        cluster.begin(request)
-        commands = cluster.commands(request)
-        held = [rank.slots.get(slot) for rank in cluster.ranks for slot in commands.load_slots]
-        assert held == list(commands.load_digests) * len(cluster.ranks)
+        found = cluster.begin(request)
+        cluster.obey(cluster.commands(*(() if found is None else (request,))))
         if draw.random() < 0.2:
-            draw.choice(cluster.ranks).wrong.add(draw.randrange(NUM_SLOTS))
-        cluster.report(commands)
+            rank = draw.choice(cluster.ranks)
+            rank.wrong.add(draw.choice([draw.randrange(NUM_SLOTS), *rank.files]))
+        while draw.random() < 0.7:  # each loaded slot is looked at
+            cluster.store.reported(draw.choice(cluster.ranks).work())
         cluster.store.finished(request.request_id)
+        cluster.store.check()
         if draw.random() < 0.05:
             cluster.store.reset()
-            cluster.step()
-        if draw.random() < 0.1:
-            for rank in cluster.ranks:
-                rank.slots = {slot: rank.slots[slot] for slot in rank.sealed}
-            cluster.store = BlockStore(setting_of(), lambda: 0.0)
-            cluster.store.adopt({i: rank.inventory() for i, rank in enumerate(cluster.ranks)})
-            cluster.step()
+        if draw.random() < 0.05:
+            cluster.restart()
+    cluster.work()
+    cluster.settle()
+    assert len({frozenset(digests) for digests in cluster.digests()}) == 1
+    assert {frozenset(rank.files) for rank in cluster.ranks} == {
+        frozenset(cluster.ranks[0].files) & frozenset(cluster.ranks[1].files)
+    } or any(rank.wrong for rank in cluster.ranks)

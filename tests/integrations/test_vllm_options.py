@@ -14,11 +14,14 @@ from kvcache.integrations.vllm.options import ConnectorOptions, engine_setting, 
 class FullAttentionSpec:
     """Named as vLLM's."""
 
-    def __init__(self, sliding_window: int | None = None) -> None:
-        self.block_size, self.sliding_window = 32, sliding_window
+    block_size = 32
 
 
 class MambaSpec(FullAttentionSpec):
+    """Named as vLLM's."""
+
+
+class SlidingWindowSpec(FullAttentionSpec):
     """Named as vLLM's."""
 
 
@@ -59,8 +62,15 @@ def setting_of(**changes: Any) -> Any:
         ({"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4, "),
         ({"lora_config": object()}, "remove --enable-lora"),
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
-        ({"specs": [FullAttentionSpec(), MambaSpec()]}, "FullAttentionSpec, MambaSpec, the"),
-        ({"specs": [FullAttentionSpec(sliding_window=64)]}, "sliding_window 64"),
+        (
+            {"specs": [FullAttentionSpec(), MambaSpec()]},
+            "FullAttentionSpec, MambaSpec, the connector serves one of FullAttentionSpec: remove",
+        ),
+        (
+            {"specs": [FullAttentionSpec(), SlidingWindowSpec()]},
+            "FullAttentionSpec, SlidingWindowSpec, the connector serves one of FullAttentionSpec: "
+            "add --disable-hybrid-kv-cache-manager, or remove",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_remedy(
@@ -81,13 +91,8 @@ def test_what_cannot_be_served_is_refused_with_a_remedy(
         ({"offload": {"policy": "newest"}}, "offload.policy: "),
         ({"offload": {"blocks_per_slot": 4}}, "offload.blocks_per_slot: 4: the vLLM connector"),
         (
-            {
-                "offload": {
-                    "host_memory_per_rank": "1MiB",
-                    "disk": {"directory": "/d", "capacity_per_rank": "1GiB"},
-                }
-            },
-            "offload.disk: ",
+            {"offload": {"disk": {"directory": "/d", "capacity_per_rank": "1GiB"}}},
+            "offload: disk is set, but host_memory_per_rank is not",
         ),
         ([1], "kv_connector_extra_config is [1]: write an object"),
     ],

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,15 @@ from kvcache.base.errors import (
 from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.rank_memory import RankMemory, service_address
-from kvcache.integrations.vllm.step_messages import RankReports, StepCommands
+from kvcache.integrations.vllm.step_messages import (
+    FileCommand,
+    LoadCommand,
+    StepCommands,
+    StoreCommand,
+)
 from kvcache.memory_service.process import end
+from kvcache.protocol.messages import JobReport
+from kvcache.worker.copies.runner import CopyThread
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 12
@@ -42,10 +52,12 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def setting_of(name: str, revision: str = "", **offload: Any) -> EngineSetting:
+    is_asynchronous = offload.pop("is_asynchronous", True)
     options = ConnectorOptions.parse(
         {
             "name": name,
             "weight_revision": revision,
+            "is_asynchronous": is_asynchronous,
             "offload": {"host_memory_per_rank": "1MiB", **offload},
         }
     )
@@ -59,89 +71,205 @@ def caches(fill: float = 0.0) -> dict[str, torch.Tensor]:
     return {"layer0": numbers, "layer1": numbers * 3}
 
 
-def stored(slots: tuple[int, ...], blocks: tuple[int, ...], step: int = 1) -> StepCommands:
+def store(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 1) -> Any:
+    """Store blocks; return the report."""
     count = len(slots)
-    return StepCommands(
-        step,
-        store_slots=slots,
-        store_blocks=blocks,
-        store_digests=DIGESTS[:count],
-        store_parents=NO_PARENTS[:count],
-    )
+    command = StoreCommand(job, slots, blocks, DIGESTS[:count], NO_PARENTS[:count])
+    memory.store(StepCommands(store=command))
+    return report_of(memory)
 
 
-def loaded(slots: tuple[int, ...], blocks: tuple[int, ...], step: int = 2) -> StepCommands:
-    return StepCommands(
-        step, load_slots=slots, load_blocks=blocks, load_digests=DIGESTS[: len(slots)]
-    )
+def load(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 2) -> Any:
+    """Load blocks; return the report."""
+    memory.obey(StepCommands(loads=(LoadCommand(job, "r", slots, blocks, DIGESTS[: len(slots)]),)))
+    return report_of(memory)
+
+
+def move(memory: RankMemory, kind: str, slots: tuple[int, ...], job: int = 3) -> Any:
+    """Write or read files; return the report."""
+    keys = b"".join(digest + bytes(4) for digest in DIGESTS[: len(slots)])
+    command = FileCommand(job, slots, keys)
+    memory.obey(StepCommands(**{kind: (command,)}))
+    return report_of(memory)
+
+
+def seal(memory: RankMemory, *slots: int) -> None:
+    memory.obey(StepCommands(sealed=slots))
+
+
+def report_of(memory: RankMemory) -> JobReport:
+    """Return the one report that comes next."""
+    give_up_s = time.monotonic() + 20
+    while (told := memory.take_reports()) is None:
+        assert time.monotonic() < give_up_s, "no job ends"
+        time.sleep(0.001)
+    ((rank, report),) = told.jobs
+    assert rank == 0
+    return report
 
 
 def test_what_was_sealed_is_loaded_by_the_next_process(name: str) -> None:
     first = RankMemory(setting_of(name), 0, caches(1.0))
-    first.store(stored((0, 1, 2), (5, 6, 7)))
-    assert first.take_reports() == RankReports(stored={1: 1})
+    assert store(first, (0, 1, 2), (5, 6, 7)).ok
     assert first.take_reports() is None
-    first.load(StepCommands(2, sealed=(0, 1)))
+    seal(first, 0, 1)
     first.close()
     tensors = caches()
     second = RankMemory(setting_of(name), 0, tensors)
     assert second.origin == "attached"
     assert second.inventory().digests == {0: DIGESTS[0], 1: DIGESTS[1]}
-    second.load(loaded((0, 1), (9, 3)))
-    assert second.take_reports() == RankReports(loaded={2: 1})
+    assert load(second, (0, 1), (9, 3)).ok
+    assert second.take_finished() == (set(), {"r"})
+    assert second.take_finished() == (set(), set())
     assert second.take_invalid_blocks() == set()
     for layer, tensor in caches(1.0).items():
         assert torch.equal(tensors[layer][[9, 3]], tensor[[5, 6]])
     second.close()
 
 
-def test_a_load_that_fails_is_told_and_its_step_stores_nothing(name: str) -> None:
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_load_that_fails_is_told(name: str, is_asynchronous: bool) -> None:
     tensors = caches(1.0)
-    memory = RankMemory(setting_of(name), 0, tensors)
-    memory.store(stored((0, 1, 2), (5, 6, 7)))
-    memory.take_reports()
+    memory = RankMemory(setting_of(name, is_asynchronous=is_asynchronous), 0, tensors)
+    store(memory, (0, 1, 2), (5, 6, 7))
     memory._host.segment.tensors[1][1, 17] ^= 1
-    memory.load(loaded((0, 1, 2, 3), (8, 9, 10, 11)))  # slot 3 holds nothing
-    memory.store(stored((4,), (5,), step=2))
-    told = RankReports(
-        loaded={2: 1}, not_stored=frozenset((2,)), lost=frozenset((DIGESTS[1], DIGESTS[3]))
-    )
-    assert memory.take_reports() == told
+    told = load(memory, (0, 1, 2, 3), (8, 9, 10, 11))  # slot 3 holds nothing
+    assert (told.ok, told.block_ids) == (False, (1, 3))
+    assert "its bytes changed in host memory" in told.detail
+    assert memory.take_finished()[1] == ({"r"} if is_asynchronous else set())
     assert memory.take_invalid_blocks() == {9, 11}
     assert memory.take_invalid_blocks() == set()
     assert torch.equal(tensors["layer0"][10], tensors["layer0"][7])
     assert not tensors["layer1"][9].any()
-    memory.load(StepCommands(3))
-    memory.store(stored((4,), (5,), step=3))
-    assert memory.take_reports() == RankReports(stored={3: 1})
+    # What a step computes that waits for its loads may follow from them.
+    assert store(memory, (4,), (5,), job=4).ok == is_asynchronous
+    memory.obey(StepCommands())
+    assert store(memory, (4,), (5,), job=5).ok
     memory.close()
 
 
 def test_a_slot_that_holds_another_block_is_not_loaded(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
-    memory.store(stored((0, 1), (5, 6)))
-    memory.load(loaded((1,), (8,)))
+    store(memory, (0, 1), (5, 6))
+    assert not load(memory, (1,), (8,)).ok
     assert memory.take_invalid_blocks() == {8}
+    memory.close()
+
+
+def test_of_many_wrong_blocks_none_is_taken_for_right(name: str) -> None:
+    tensors = {"layer": torch.ones(300, 4, 16)}
+    setting = replace(setting_of(name), num_blocks=300)
+    memory = RankMemory(setting, 0, tensors)
+    digests = tuple(i.to_bytes(32, "big") for i in range(100))
+    places = tuple(range(100))
+    command = StoreCommand(1, places, tuple(range(1, 101)), digests, (bytes(32),) * 100)
+    memory.store(StepCommands(store=command))
+    assert report_of(memory).ok
+    memory._host.segment.tensors[0][:90, 3] ^= 1
+    blocks = tuple(range(200, 300))
+    memory.obey(StepCommands(loads=(LoadCommand(2, "r", places, blocks, digests),)))
+    report = report_of(memory)
+    assert not report.ok
+    assert memory.take_invalid_blocks() >= set(range(200, 290))
+    memory.close()
+
+
+def test_blocks_that_are_used_again_wait_for_their_store(name: str) -> None:
+    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    command = StoreCommand(1, (0, 1), (5, 6), DIGESTS[:2], NO_PARENTS[:2])
+    memory.store(StepCommands(store=command))
+    memory.await_stores(StepCommands(reused_blocks=(5,)))
+    assert report_of(memory).ok
+    memory.close()
+
+
+def test_a_store_whose_blocks_are_used_before_it_ends_is_not_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = RankMemory(setting_of(name, job_s=0.01), 0, caches(1.0))
+    may_go_on = threading.Event()
+    pause = CopyThread._advance
+    monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and pause(*args))
+    command = StoreCommand(1, (0, 1), (5, 6), DIGESTS[:2], NO_PARENTS[:2])
+    memory.store(StepCommands(store=command))
+    memory.await_stores(StepCommands(reused_blocks=(5,)))
+    may_go_on.set()
+    memory._jobs.go_on()
+    report = report_of(memory)
+    assert (report.ok, report.detail) == (False, "its blocks were used again")
     memory.close()
 
 
 def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
-    memory.store(stored((0, 1, 2), (5, 6, 7)))
-    memory.load(StepCommands(2, sealed=(0, 1, 2)))
-    memory.load(StepCommands(3, forgotten=(1,)))
+    store(memory, (0, 1, 2), (5, 6, 7))
+    seal(memory, 0, 1, 2)
+    memory.obey(StepCommands(forgotten_slots=(1,)))
     assert sorted(memory.inventory().digests) == [0, 2]
-    memory.load(StepCommands(4, forgets_all=True))
+    memory.obey(StepCommands(forgotten_slots=(0, 2)))
     memory.close()
     after = RankMemory(setting_of(name), 0, caches())
     assert (after.origin, after.inventory().digests) == ("attached", {})
     after.close()
 
 
+def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1, 2), (5, 6, 7))
+    assert move(memory, "spills", (0, 1, 2)).ok
+    memory.close()
+    end(service_address(name).address)
+    tensors = caches()
+    after = RankMemory(setting_of(name, disk=disk), 0, tensors)
+    inventory = after.inventory()
+    assert (inventory.digests, inventory.num_files) == ({}, 16)
+    assert set(inventory.file_keys) == {digest + bytes(4) for digest in DIGESTS[:3]}
+    assert move(after, "fetches", (3, 4, 5)).ok
+    assert load(after, (3, 4, 5), (1, 2, 3), job=4).ok
+    for layer, tensor in caches(1.0).items():
+        assert torch.equal(tensors[layer][[1, 2, 3]], tensor[[5, 6, 7]])
+    after.obey(StepCommands(forgotten_keys=DIGESTS[1] + bytes(4)))
+    after.close()
+    assert len(list(tmp_path.rglob("*.kvb"))) == 2
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1, 2), (5, 6, 7))
+    move(memory, "spills", (0, 1, 2))
+    (path,) = tmp_path.rglob(f"{DIGESTS[1].hex()}*.kvb")
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    if harm == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(content[: -200 if harm == "truncate" else None])
+    report = move(memory, "fetches", (3, 4, 5), job=4)
+    assert (report.ok, report.block_ids, report.lost_ids) == (False, (4,), (4,))
+    assert load(memory, (3, 4, 5), (1, 2, 3), job=5).block_ids == (4,)
+    assert memory.take_invalid_blocks() == {2}
+    memory.close()
+
+
+def test_a_directory_that_cannot_be_used_ends_the_start(name: str, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path / "missing"), "capacity_per_rank": "16KiB"}
+    with pytest.raises(ConfigurationError, match="missing is no directory: make or mount it first"):
+        RankMemory(setting_of(name, disk=disk), 0, caches())
+    small = {"directory": str(tmp_path), "capacity_per_rank": "1000B"}
+    with pytest.raises(
+        ConfigurationError, match="capacity_per_rank is 1000 bytes, a block of this"
+    ):
+        RankMemory(setting_of(name, disk=small), 0, caches())
+    RankMemory(setting_of(name), 0, caches()).close()
+
+
 def test_another_revision_makes_new_memory(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
-    memory.store(stored((0,), (5,)))
-    memory.load(StepCommands(2, sealed=(0,)))
+    store(memory, (0,), (5,))
+    seal(memory, 0)
     memory.close()
     after = RankMemory(setting_of(name, "2"), 0, caches())
     assert after.origin.startswith("fresh: the host segment has layout fingerprint")

@@ -47,9 +47,13 @@ def python() -> str:
 @pytest.fixture(scope="session")
 def model(python: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random model on disk."""
-    directory = tmp_path_factory.mktemp("model")
+    return made_model(python, tmp_path_factory.mktemp("model"))
+
+
+def made_model(python: str, directory: Path, kind: str = "llama") -> str:
+    """Make a tiny random model there."""
     maker = ROOT / "tests" / "vllm" / "make_model.py"
-    subprocess.run([python, str(maker), str(directory)], check=True, timeout=120)
+    subprocess.run([python, str(maker), str(directory), kind], check=True, timeout=120)
     return str(directory)
 
 
@@ -95,9 +99,18 @@ class Engine:
             self.kill()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 40) -> Answer:
-        told = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens)
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 40,
+        salts: Sequence[str] | None = None,
+    ) -> Answer:
+        told = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, salts=salts)
         return Answer(told["tokens"], told["cached"], told["first_token_s"])
+
+    def count(self) -> dict[str, int]:
+        """vLLM's own counters."""
+        return self.ask(do="count")
 
     def reset(self, *, connector: bool = False) -> None:
         """Reset vLLM's own cache, and the connector's blocks if requested."""
@@ -143,6 +156,8 @@ class Engine:
                     if line.startswith(MARK.encode()):
                         answer: dict[str, Any] = json.loads(line[len(MARK) :])
                         return answer
+                    with self.log.open("ab") as log:
+                        log.write(line + newline)
                     continue
                 remaining_s = deadline_s - time.monotonic()
                 read = b""

@@ -24,6 +24,7 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
+    from vllm.v1.metrics.reader import Counter
 
     begun_s = time.monotonic()
     engine = LLM(
@@ -42,7 +43,11 @@ def main() -> None:
             sampling = SamplingParams(
                 temperature=0, max_tokens=command["max_tokens"], ignore_eos=True
             )
-            prompts = [TokensPrompt(prompt_token_ids=ids) for ids in command["prompts"]]
+            salts = command["salts"] or [None] * len(command["prompts"])
+            prompts = [
+                TokensPrompt(prompt_token_ids=ids, **({} if salt is None else {"cache_salt": salt}))
+                for ids, salt in zip(command["prompts"], salts, strict=True)
+            ]
             outputs = engine.generate(prompts, sampling, use_tqdm=False)
             say(
                 {
@@ -55,6 +60,9 @@ def main() -> None:
                     "wall_s": time.monotonic() - begun_s,
                 }
             )
+        elif command["do"] == "count":
+            metrics = engine.get_metrics()
+            say({m.name.removeprefix("vllm:"): m.value for m in metrics if isinstance(m, Counter)})
         elif command["do"] == "reset":
             say({"reset": engine.reset_prefix_cache(reset_connector=command["connector"])})
         elif command["do"] == "stop":

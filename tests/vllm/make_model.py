@@ -1,4 +1,7 @@
-"""Makes a tiny random Llama, with a byte tokenizer: `make_model.py DIRECTORY`."""
+"""Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND]`.
+
+KIND is `llama`, or `gemma3`, whose layers have sliding windows and full attention in turn.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,41 @@ import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # large enough for keys and values to matter
+}
 
 
-def main(directory: str) -> None:
+def main(directory: str, kind: str = "llama") -> None:
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        dtype="float32",
-        tie_word_embeddings=False,
-        initializer_range=0.2,  # large enough for keys and values to matter
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    if kind == "gemma3":
+        layers = ["sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(
+            **SIZES, num_hidden_layers=4, sliding_window=64, layer_types=layers
+        )
+        Gemma3ForCausalLM(config).save_pretrained(directory)
+    else:
+        LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2)).save_pretrained(directory)
     names = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")
@@ -44,4 +60,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

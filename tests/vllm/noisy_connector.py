@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from kvcache.integrations.vllm import KVCacheConnector as RealConnector
-from kvcache.integrations.vllm.rank_memory import RankMemory
-from kvcache.integrations.vllm.step_messages import StepCommands
+from kvcache.integrations.vllm.rank_memory import RankMemory, RunningLoad
+from kvcache.protocol.messages import JobReport
 
 
 class NoisyMemory(RankMemory):
-    def load(self, commands: StepCommands) -> None:
-        super().load(commands)
+    def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
         for rows in self._rows:
             floats = rows.view(torch.float32)
-            for block in commands.load_blocks:
+            for block in load.command.blocks:
                 floats[block] = torch.randn(floats.shape[1])
+        return super()._end_load(load, report)
 
 
 class KVCacheConnector(RealConnector):

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import Answer, Engine, Segment, Starter
+from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model
 
 pytestmark = pytest.mark.vllm
 
 BLOCK = 32
 PROMPTS = [[(7 * i * i + 3 * i + k) % 500 + 4 for i in range(200)] for k in range(3)]
 FULL_BLOCKS = 200 // BLOCK
-MEMORY = {"offload": {"host_memory_per_rank": "64MiB"}}
+MEMORY: dict[str, Any] = {"offload": {"host_memory_per_rank": "64MiB"}}
 HITS = [FULL_BLOCKS * BLOCK] * len(PROMPTS)
-
 
 REPETITIVE = [[10 + (i + k) % 7 for i in range(200)] for k in range(3)]
 """Prompts with repeated n-grams, so that there are drafts."""
+
+SMALL_POOL = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128}
+"""Room for five of the eight requests that run at a time: prefills in chunks, and preemptions."""
+
+
+def families() -> list[list[int]]:
+    """100 prompts of ten shared prefixes, in random order."""
+    draw = random.Random(5)
+    prefixes = [[draw.randrange(4, 500) for _ in range(128)] for _ in range(10)]
+    tails = [[draw.randrange(4, 500) for _ in range(draw.randrange(1, 100))] for _ in range(100)]
+    prompts = [prefixes[i % 10] + tail for i, tail in enumerate(tails)]
+    draw.shuffle(prompts)
+    return prompts
+
+
+FAMILIES = families()
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
@@ -28,12 +46,26 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(start: Starter, num_ranks: int) -> list[list[int]]:
+def one_rank(num_ranks: int) -> None:
+    if num_ranks > 1:
+        pytest.skip("the same with one rank")
+
+
+@pytest.fixture(scope="module")
+def reference(start: Starter, num_ranks: int) -> dict[str, list[list[int]]]:
     """vLLM's output without a connector."""
     engine = start(tensor_parallel_size=num_ranks)
-    tokens = engine.generate(PROMPTS).tokens
+    found = {"prompts": engine.generate(PROMPTS).tokens}
+    if num_ranks == 1:
+        found["families"] = engine.generate(FAMILIES, 16).tokens
+        found["repetitive"] = engine.generate(REPETITIVE, 100).tokens
     engine.kill()
-    return tokens
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(reference: dict[str, list[list[int]]]) -> list[list[int]]:
+    return reference["prompts"]
 
 
 @pytest.fixture(scope="module")
@@ -111,31 +143,103 @@ def test_a_changed_byte_is_computed_again(
     assert (again.tokens, again.cached) == (expected, HITS)
 
 
-def test_another_weight_revision_sees_no_old_block(
-    start: Starter, new_name: Callable[[], str], expected: list[list[int]], num_ranks: int
+@pytest.mark.usefixtures("one_rank")
+def test_a_salt_shares_with_itself_alone(restarted: Engine, expected: list[list[int]]) -> None:
+    restarted.reset()
+    cold = restarted.generate(PROMPTS, salts=["a", "b", "c"])
+    restarted.reset()
+    warm = restarted.generate(PROMPTS, salts=["a", "c", "c"])
+    assert (cold.cached, warm.cached) == ([0, 0, 0], [HITS[0], 0, HITS[2]])
+    assert cold.tokens == warm.tokens == expected
+    restarted.kill()  # the last test that needs it
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_little_memory_large_files_and_preemptions_change_no_token(
+    start: Starter,
+    new_name: Callable[[], str],
+    reference: dict[str, list[list[int]]],
+    tmp_path: Path,
+    is_asynchronous: bool,
 ) -> None:
-    if num_ranks > 1:
-        pytest.skip("the same with one rank")
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "8MiB"}
+    extra = {
+        "name": new_name(),
+        "is_asynchronous": is_asynchronous,
+        "offload": {"host_memory_per_rank": "4MiB", "disk": disk},
+    }
+    engine = start(extra, **SMALL_POOL)
+    order = list(range(len(FAMILIES)))
+    for round_ in range(3):
+        answer = engine.generate([FAMILIES[i] for i in order], 16)
+        assert answer.tokens == [reference["families"][i] for i in order]
+        random.Random(round_).shuffle(order)
+        engine.reset()
+        assert size_of(tmp_path) <= 9 << 20
+    counts = engine.count()
+    assert counts["num_preemptions"] > 0
+    assert counts["external_prefix_cache_hits"] > 100 * BLOCK
+    files = list(tmp_path.rglob("*.kvb"))
+    assert len(files) > 64
+    damage(files[::2])
+    for slot in Segment(extra["name"], 0).sealed_slots()[::3]:
+        Segment(extra["name"], 0).flip_byte(slot)
+    assert engine.generate(FAMILIES, 16).tokens == reference["families"]
+    engine.kill()
+    files = list(tmp_path.rglob("*.kvb"))
+    damage(files[::3])
+    engine = start(extra, **SMALL_POOL)
+    answer = engine.generate(FAMILIES, 16)
+    assert answer.tokens == reference["families"]
+    assert sum(answer.cached) > 100 * BLOCK
+    engine.kill()
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*.kvb"))
+
+
+def damage(files: list[Path]) -> None:
+    """Flip a byte of one file, cut another one, remove a third, and so on."""
+    for i, path in enumerate(files):
+        if i % 3 == 0:
+            path.unlink(missing_ok=True)
+            continue
+        try:
+            content = bytearray(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        content[-1000] ^= 4
+        path.write_bytes(content[: -5000 if i % 3 == 1 else None])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_weight_revision_sees_no_old_block(
+    start: Starter, new_name: Callable[[], str], expected: list[list[int]], tmp_path: Path
+) -> None:
     name = new_name()
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "8MiB", "write": "on_store"}
+    offload = {"host_memory_per_rank": "64MiB", "disk": disk}
     for revision in ("a", "b"):
-        engine = start({"name": name, "weight_revision": revision, **MEMORY})
+        engine = start({"name": name, "weight_revision": revision, "offload": offload})
         answer = engine.generate(PROMPTS)
         engine.kill()
         assert (answer.cached, answer.tokens) == ([0, 0, 0], expected)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_rejected_drafts_are_never_stored(
-    start: Starter, new_name: Callable[[], str], num_ranks: int
+    start: Starter, new_name: Callable[[], str], reference: dict[str, list[list[int]]]
 ) -> None:
-    if num_ranks > 1:
-        pytest.skip("the same with one rank")
     name = new_name()
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     engine = start({"name": name, **MEMORY}, speculative_config=drafts)
     spoken = engine.generate(REPETITIVE, 100)
+    assert spoken.tokens == reference["repetitive"]
     engine.generate(REPETITIVE[:1], 1)
     engine.kill()
-    engine = start({"name": name, **MEMORY})
+    engine = start({"name": name, "is_asynchronous": False, **MEMORY})
     whole = [[*prompt, *tokens] for prompt, tokens in zip(REPETITIVE, spoken.tokens, strict=True)]
     loaded = engine.generate(whole, 20)
     assert min(loaded.cached) >= 288 - BLOCK
@@ -143,16 +247,32 @@ def test_rejected_drafts_are_never_stored(
     computed = engine.generate(whole, 20)
     assert computed.cached == [0, 0, 0]
     assert loaded.tokens == computed.tokens
-    engine.reset(connector=True)
-    assert engine.generate(REPETITIVE, 100).tokens == spoken.tokens
     engine.kill()
 
 
-def test_a_wrong_option_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str], num_ranks: int
+@pytest.mark.usefixtures("one_rank")
+def test_sliding_windows_are_served_where_every_block_is_kept(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
 ) -> None:
-    if num_ranks > 1:
-        pytest.skip("the same with one rank")
+    model = made_model(python, tmp_path / "gemma3", "gemma3")
+    engine = start(model=model)
+    expected = engine.generate(PROMPTS).tokens
+    engine.kill()
+    engine = start(
+        {"name": new_name(), **MEMORY}, model=model, disable_hybrid_kv_cache_manager=True
+    )
+    cold = engine.generate(PROMPTS)
+    engine.reset()
+    warm = engine.generate(PROMPTS)
+    engine.kill()
+    assert (cold.cached, warm.cached) == ([0, 0, 0], HITS)
+    assert cold.tokens == warm.tokens == expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_wrong_option_ends_the_start_with_one_sentence(
+    start: Starter, new_name: Callable[[], str]
+) -> None:
     with pytest.raises(AssertionError) as ended:
         start({"name": new_name(), "offload": {"host_memory_per_rank": "1KiB"}})
     assert (
@@ -161,11 +281,10 @@ def test_a_wrong_option_ends_the_start_with_one_sentence(
     ) in str(ended.value)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_noise_in_loaded_blocks_changes_tokens(
-    start: Starter, new_name: Callable[[], str], expected: list[list[int]], num_ranks: int
+    start: Starter, new_name: Callable[[], str], expected: list[list[int]]
 ) -> None:
-    if num_ranks > 1:
-        pytest.skip("the same with one rank")
     engine = start({"name": new_name(), **MEMORY}, module="tests.vllm.noisy_connector")
     assert engine.generate(PROMPTS).tokens == expected
     engine.reset()

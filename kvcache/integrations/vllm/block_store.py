@@ -1,5 +1,6 @@
-"""Which block is in which host slot of every rank: the scheduler's part of the connector.
+"""Which block is where below the device, and what moves: the scheduler's part of the connector.
 
+Between vLLM's scheduler, which asks and tells of requests, and the tiers' hierarchy, which plans.
 Knows requests by vLLM's own block hashes. A block is a hit once every rank has said that it holds
 it; until then it is pending. One instance, in the scheduler's thread. Refuses to touch bytes, and
 to read a clock: the time is passed in.
@@ -7,146 +8,198 @@ to read a clock: the time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
+from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.options import EngineSetting
-from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
-from kvcache.offload.keys import OffloadKey
-from kvcache.offload.options import TierOptions
-from kvcache.offload.slots import READY
-from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.integrations.vllm.step_messages import (
+    FileCommand,
+    Inventory,
+    LoadCommand,
+    RankReports,
+    StepCommands,
+    StoreCommand,
+)
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.hits import Place, TierHits
+from kvcache.offload.jobs import Deadlines, JobKind
+from kvcache.offload.keys import GROUP_BYTES, OffloadKey
+from kvcache.offload.options import HierarchyOptions, TierOptions
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 
-NO_PARENT = bytes(32)
+logger = get_logger(__name__)
+
+_GROUP = bytes(GROUP_BYTES)
 
 
 @dataclass
 class _Tracked:
-    """A request that vLLM has allocated blocks for. `next_block`: the first not looked at yet."""
+    """A request that vLLM has told of. `next_block`: the first that was not looked at for a store;
+    `wait_until_s`: until when it waits for what is pending or in files."""
 
     request: Any
+    keys: list[OffloadKey] = field(default_factory=list)
     next_block: int = 0
     num_local_blocks: int = 0
+    wait_until_s: float | None = None
+    has_fetched: bool = False
+    hits: TierHits | None = None
+
+    def keys_until(self, end: int) -> list[OffloadKey]:
+        """Return the keys of the blocks before `end`, as far as they are hashed."""
+        known = self.keys
+        if len(known) < end:
+            known += [OffloadKey(each + _GROUP) for each in self.request.block_hashes[len(known) :]]
+        return known[:end]
 
 
 @dataclass
-class _Transfer:
-    """Blocks on their way in one step. `num_ranks` have said that they are through."""
+class _Store:
+    """An open store: whose blocks it reads. `is_doubtful`: these may follow from wrong bytes."""
 
-    keys: list[OffloadKey]
-    slots: tuple[int, ...]
-    begun_s: float
-    num_ranks: int = 0
-
-
-@dataclass
-class _Commands:
-    """What the next step is going to tell the ranks."""
-
-    forgets_all: bool = False
-    forgotten: list[int] = field(default_factory=list)
-    sealed: list[int] = field(default_factory=list)
-    loads: list[tuple[OffloadKey, int, int]] = field(default_factory=list)  # key, slot, block
+    request_ids: frozenset[str]
+    blocks: tuple[int, ...]
+    is_doubtful: bool = False
 
 
 class BlockStore:
-    """The block table of one engine's host tier.
+    """The tiers of one engine and their traffic.
 
-    Invariant: a key is READY in the tier exactly when all ranks have stored it and none has lost
-    it. A rank obeys steps in order, so a slot may be given to another block in the step after.
+    Invariant: a key is ready in a tier exactly when all ranks hold it and none has lost it.
     """
 
     def __init__(self, setting: EngineSetting, now: Callable[[], float]) -> None:
         """Know nothing, and store nothing, until `adopt`."""
         self._setting = setting
         self._now = now
-        self._tier: TierManager | None = None
+        self._tiers: TierHierarchy | None = None
+        self._jobs = JobTable(setting.num_ranks)
+        self._kinds: dict[int, JobKind] = {}
         self._requests: dict[str, _Tracked] = {}
-        self._storing: dict[int, _Transfer] = {}
-        self._loading: dict[int, _Transfer] = {}
-        self._next = _Commands()
-        self._step = 0
+        self._stores: dict[int, _Store] = {}
+        self._loading: dict[int, str] = {}
+        self._kept: set[str] = set()
+        self._next = StepCommands()
 
     @property
-    def num_ready(self) -> int:
-        """Blocks that can be loaded now."""
-        return 0 if self._tier is None else self._tier.statistics().num_ready
+    def statistics(self) -> HierarchyStatistics | None:
+        """Statistics of the tiers, None before `adopt`."""
+        return None if self._tiers is None else self._tiers.statistics()
 
     @property
     def has_unsent_commands(self) -> bool:
-        """Whether ranks must be told something although no request needs a step."""
-        following = self._next
-        is_due = following.forgets_all or following.forgotten or following.sealed
-        return bool(is_due or self._storing)
+        """Whether ranks must be told or asked something although no request needs a step."""
+        tiers = self._tiers
+        if tiers is None:
+            return False
+        num_overdue = tiers.statistics().num_overdue if tiers.num_open_jobs else 0
+        return (
+            self._next != StepCommands()
+            or tiers.num_open_jobs > num_overdue
+            or tiers.has_discards
+            or tiers.has_spills
+        )
 
-    def adopt(self, inventories: Mapping[int, Inventory]) -> int:
-        """Begin with what all ranks have in the same slots; return how many blocks that is.
+    def adopt(self, inventories: Mapping[int, Inventory]) -> tuple[int, int]:
+        """Begin with what all ranks have alike; return how many host blocks and files that is.
 
         What they disagree about is forgotten on all of them. Raises ConfigurationError unless each
-        rank is there and has as many slots.
+        rank is there and has as much room.
         """
-        sizes = {inventory.num_slots for inventory in inventories.values()}
-        if len(inventories) != self._setting.num_ranks or len(sizes) != 1:
+        told = list(inventories.values())
+        sizes = {inventory.num_slots for inventory in told}
+        if len(told) != self._setting.num_ranks or len(sizes) != 1:
             raise ConfigurationError(
-                f"{len(inventories)} of {self._setting.num_ranks} ranks have told of host memory, "
+                f"{len(told)} of {self._setting.num_ranks} ranks have told of host memory, "
                 f"of {sorted(sizes)} slots: give every rank the same offload.host_memory_per_rank"
             )
-        options = self._setting.options.offload
-        (num_slots,) = sizes
-        tier = TierManager(
-            TierOptions(
-                HOST_MEDIUM, num_slots, policy=options.policy, store_after=options.store_after
-            )
-        )
-        first, *others = [inventory.digests for inventory in inventories.values()]
-        agreed = {
-            slot: OffloadKey(digest)
-            for slot, digest in sorted(first.items())
-            if all(other.get(slot) == digest for other in others)
-        }
-        slots = list(agreed)
-        refused = {slots[i] for i in tier.adopt(list(agreed.values()), slots).tolist()}
-        kept = agreed.keys() - refused
-        known = {slot for inventory in inventories.values() for slot in inventory.digests}
-        self._next.forgotten += sorted(known - kept)
-        self._tier = tier
-        return len(kept)
+        tiers = self._make_tiers(told[0].num_slots, min(each.num_files for each in told))
+        self._tiers = tiers
+        tiers.begin_adoption()
+        held = _agreed([inventory.digests for inventory in told])
+        tiers.adopt_host(block_labels(int32_array(list(held)), list(held.values())))
+        stale = {slot for inventory in told for slot in inventory.digests} - held.keys()
+        num_files = 0
+        if tiers.disk is not None:
+            num_files = self._adopt_files(tiers, told)
+        self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
+        return len(held), num_files
 
     # --- a request's way
 
-    def num_matched(self, request: Any, num_computed_tokens: int) -> int:
-        """Return how many tokens behind `num_computed_tokens` can be loaded. One token at least is
-        left to be computed."""
+    def num_matched(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return how many tokens behind `num_computed_tokens` can be loaded now, None if there will
+        be more soon. One token at least is left to be computed."""
         tokens = self._setting.block_tokens
         first, last = num_computed_tokens // tokens, (request.num_tokens - 1) // tokens
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         tracked.num_local_blocks = first
-        if self._tier is None or not self._has_whole_hashes(request):
+        if self._tiers is None or last <= first or not self._has_whole_hashes(request):
             return 0
-        states = self._tier.states_of(request.block_hashes[first:last])
-        is_missing = states != READY
-        count = int(is_missing.argmax()) if is_missing.any() else len(states)
-        num_tokens = count * tokens
-        return num_tokens if num_tokens >= self._setting.options.offload.min_load_tokens else 0
+        keys = tracked.keys_until(last)[first:]
+        tracked.hits = hits = self._tiers.look_up(keys)
+        least = self._setting.options.offload.min_load_tokens
+        if hits.num_keys * tokens < least:
+            return 0
+        if hits.num_in_host < hits.num_keys and self._waits(tracked, keys[: hits.num_keys], hits):
+            return None
+        num_tokens = hits.num_in_host * tokens
+        return num_tokens if num_tokens >= least else 0
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Take note of a request's blocks; the next step loads its `num_external_tokens`."""
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
-        if not num_external_tokens or self._tier is None:
+        if self._tiers is None:
             return
+        if tracked.hits is not None:
+            self._tiers.count(tracked.hits)
+            tracked.hits = None
+        if not num_external_tokens:
+            return
+        tracked.wait_until_s = None
         first = tracked.num_local_blocks
         end = first + num_external_tokens // self._setting.block_tokens
-        keys = [OffloadKey(digest) for digest in request.block_hashes[first:end]]
-        slots = self._tier.hold(keys).tolist()
-        self._tier.count_look_up(len(keys), 0)
-        self._next.loads += zip(keys, slots, block_ids[first:end], strict=True)
+        keys = tracked.keys_until(end)[first:]
+        job = self._tiers.plan_load(keys, self._now())
+        num_loaded = 0 if job is None else len(job.keys)
+        blocks = tuple(block_ids[first:end])
+        following = self._next
+        if job is not None:
+            self._kinds[job.job_id] = JobKind.LOAD
+            self._loading[job.job_id] = request.request_id
+            load = LoadCommand(
+                job.job_id,
+                request.request_id,
+                tuple(job.sources.tolist()),
+                blocks[:num_loaded],
+                tuple(key[:-GROUP_BYTES] for key in job.keys),
+            )
+            following = replace(following, loads=(*following.loads, load))
+        else:
+            following = replace(following, received=(*following.received, request.request_id))
+        self._next = replace(
+            following, invalid_blocks=following.invalid_blocks + blocks[num_loaded:]
+        )
 
-    def finished(self, request_id: str) -> None:
-        """Forget a request."""
+    def finished(self, request_id: str) -> bool:
+        """Forget a request; say whether its blocks are still needed, until a rank is told that it
+        is `released`."""
         self._requests.pop(request_id, None)
+        is_read = any(request_id in store.request_ids for store in self._stores.values())
+        if not is_read or not self._setting.options.is_asynchronous:
+            return False
+        if request_id in self._loading.values():
+            return False  # vLLM keeps the blocks until they are loaded, and stores end before
+        self._kept.add(request_id)
+        return True
 
     # --- a step's way
 
@@ -154,141 +207,257 @@ class BlockStore:
         self,
         num_scheduled_tokens: Mapping[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
+        preempted: Collection[str] = (),
     ) -> StepCommands:
-        """Return what the ranks do in the step that schedules so many tokens of these requests."""
-        self._step += 1
-        self._give_up_late()
-        following, self._next = self._next, _Commands()
-        load_keys = [key for key, _, _ in following.loads]
-        load_slots = tuple(slot for _, slot, _ in following.loads)
-        if load_keys:
-            self._loading[self._step] = _Transfer(load_keys, load_slots, self._now())
-        keys, slots, blocks, parents = self._new_stores(num_scheduled_tokens, block_ids_of)
-        if keys:
-            self._storing[self._step] = _Transfer(keys, slots, self._now())
-        return StepCommands(
-            self._step,
-            following.forgets_all,
-            tuple(following.forgotten),
-            tuple(following.sealed),
-            load_slots,
-            tuple(block for _, _, block in following.loads),
-            tuple(load_keys),
-            slots,
-            blocks,
-            tuple(keys),
-            parents,
-        )
+        """Return what the ranks do in the step that schedules so many tokens of these requests.
+
+        `preempted` requests have lost their blocks.
+        """
+        tiers = self._tiers
+        if tiers is None:
+            return StepCommands()
+        now_s = self._now()
+        if tiers.num_open_jobs or not tiers.is_disk_in_use:
+            self._expire(tiers, now_s)
+        following, self._next = self._next, StepCommands()
+        store = self._new_store(tiers, num_scheduled_tokens, block_ids_of, now_s)
+        spills: list[FileCommand] = []
+        while tiers.has_spills and (spill := tiers.plan_spills(now_s)) is not None:
+            self._kinds[spill.job_id] = JobKind.SPILL
+            spills.append(_file_command(spill.job_id, spill.sources.tolist(), spill.keys))
+        if tiers.has_discards:
+            discards = tiers.take_discards()
+            slots = following.forgotten_slots + tuple(discards.addresses.tolist())
+            keys = following.forgotten_keys + b"".join(discards.keys)
+            following = replace(following, forgotten_slots=slots, forgotten_keys=keys)
+        reused: tuple[int, ...] = ()
+        for request_id in preempted if self._stores else ():
+            for each in self._stores.values():
+                reused += each.blocks if request_id in each.request_ids else ()
+        if store is None and not spills and not reused:
+            return following
+        return replace(following, store=store, spills=tuple(spills), reused_blocks=reused)
 
     def reported(self, reports: RankReports) -> None:
         """Take note of what ranks have done."""
-        if self._tier is None:
-            return
-        for step, count in reports.loaded.items():
-            if self._is_through(self._loading, step, count):
-                self._tier.complete_load(self._loading.pop(step).keys)
-        if reports.lost:
-            self._lose(reports.lost)
-        for step in reports.not_stored:
-            self._give_up(step)
-        for step, count in reports.stored.items():
-            if self._is_through(self._storing, step, count):
-                stored = self._storing.pop(step)
-                self._tier.complete_store(stored.keys)
-                self._next.sealed += stored.slots
+        for rank, report in reports.jobs:
+            ended = self._jobs.report(rank, report)
+            if ended is not None:
+                self._end(ended)
 
     def reset(self) -> None:
-        """Forget everything, here now and on the ranks before their next step's loads."""
-        if self._tier is None:
+        """Forget everything: here now, on the ranks with the next step."""
+        if self._tiers is None:
             return
-        for step in list(self._storing):
-            self._give_up(step)
-        self._tier.reset_cache()
-        self._next = _Commands(forgets_all=True)
+        self._tiers.reset()
+        for tracked in self._requests.values():
+            tracked.hits = None
+
+    def check(self) -> None:
+        """Raise InvariantError with the sum that failed."""
+        self._jobs.check()
+        if self._tiers is not None:
+            self._tiers.check()
+
+    # --- tiers
+
+    def _make_tiers(self, num_slots: int, num_files: int) -> TierHierarchy:
+        offload = self._setting.options.offload
+        host = TierManager(
+            TierOptions(
+                HOST_MEDIUM, num_slots, policy=offload.policy, store_after=offload.store_after
+            )
+        )
+        disk = None
+        if offload.disk is not None and num_files:
+            disk = TierManager(TierOptions(FILE_MEDIUM, num_files, policy=offload.disk.policy))
+        options = HierarchyOptions(
+            disk_write="on_evict" if offload.disk is None else offload.disk.write,
+            spare_share=offload.spare_share,
+            deadlines=Deadlines(offload.job_s, offload.job_s, 4 * offload.job_s, 4 * offload.job_s),
+        )
+        return TierHierarchy(host, disk, lambda: self._jobs.open("", 0), options)
+
+    def _adopt_files(self, tiers: TierHierarchy, told: Sequence[Inventory]) -> int:
+        """Take over the files that all ranks have; those of some only are removed."""
+        sets = [set(inventory.file_keys) for inventory in told]
+        common = set.intersection(*sets)
+        keys = [key for key in told[0].file_keys if key in common]
+        tiers.adopt_disk(
+            block_labels(int32_array(range(len(keys))), [key[:-GROUP_BYTES] for key in keys])
+        )
+        rest = sorted(set.union(*sets) - common)
+        self._next = replace(self._next, forgotten_keys=b"".join(rest))
+        problem = next((each.files_problem for each in told if each.files_problem), "")
+        if problem:
+            tiers.leave_disk(problem)
+        return len(keys)
+
+    def _expire(self, tiers: TierHierarchy, now_s: float) -> None:
+        """Give jobs up that are overdue. What a store still reads then is of no use."""
+        for job in tiers.expire(now_s):
+            logger.warning("%s %d is overdue: it is given up", job.kind.value, job.job_id)
+            store = self._stores.pop(job.job_id, None)
+            if store is not None:
+                self._release(store)
+
+    def _waits(self, tracked: _Tracked, keys: Sequence[OffloadKey], hits: TierHits) -> bool:
+        """Have files read for a request; say whether it waits for them, or for what is pending."""
+        now_s, tiers = self._now(), self._tiers
+        assert tiers is not None
+        if tracked.wait_until_s is None:
+            tracked.wait_until_s = now_s + self._setting.options.offload.wait_s
+        if now_s >= tracked.wait_until_s:
+            return False
+        job = tiers.plan_fetch(keys, now_s)
+        if job is not None:
+            tracked.has_fetched = True
+            self._kinds[job.job_id] = JobKind.FETCH
+            fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
+            self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
+            return True
+        if hits.places[hits.num_in_host] == Place.HOST_PENDING:
+            return True
+        # There is no room for them now. A second part of its files comes when the first has gone.
+        return not tracked.has_fetched and tiers.is_disk_in_use and tiers.num_open_jobs > 0
 
     # --- stores
 
-    def _new_stores(
+    def _new_store(
         self,
+        tiers: TierHierarchy,
         num_scheduled_tokens: Mapping[str, int],
         block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
-    ) -> tuple[list[OffloadKey], tuple[int, ...], tuple[int, ...], tuple[bytes, ...]]:
-        """Reserve slots for the blocks that this step fills and no slot holds.
+        now_s: float,
+    ) -> StoreCommand | None:
+        """Plan to store the blocks that this step fills and no slot holds.
 
         A block counts as filled when vLLM has hashed it: then all its tokens are known, and none is
         a draft that may be rejected.
         """
-        tokens = self._setting.block_tokens
+        tokens, requests = self._setting.block_tokens, self._requests
         keys: list[OffloadKey] = []
         blocks: list[int] = []
         parents: list[bytes] = []
+        owners: list[str] = []
         for request_id, num_tokens in num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
+            tracked = requests.get(request_id)
             if tracked is None:
                 continue
             request, first = tracked.request, tracked.next_block
-            hashes = request.block_hashes
-            end = min((request.num_computed_tokens + num_tokens) // tokens, len(hashes))
+            end = (request.num_computed_tokens + num_tokens) // tokens
+            if end <= first:
+                continue
+            end = min(end, len(request.block_hashes))
             if end <= first or not self._has_whole_hashes(request):
                 continue
             found = block_ids_of(request_id)
             if found is None:
                 continue
             tracked.next_block = end
-            keys += hashes[first:end]
+            known = tracked.keys_until(end)
+            keys += known[first:]
             blocks += found[0][first:end]
-            parents += [NO_PARENT, *hashes[: end - 1]][first:end]
-        if not keys or self._tier is None:
-            return [], (), (), ()
-        self._tier.see(keys)
-        reserved = self._tier.reserve(keys)
-        places = [] if reserved is None else reserved.positions.tolist()
-        slots = () if reserved is None else tuple(reserved.addresses.tolist())
-        return (
-            [keys[i] for i in places],
-            slots,
-            tuple(blocks[i] for i in places),
+            parents += [
+                NO_PARENT if i == 0 else known[i - 1][:-GROUP_BYTES] for i in range(first, end)
+            ]
+            owners += [request_id] * (end - first)
+        if not keys:
+            return None
+        tiers.see(keys)
+        job = tiers.plan_store(keys, now_s)
+        if job is None:
+            return None
+        places = job.positions.tolist()
+        stored = tuple(blocks[i] for i in places)
+        self._kinds[job.job_id] = JobKind.STORE
+        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in places), stored)
+        return StoreCommand(
+            job.job_id,
+            tuple(job.destinations.tolist()),
+            stored,
+            tuple(key[:-GROUP_BYTES] for key in job.keys),
             tuple(parents[i] for i in places),
         )
 
-    def _give_up(self, step: int) -> None:
-        """Let a store be as if it had never been. Its slots are not sealed."""
-        given_up = self._storing.pop(step, None)
-        if given_up is not None and self._tier is not None:
-            self._tier.complete_store(given_up.keys, success=False)
+    def _release(self, store: _Store) -> None:
+        """Let the blocks go of finished requests that no store reads any more."""
+        read = {name for other in self._stores.values() for name in other.request_ids}
+        released = sorted(self._kept & store.request_ids - read)
+        if released:
+            self._kept -= set(released)
+            self._next = replace(self._next, released=(*self._next.released, *released))
 
-    def _give_up_late(self) -> None:
-        """Give stores up that ranks have not answered in time."""
-        before_s = self._now() - self._setting.options.offload.job_s
-        for step, transfer in list(self._storing.items()):
-            if transfer.begun_s > before_s:
-                return
-            self._give_up(step)
+    # --- ends
 
-    def _lose(self, digests: frozenset[bytes]) -> None:
-        """Forget blocks that a rank could not load, and every store that has not ended.
+    def _end(self, job: EndedJob) -> None:
+        """Take the reports of all ranks."""
+        tiers = self._tiers
+        kind = self._kinds.pop(job.job_id, None)
+        if tiers is None or kind is None:
+            return
+        is_ok = not job.failures
+        failed = () if job.is_wholly_failed else job.block_ids
+        if not is_ok:
+            told = "; ".join(f"rank {each.rank}: {each.detail}" for each in job.failures)
+            logger.warning("%s %d failed: %s", kind.value, job.job_id, told)
+        visible = int32_array(())
+        if kind is JobKind.STORE:
+            store = self._stores.pop(job.job_id, None)
+            if store is not None:
+                self._release(store)
+                is_ok = is_ok and not store.is_doubtful
+                if not is_ok:
+                    self._store_again(store.request_ids)
+            visible = tiers.stored(job.job_id, ok=is_ok)
+        elif kind is JobKind.FETCH:
+            visible = tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
+            if job.has_unread:
+                tiers.rest_disk(job.failures[0].detail, self._now())
+        elif kind is JobKind.SPILL:
+            tiers.spilled(job.job_id, ok=is_ok, failed=failed)
+        else:
+            request_id = self._loading.pop(job.job_id, "")
+            tiers.loaded(job.job_id, ok=is_ok, failed=failed)
+            if not is_ok:
+                self._doubt(request_id)
+        if len(visible):
+            sealed = self._next.sealed + tuple(visible.tolist())
+            self._next = replace(self._next, sealed=sealed)
 
-        What was computed in a step with a failed load, or in one that was scheduled before the
-        failure was known, may follow from wrong bytes, on all ranks.
+    def _doubt(self, request_id: str) -> None:
+        """A load of a request has failed: what was lost is stored again when it has been computed.
+
+        In a step that waits for its loads, the failure comes to light when it has been computed:
+        its blocks may follow from wrong bytes, on all ranks, and so may those of a step that was
+        scheduled before the failure was known.
         """
-        assert self._tier is not None
-        for step in list(self._storing):
-            self._give_up(step)
-        keys = [OffloadKey(digest) for digest in digests]
-        slots = self._tier.addresses_of(keys)
-        self._next.forgotten += slots[slots >= 0].tolist()
-        self._tier.forget(keys)
-        for tracked in self._requests.values():
-            tracked.next_block = 0  # what was lost is stored again when it has been computed
+        self._store_again([request_id])
+        if not self._setting.options.is_asynchronous:
+            for store in self._stores.values():
+                store.is_doubtful = True
 
-    def _is_through(self, transfers: Mapping[int, _Transfer], step: int, count: int) -> bool:
-        """Count ranks; say whether all are through with a step's transfer."""
-        transfer = transfers.get(step)
-        if transfer is None:
-            return False
-        transfer.num_ranks += count
-        return transfer.num_ranks == self._setting.num_ranks
+    def _store_again(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.next_block = 0
 
     def _has_whole_hashes(self, request: Any) -> bool:
         """Say whether there is one hash for each block, as this class takes for granted."""
         return bool(len(request.block_hashes) == request.num_tokens // self._setting.block_tokens)
+
+
+def _agreed(digests: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:
+    """Return what all ranks have in the same slots, each digest once, by slot."""
+    first, *others = digests
+    agreed: dict[int, bytes] = {}
+    seen: set[bytes] = set()
+    for slot, digest in sorted(first.items()):
+        if digest not in seen and all(other.get(slot) == digest for other in others):
+            agreed[slot] = digest
+            seen.add(digest)
+    return agreed
+
+
+def _file_command(job_id: int, slots: list[int], keys: Sequence[OffloadKey]) -> FileCommand:
+    return FileCommand(job_id, tuple(slots), b"".join(keys))

@@ -1,9 +1,9 @@
-"""vLLM's KV connector interface, on our host memory: `--kv-transfer-config` names this class.
+"""vLLM's KV connector interface, on our tiers: `--kv-transfer-config` names this class.
 
 vLLM makes one connector in its scheduler and one in each worker:
 
     scheduler                                         each rank
-    BlockStore: which block is where ──commands──▶ RankMemory: loads, forward, stores
+    BlockStore: which block is where ──commands──▶ RankMemory: jobs between device, memory, files
                ▲                                        │
                └──────────────reports───────────────────┘
 
@@ -32,9 +32,10 @@ logger = init_logger("vllm.kvcache")
 
 
 class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
-    """Keeps blocks that vLLM has computed in host memory that outlives the engine.
+    """Keeps blocks that vLLM has computed in host memory and files that outlive the engine.
 
-    Stores and loads are synchronous: a step waits for its own copies.
+    A request waits for its own loads while others run on; its blocks are kept until they are
+    stored. With `is_asynchronous` false, each step does its own copies.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -63,14 +64,21 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Inventory]) -> None:
         """Begin with what the ranks have adopted."""
-        count = self.store.adopt(metadata)
-        logger.info("kvcache %r: adopted %d blocks", self._setting.options.name, count)
+        count, num_files = self.store.adopt(metadata)
+        logger.info(
+            "kvcache %r: adopted %d blocks and %d files",
+            self._setting.options.name,
+            count,
+            num_files,
+        )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and that the step waits for them."""
-        return self.store.num_matched(request, num_computed_tokens), False
+        """Return how many tokens can be loaded, None if files are read first, and whether the
+        request waits for them."""
+        count = self.store.num_matched(request, num_computed_tokens)
+        return count, bool(count) and self._setting.options.is_asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's blocks."""
@@ -81,6 +89,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self.store.commands(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.kv_connector_block_state.get_block_ids,
+            scheduler_output.preempted_req_ids or (),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -92,14 +101,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed."""
-        self.store.finished(request.request_id)
-        return False, None
+        """Forget a request; say whether its blocks are kept until they are stored."""
+        return self.store.finished(request.request_id), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed."""
+        """Forget a request; say whether its blocks are kept until they are stored."""
         return self.request_finished(request, block_ids[0])
 
     def has_pending_push_work(self) -> bool:
@@ -134,12 +142,16 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Return what the rank has adopted."""
         return self.memory.inventory()
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Wait for stores that read blocks which others are going to use."""
+        self.memory.await_stores(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load what the step reads."""
-        self.memory.load(self._commands)
+        """Begin loads; what the step itself reads is there when this returns."""
+        self.memory.obey(self._commands)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: loads are over."""
+        """Return at once: what the step reads is loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -147,8 +159,12 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Return at once: blocks are stored behind the forward."""
 
     def wait_for_save(self) -> None:
-        """Store what the step has filled."""
+        """Begin to store what the step has filled."""
         self.memory.store(self._commands)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose blocks are stored, and those that are loaded."""
+        return self.memory.take_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM has to compute again."""
@@ -159,6 +175,6 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self.memory.take_reports()
 
     def shutdown(self) -> None:
-        """Give the memory back; the memory service has it still."""
+        """Give memory and files back; the memory service has the memory still."""
         if self._memory is not None:
             self._memory.close()

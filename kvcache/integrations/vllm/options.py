@@ -19,17 +19,24 @@ from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section
 
 SUPPORTED_VLLM = "0.32."
-DIGEST_BYTES = 32
+LABELS = "2"
+"""Which labels slots and files have. Those of another number are not read."""
+
 
 SERVED_OFFLOAD_KEYS = frozenset(
     {
         "host_memory_per_rank",
         "policy",
         "store_after",
+        "spare_share",
         "min_load_tokens",
+        "wait_s",
         "job_s",
         "keeps_memory",
         "verify",
+        "copy_priority",
+        "copy_threads",
+        "disk",
     }
 )
 """Of the section `offload`, what the connector obeys. Any other key that is set is refused."""
@@ -45,13 +52,14 @@ class ConnectorOptions(Section):
     `weight_revision`: change it whenever weights change under the same model name. `offload`: as in
     a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
     of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
-    it.
+    it. `is_asynchronous`: steps do not wait for loads and stores.
     """
 
     name: Annotated[str, _NAME] = "vllm"
     weight_revision: Annotated[str, Field(max_length=200)] = ""
     offload: OffloadConfig = OffloadConfig()
     idle_memory_s: Seconds = 3600.0
+    is_asynchronous: bool = True
 
     @staticmethod
     def parse(values: object) -> ConnectorOptions:
@@ -91,7 +99,7 @@ class EngineSetting:
     def fingerprint(self, layers: str) -> str:
         """Return the hex digest under which a rank's memory is believed: of another model, weight
         revision or layout it differs. `layers` says names, shapes and types of the tensors."""
-        told = f"{self.model_identity}|{self.block_tokens}|{self.num_ranks}|{layers}"
+        told = f"{LABELS}|{self.model_identity}|{self.block_tokens}|{self.num_ranks}|{layers}"
         return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -178,18 +186,17 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
 
 
 def _require_one_group(kv_cache_config: Any) -> None:
-    """Raise ConfigurationError unless all layers are one group of full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if kinds != ["FullAttentionSpec"]:
-        raise ConfigurationError(
-            f"the model has KV cache groups {', '.join(kinds) or 'none'}, the connector serves one "
-            "of FullAttentionSpec: remove --kv-transfer-config, or use a model of full attention"
-        )
-    spec = groups[0].kv_cache_spec
-    for limit in ("sliding_window", "attention_chunk_size"):
-        if (value := getattr(spec, limit, None)) is not None:
-            raise ConfigurationError(
-                f"the model's attention has {limit} {value}, the connector serves full attention: "
-                "remove --kv-transfer-config"
-            )
+    """Raise ConfigurationError unless all layers are one group that keeps every block.
+
+    With vLLM's hybrid manager off, sliding windows and chunks are such layers, too.
+    """
+    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+    if kinds == ["FullAttentionSpec"]:
+        return
+    remedy = "remove --kv-transfer-config"
+    if kinds and not any("Mamba" in kind for kind in kinds):
+        remedy = "add --disable-hybrid-kv-cache-manager, or " + remedy
+    raise ConfigurationError(
+        f"the model has KV cache groups {', '.join(kinds) or 'none'}, the connector serves one of "
+        f"FullAttentionSpec: {remedy}"
+    )

@@ -1,15 +1,18 @@
-"""The host memory of one rank: what the connector does in a worker process.
+"""The tiers of one rank: what the connector does in a worker process.
 
-Between vLLM's tensors and the rank's host segment, with the copies, checksums and labels of our own
-workers. The segment is kept by a process of its own and outlives the engine. Obeys the scheduler's
-commands in the step that brings them; a load that fails is reported, never raised.
+Between vLLM's tensors, the rank's host segment and its files, with the jobs, copies, checksums and
+labels of our own workers. The segment is kept by a process of its own and outlives the engine, as
+files do. Obeys the scheduler's commands in the step that brings them, and reports jobs when they
+have ended; a load that fails is reported, never raised.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +21,41 @@ import torch
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import AlreadyRunningError, ConfigurationError, NotEnoughMemoryError
 from kvcache.base.logs import get_logger
-from kvcache.integrations.vllm.options import DIGEST_BYTES, EngineSetting
-from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
+from kvcache.config.offload import DiskConfig
+from kvcache.config.sections import Location
+from kvcache.integrations.vllm.block_labels import (
+    DIGEST_BYTES,
+    MAX_BLOCK_TOKENS,
+    block_labels,
+    split_digests,
+)
+from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.integrations.vllm.step_messages import (
+    Inventory,
+    LoadCommand,
+    RankReports,
+    StepCommands,
+    StoreCommand,
+)
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
-from kvcache.protocol.commands import Label
+from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
+from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
+from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.copies.engine import CpuCopyEngine
-from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
+from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.format import files_bound
+from kvcache.worker.files.store import NUM_DIRECTORIES
+from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.segment import PRIVATE, SegmentShape, open_segment
+from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, Region
+from kvcache.worker.tiers import Tiers
+from kvcache.worker.transfers import Copying, TransferJobs
 
 logger = get_logger(__name__)
 
@@ -38,101 +65,163 @@ DEFAULT_MEMORY_SHARE = 8
 OTHER_ENGINE_S = 30.0
 """How long a rank waits for the process before it to be gone."""
 
+SCAN_S = 60.0
+"""How long a rank reads at its start what files there are."""
+
+MAX_QUEUED_BLOCKS = 8192
+"""Blocks that wait for the disk; more fail."""
+
 _LOOK_S = 0.1
+_NO_SLOTS = int32_array(())
+
+
+class RegisteredPool(KVCachePool):
+    """vLLM's own tensors, as rows of bytes for jobs."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], num_blocks: int) -> None:
+        """Take what `_rows_of` has made; nothing is allocated."""
+        regions = tuple(Region(0, rows_.shape[1], rows_.shape[1]) for rows_ in rows)
+        self.layout = PoolLayout(num_blocks, sum(rows_.numel() for rows_ in rows), (), regions)
+        self.device = torch.device("cpu")
+        self.rows = tuple(rows)
+
+
+@dataclass
+class RunningLoad:
+    """A load that has begun. `wrong` are slots that hold something else than is wanted."""
+
+    command: LoadCommand
+    wrong: list[int] = field(default_factory=list)
 
 
 class RankMemory:
-    """One rank's slots. Each step calls `load`, then `store`, in the model runner's thread."""
+    """One rank's slots and files. All calls come from the model runner's thread: each step
+    `await_stores`, then `obey` and `store`, then those that take."""
 
     def __init__(
         self, setting: EngineSetting, rank: int, kv_caches: Mapping[str, torch.Tensor]
     ) -> None:
-        """Attach to the segment of the engine before, or make a new one.
+        """Attach to the segment of the engine before, or make a new one; open the files.
 
-        Raises ConfigurationError for tensors that cannot be moved as rows of bytes,
-        NotEnoughMemoryError, StartupError, AlreadyRunningError if a living engine has the name.
+        Raises ConfigurationError for tensors that cannot be moved as rows of bytes and for a
+        directory that cannot be used, NotEnoughMemoryError, StartupError, AlreadyRunningError if a
+        living engine has the name.
         """
         self.rank = rank
+        self._setting = setting
         self._rows = _rows_of(kv_caches, setting.num_blocks)
-        options = setting.options
-        widths = tuple(rows.shape[1] for rows in self._rows)
+        pool = RegisteredPool(self._rows, setting.num_blocks)
         layers = [(name, tuple(t.shape[1:]), t.dtype) for name, t in kv_caches.items()]
-        shape = SegmentShape(
-            layout_fingerprint=setting.fingerprint(str(layers)),
-            rank=rank,
-            num_slots=_num_slots(setting, sum(widths)),
-            widths=widths,
-            digest_bytes=DIGEST_BYTES,
-            max_block_tokens=1,  # labels are found by digest, and carry no tokens
-        )
-        service = service_address(options.name) if options.offload.keeps_memory else None
-        if service is not None:
-            ensure_service(service.address, options.idle_memory_s)
-            _await_free(service, rank)
-        try:
-            segment = open_segment(shape, service)
-        except NotEnoughMemoryError as error:
-            raise NotEnoughMemoryError(
-                f"rank {rank} has no room for its host memory of {shape.size_bytes} bytes: lower "
-                f"offload.host_memory_per_rank ({error})"
-            ) from error
-        if service is not None and segment.origin.startswith(PRIVATE):
-            logger.warning("rank %d: %s", rank, segment.origin)
-        self.origin = segment.origin
-        self._host = HostPool(segment, is_pinned=False)
-        self._labels = self._host.labels
-        self._labels.withdraw_unsealed()
-        self._engine = CpuCopyEngine()
-        self._rule = ChecksumRule(options.offload.verify)
+        fingerprint = setting.fingerprint(str(layers))
+        self._host = _open_host(setting, rank, fingerprint, pool)
+        self.origin = self._host.segment.origin
+        self._host.labels.withdraw_unsealed()
+        offload = setting.options.offload
+        rule = ChecksumRule(offload.verify)
+        self._num_files = 0
+        tiers = Tiers(self._host)
+        if offload.disk is not None:
+            self._num_files = offload.disk.capacity_per_rank // pool.layout.block_bytes
+            try:
+                tiers = _open_files(setting.options.name, offload.disk, self._host, rule)
+            except BaseException:
+                self._host.close()
+                raise
+        self._tiers = tiers
+        runner: CopyRunner = InlineCopies()
+        if setting.options.is_asynchronous:
+            runner = CopyThread(
+                lambda: None, priority=offload.copy_priority, num_threads=offload.copy_threads
+            )
+        self._labels = LabelTable(setting.num_blocks, DIGEST_BYTES, MAX_BLOCK_TOKENS)
+        copying = Copying(CpuCopyEngine(), runner, rule)
+        self._jobs = TransferJobs(pool, tiers, copying, self._labels)
+        self._loads: dict[int, RunningLoad] = {}
+        self._stores: dict[int, Int32Array] = {}
+        self._spoilt: set[int] = set()
         self._has_failed_load = False
         self._invalid_blocks: set[int] = set()
-        self._reports = RankReports()
+        self._received: set[str] = set()
+        self._released: set[str] = set()
+        self._reports: list[tuple[int, JobReport]] = []
 
     def inventory(self) -> Inventory:
-        """Return what was adopted."""
+        """Return what was adopted. Reads the heads of all files."""
+        labels = self._host.labels
         slots = int32_array(range(self._host.num_slots))
-        held = slots[self._labels.are_labelled(slots)]
-        digests = _split(self._labels.labels_of(held).digests)
-        return Inventory(self._host.num_slots, dict(zip(held.tolist(), digests, strict=True)))
+        held = slots[labels.are_labelled(slots)]
+        digests = split_digests(labels.labels_of(held).digests)
+        keys, problem = self._scan_files()
+        return Inventory(
+            self._host.num_slots,
+            dict(zip(held.tolist(), digests, strict=True)),
+            self._num_files,
+            keys,
+            problem,
+        )
 
-    def load(self, commands: StepCommands) -> None:
-        """Do what comes before the forward."""
-        if commands.forgets_all:
-            self._labels.withdraw_all()
-        if commands.forgotten:
-            self._labels.withdraw(int32_array(commands.forgotten))
-        if commands.sealed:
-            self._labels.seal(int32_array(commands.sealed))
-        self._has_failed_load = False
-        if not commands.load_slots:
+    def await_stores(self, commands: StepCommands) -> None:
+        """Wait until no store reads blocks that the forward may write. What is not over in time is
+        not kept: its bytes may be others'."""
+        if not commands.reused_blocks:
             return
-        slots, blocks = int32_array(commands.load_slots), int32_array(commands.load_blocks)
-        failed = self._load(slots, blocks, commands.load_digests)
-        self._has_failed_load = bool(failed)
-        self._invalid_blocks |= {commands.load_blocks[place] for place in failed}
-        lost = frozenset(commands.load_digests[place] for place in failed)
-        self._tell(RankReports(loaded={commands.step: 1}, lost=lost))
-        if failed:
-            logger.warning(
-                "rank %d could not load %d of %d blocks: they are computed again",
-                self.rank,
-                len(failed),
-                len(slots),
-            )
+        blocks = int32_array(commands.reused_blocks)
+        end_s = time.monotonic() + self._setting.options.offload.job_s
+        for copy in self._jobs.uses.reads.using(blocks):
+            if not copy.wait(max(0.0, end_s - time.monotonic())):
+                self._spoilt |= {
+                    job for job, used in self._stores.items() if np.isin(used, blocks).any()
+                }
+
+    def obey(self, commands: StepCommands) -> None:
+        """Begin everything but stores."""
+        if commands.forgotten_slots or commands.forgotten_keys:
+            slots = int32_array(commands.forgotten_slots)
+            self._jobs.discard(Discard(FILE_MEDIUM, slots, commands.forgotten_keys))
+        if commands.sealed:
+            self._jobs.seal(SealSlots(HOST_MEDIUM, int32_array(commands.sealed)))
+        for spill in commands.spills:
+            sources = int32_array(spill.slots)
+            self._jobs.start(Spill(spill.job_id, FILE_MEDIUM, sources, spill.keys))
+        for fetch in commands.fetches:
+            destinations = int32_array(fetch.slots)
+            self._jobs.start(Fetch(fetch.job_id, FILE_MEDIUM, fetch.keys, destinations))
+        self._has_failed_load = bool(commands.invalid_blocks)
+        self._invalid_blocks.update(commands.invalid_blocks)
+        self._received.update(commands.received)
+        self._released.update(commands.released)
+        for load in commands.loads:
+            self._start_load(load)
+        self._poll()
 
     def store(self, commands: StepCommands) -> None:
-        """Do what comes after the forward."""
-        if not commands.store_slots:
+        """Begin the step's store."""
+        store = commands.store
+        if store is None:
             return
-        if self._has_failed_load or not self._store(commands):
-            self._tell(RankReports(not_stored=frozenset((commands.step,))))
+        blocks, slots = int32_array(store.blocks), int32_array(store.slots)
+        job = Store(store.job_id, HOST_MEDIUM, blocks, slots)
+        if self._has_failed_load and not self._setting.options.is_asynchronous:
+            self._jobs.refuse(job, "a load of its step has failed")
         else:
-            self._tell(RankReports(stored={commands.step: 1}))
+            self._start_store(job, store)
+        self._poll()
 
     def take_reports(self) -> RankReports | None:
-        """Return what was done since the last call, None if that is nothing."""
-        reports, self._reports = self._reports, RankReports()
-        return None if reports == RankReports() else reports
+        """Return which jobs have ended since the last call, None if there are none."""
+        self._poll()
+        reports, self._reports = self._reports, []
+        return RankReports(tuple(reports)) if reports else None
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks are not needed any more, and those that wait no longer
+        for their loads, since the last call. Where steps do their own copies, none has waited."""
+        if not self._setting.options.is_asynchronous:
+            return set(), set()
+        self._poll()
+        finished = self._released, self._received
+        self._released, self._received = set(), set()
+        return finished
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks whose load failed since the last call."""
@@ -140,70 +229,146 @@ class RankMemory:
         return blocks
 
     def close(self) -> None:
-        """Give the segment back; the memory service has it still."""
-        self._host.close()
+        """Give segment and directory back; the memory service has the segment still."""
+        self._jobs.close()
 
-    # --- copies
+    # --- jobs
 
-    def _load(self, slots: Int32Array, blocks: Int32Array, digests: Sequence[bytes]) -> list[int]:
-        """Copy slots to blocks; return the places whose bytes are not those of their digest."""
-        is_right = self._labels.are_readable(slots)
-        held = _split(self._labels.labels_of(slots).digests)
-        is_right &= np.array([a == b for a, b in zip(held, digests, strict=True)], np.bool_)
-        places = np.flatnonzero(is_right)
-        failed = set(np.flatnonzero(~is_right).tolist())
-        if len(places):
-            comparison = Comparison(
-                self._labels.checksums(slots[places]), self._rule.chosen(len(places))
-            )
-            move = BlockMove(self._rows, self._host, blocks[places], slots[places], False)
-            result = self._run(CopyTask(move, self._engine, comparison=comparison))
-            wrong = range(len(places)) if result.problem else result.wrong.tolist()
-            failed |= {int(places[i]) for i in wrong}
-        return sorted(failed)
+    def _start_load(self, load: LoadCommand) -> None:
+        """Load what slots hold as is said; the rest has failed."""
+        slots, blocks = int32_array(load.slots), int32_array(load.blocks)
+        labels = self._host.labels
+        is_right = labels.are_readable(slots)
+        held = split_digests(labels.labels_of(slots).digests)
+        is_right &= np.array([a == b for a, b in zip(held, load.digests, strict=True)], np.bool_)
+        running = RunningLoad(load, slots[~is_right].tolist())
+        self._loads[load.job_id] = running
+        job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
+        if is_right.any():
+            self._jobs.start(job)
+        else:
+            self._jobs.refuse(job, "host slots hold other blocks than is said")
 
-    def _store(self, commands: StepCommands) -> bool:
-        """Copy blocks to slots and label them; say whether all are there."""
-        slots, blocks = int32_array(commands.store_slots), int32_array(commands.store_blocks)
-        count = len(slots)
-        generations = self._labels.begin(slots)
-        zeros = np.zeros(count, np.int32)
-        self._labels.describe(
-            slots,
-            Label(
-                block_ids=blocks,
-                groups=zeros,
-                slots=zeros - 1,
-                digests=b"".join(commands.store_digests),
-                parent_digests=b"".join(commands.store_parents),
-                token_counts=zeros,
-                token_ids=zeros[:0],
-                namespaces=zeros,
-                namespace_names=(b"",),
-            ),
+    def _start_store(self, job: Store, store: StoreCommand) -> None:
+        self._stores[job.job_id] = job.sources
+        self._labels.withdraw(job.sources)
+        self._labels.apply(block_labels(job.sources, store.digests, store.parents))
+        self._jobs.start(job)
+
+    def _poll(self) -> None:
+        """Take note of what has ended."""
+        for ended in self._jobs.poll():
+            report, load = ended, self._loads.pop(ended.job_id, None)
+            if load is not None:
+                report = self._end_load(load, ended)
+            self._stores.pop(ended.job_id, None)
+            if ended.job_id in self._spoilt:
+                self._spoilt.discard(ended.job_id)
+                report = JobReport(ended.job_id, ok=False, detail="its blocks were used again")
+            self._reports.append((self.rank, report))
+
+    def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
+        """Note what of a load is wrong; return the report of all of it."""
+        command = load.command
+        self._received.add(command.request_id)
+        if report.ok and not load.wrong:
+            return report
+        is_whole = not report.ok and not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
+        wrong = set(command.slots) if is_whole else {*load.wrong, *report.block_ids}
+        self._has_failed_load = True
+        self._invalid_blocks |= {
+            block
+            for slot, block in zip(command.slots, command.blocks, strict=True)
+            if slot in wrong
+        }
+        detail = report.detail or "host slots hold other blocks than is said"
+        logger.warning(
+            "rank %d could not load %d of %d blocks, and they are computed again: %s",
+            self.rank,
+            len(wrong),
+            len(command.slots),
+            detail,
         )
-        move = BlockMove(self._rows, self._host, blocks, slots, True)
-        result = self._run(CopyTask(move, self._engine, takes_checksums=self._rule.takes))
-        if result.problem:
-            self._labels.withdraw(slots)
-            return False
-        self._labels.finish(slots, generations, result.checksums)
-        return True
+        named = () if is_whole else tuple(sorted(wrong))[:MAX_REPORTED_BLOCKS]
+        return replace(report, ok=False, detail=detail, block_ids=named)
 
-    def _run(self, task: CopyTask) -> CopyResult:
-        task.begin()
-        result = task.finish()
-        if result.problem:
-            logger.error("rank %d: %s", self.rank, result.problem)
-        return result
-
-    def _tell(self, reports: RankReports) -> None:
-        self._reports = self._reports.aggregate(reports)
+    def _scan_files(self) -> tuple[tuple[bytes, ...], str]:
+        """Return the keys of all good files, and what is wrong with the directory as a whole."""
+        if self._tiers.files is None:
+            return (), self._tiers.files_problem
+        pool = self._tiers.files
+        pool.scan()
+        keys: list[bytes] = []
+        num_read, give_up_s = 0, time.monotonic() + SCAN_S
+        while num_read < NUM_DIRECTORIES:
+            for directory in pool.take_scanned():
+                num_read += 1
+                keys += [head.key for head in directory.heads]
+            if time.monotonic() > give_up_s:
+                return (), f"rank {self.rank} has not read what files there are after {SCAN_S:g} s"
+            time.sleep(0.001)
+        return tuple(keys), ""
 
 
 def service_address(name: str) -> MemoryServiceAddress:
     """Return where the memory service of the engine `name` of this user listens on this node."""
     return MemoryServiceAddress(f"unix:@kvcache-vllm-{os.getuid()}-{name}", name)
+
+
+def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:
+    """Return the rank's host memory; raises as `RankMemory` does."""
+    options = setting.options
+    shape = SegmentShape(
+        layout_fingerprint=fingerprint,
+        rank=rank,
+        num_slots=_num_slots(setting, pool.layout.block_bytes),
+        widths=tuple(region.width_bytes for region in pool.layout.regions),
+        digest_bytes=DIGEST_BYTES,
+        max_block_tokens=MAX_BLOCK_TOKENS,
+    )
+    service = service_address(options.name) if options.offload.keeps_memory else None
+    if service is not None:
+        ensure_service(service.address, options.idle_memory_s)
+        _await_free(service, rank)
+    try:
+        segment = open_segment(shape, service)
+    except NotEnoughMemoryError as error:
+        raise NotEnoughMemoryError(
+            f"rank {rank} has no room for its host memory of {shape.size_bytes} bytes: lower "
+            f"offload.host_memory_per_rank ({error})"
+        ) from error
+    if service is not None and segment.origin.startswith(PRIVATE):
+        logger.warning("rank %d: %s", rank, segment.origin)
+    return HostPool(segment, is_pinned=False)
+
+
+def _open_files(name: str, disk: DiskConfig, host: HostPool, rule: ChecksumRule) -> Tiers:
+    """Return the tiers with the rank's directory of files; raises ConfigurationError."""
+    location = Location.of(disk.directory)
+    block_bytes = host.slot_bytes
+    num_files = disk.capacity_per_rank // block_bytes
+    if not num_files:
+        raise ConfigurationError(
+            f"offload.disk.capacity_per_rank is {disk.capacity_per_rank} bytes, a block of this "
+            f"model has {block_bytes} on each rank: set it to many times that"
+        )
+    settings = FileTierSettings(
+        location.root,
+        name,
+        below=location.below,
+        threads=disk.num_threads,
+        max_queued_blocks=MAX_QUEUED_BLOCKS,
+        max_bytes=files_bound(disk.capacity_per_rank, num_files, MAX_BLOCK_TOKENS),
+        sync=disk.sync,
+    )
+    tier = FileTier(settings, host.segment.shape, uuid.uuid4().hex, rule)
+    pool = FilePool(
+        tier.store,
+        host.segment.slot_views,
+        settings.access.make_lanes(settings.threads),
+        max_queued_blocks=settings.max_queued_blocks,
+    )
+    return Tiers(host, pool, tier)
 
 
 def _rows_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
@@ -265,8 +430,3 @@ def _await_free(service: MemoryServiceAddress, rank: int) -> None:
                 "that engine, or give this one another name"
             )
         time.sleep(_LOOK_S)
-
-
-def _split(digests: bytes) -> list[bytes]:
-    """Return the digests that lie one behind the other."""
-    return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]

@@ -1,70 +1,92 @@
 """What scheduler and ranks say to each other in each step.
 
 vLLM carries the messages: commands travel with the scheduler's output, reports with the model
-runner's, inventories once at start. A rank obeys commands in the order of the fields, so that a
-slot that is given to another block is read before it is written. Plain data: vLLM looks at none of
-it, but for `aggregate`.
+runner's, inventories once at start. A rank obeys commands in the order of the fields. Jobs have
+numbers, go on behind their step, and are reported once, by every rank. Plain data: vLLM looks at
+none of it, but for `aggregate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from kvcache.protocol.messages import JobReport
+
+
+@dataclass(frozen=True)
+class LoadCommand:
+    """Load slot `slots[i]`, which holds `digests[i]`, into block `blocks[i]` of a request."""
+
+    job_id: int
+    request_id: str
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class StoreCommand:
+    """Store block `blocks[i]`, which is `digests[i]` and continues `parents[i]`, in `slots[i]`."""
+
+    job_id: int
+    slots: tuple[int, ...]
+    blocks: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    parents: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class FileCommand:
+    """Write the host slots `slots` to files, or read files into them. `keys` has the keys of all
+    of them, one behind the other."""
+
+    job_id: int
+    slots: tuple[int, ...]
+    keys: bytes
 
 
 @dataclass(frozen=True)
 class StepCommands:
     """What every rank does in one step.
 
-    Before the forward: forget all slots if `forgets_all`, forget the slots `forgotten`, seal the
-    slots `sealed`, load slot `load_slots[i]`, which holds `load_digests[i]`, into block
-    `load_blocks[i]`. After it: store block `store_blocks[i]`, which is `store_digests[i]` and
-    continues `store_parents[i]`, in slot `store_slots[i]`.
+    Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
+    Then, before the forward or behind it: forget the slots `forgotten_slots` and the files of
+    `forgotten_keys`, seal the slots `sealed`; begin to write and read files, and to load; say that
+    `invalid_blocks` were not loaded, that the requests `received` wait for nothing, and that those
+    of `released` need their blocks no more. Behind the forward: begin the store.
     """
 
-    step: int
-    forgets_all: bool = False
-    forgotten: tuple[int, ...] = ()
+    reused_blocks: tuple[int, ...] = ()
+    forgotten_slots: tuple[int, ...] = ()
+    forgotten_keys: bytes = b""
     sealed: tuple[int, ...] = ()
-    load_slots: tuple[int, ...] = ()
-    load_blocks: tuple[int, ...] = ()
-    load_digests: tuple[bytes, ...] = ()
-    store_slots: tuple[int, ...] = ()
-    store_blocks: tuple[int, ...] = ()
-    store_digests: tuple[bytes, ...] = ()
-    store_parents: tuple[bytes, ...] = ()
+    spills: tuple[FileCommand, ...] = ()
+    fetches: tuple[FileCommand, ...] = ()
+    loads: tuple[LoadCommand, ...] = ()
+    invalid_blocks: tuple[int, ...] = ()
+    received: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()
+    store: StoreCommand | None = None
 
 
 @dataclass(frozen=True)
 class RankReports:
-    """What ranks have done since their last report, of one rank or of several.
+    """Jobs that have ended since the last report, each with its rank; of one rank or of several."""
 
-    `stored[step]` ranks have stored all blocks of that step, `loaded[step]` have ended its loads.
-    `not_stored` are steps of which a rank has not stored all. `lost` are the digests of blocks that
-    a rank could not load.
-    """
-
-    stored: dict[int, int] = field(default_factory=dict)
-    loaded: dict[int, int] = field(default_factory=dict)
-    not_stored: frozenset[int] = frozenset()
-    lost: frozenset[bytes] = frozenset()
+    jobs: tuple[tuple[int, JobReport], ...] = ()
 
     def aggregate(self, other: RankReports) -> RankReports:
         """Return what both say together."""
-        return RankReports(
-            _sums(self.stored, other.stored),
-            _sums(self.loaded, other.loaded),
-            self.not_stored | other.not_stored,
-            self.lost | other.lost,
-        )
+        return RankReports(self.jobs + other.jobs)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a rank has adopted: `digests[slot]` of each sealed slot."""
+    """What a rank has room for, and what it has adopted: `digests[slot]` of each sealed slot,
+    `file_keys` of each file. `files_problem` says why it does without files, if it does."""
 
     num_slots: int
     digests: dict[int, bytes]
-
-
-def _sums(some: dict[int, int], others: dict[int, int]) -> dict[int, int]:
-    return {step: some.get(step, 0) + others.get(step, 0) for step in some.keys() | others.keys()}
+    num_files: int = 0
+    file_keys: tuple[bytes, ...] = ()
+    files_problem: str = ""
