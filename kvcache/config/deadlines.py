@@ -32,7 +32,7 @@ class DeadlinesConfig(Section):
     ended and counts as lost (0: never). A lost rank's replacement is tried for `replacement_s` (0:
     not at all). Clients wait `step_s` for an answer, and `forward_s` while nothing moves. A client
     that is silent for `client_silence_s` is given up. A client that has lost its connection or its
-    coordinator has `reattach_s` to return; after a restart, steps wait that long for earlier
+    coordinator has `reattach_s` to return; after a warm restart, steps wait that long for earlier
     clients. Ray calls have no connections, so there only silence shows that a client is gone.
 
     Three values have defaults that follow from others. `worker_kill_s` is three times

@@ -370,7 +370,7 @@ class FlatCore:
         )  # fmt: skip
         if needed < 0:
             if self.tenants is not None:
-                self.tenants.refuse(self.tenants.served, -1 - needed, store.cells[FREE] - spare)
+                self.tenants.refuse(self.tenants.served, -1 - needed, store.cells[FREE], spare)
             return None
         store.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id

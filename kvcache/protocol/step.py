@@ -237,8 +237,9 @@ class StepResult:
     `num_hit_tokens[i] + external` on. `running_scheduled[i]` is 1 if running row `i` got its
     blocks, 0 if there was no room (its tokens were appended, but it does not run).
     `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` if none was free.
-    `no_room` names requests without room, including children of forks; `waiting_for_load` those
-    whose hit is being loaded; `retry_later` those whose look-up has no answer yet. `refused` names
+    `no_room` names requests that found no blocks or no slot, including children of forks;
+    `waiting_for_load` those whose hit is being stored or loaded; `retry_later` those whose look-up
+    has no answer yet, because a tier still lists its files. `refused` names
     the requests without room, including running rows, that can never fit: end them. The other
     requests of the step are served as if these were not there. `withdrawn` are requests admitted in
     a step that failed: new ones and children of forks are forgotten, resumed ones are preempted as
@@ -249,7 +250,6 @@ class StepResult:
     tokens. `patches` are all block-table changes of the step. The forward of the step may begin on
     a worker once it has applied `seq` of `epoch`. `error` is empty, or says why the whole step was
     refused; then nothing was changed and every other field is empty.
-    whole step was refused; then nothing was changed and every other field is empty.
     """
 
     client_id: str
@@ -286,7 +286,6 @@ def checked_step(request: StepRequest) -> StepRequest:
 
     The columns of running rows are checked where they are read. Changes nothing; a step that needs
     no conversion, as most, is returned itself.
-    right as it is, as most are, is returned itself.
 
     Raises:
         RequestError: a field has another type, or exceeds 64 bits.

@@ -280,8 +280,11 @@ class TenantLedger:
         self.refuse(self.served, num_blocks, num_free)
         return False
 
-    def refuse(self, account: TenantAccount, num_blocks: int, num_free: int) -> None:
-        """Record that the tenant found no room for `num_blocks` more, and the remedy."""
+    def refuse(
+        self, account: TenantAccount, num_blocks: int, num_free: int, num_spare: int = 0
+    ) -> None:
+        """Record that the tenant found no room for `num_blocks` more, and the remedy. Of `num_free`
+        blocks the watermark keeps `num_spare`."""
         share, used = account.share, account.num_in_use
         account.hopeless_blocks = num_blocks if num_blocks > share.limit_blocks else 0
         if account.hopeless_blocks:
@@ -296,9 +299,15 @@ class TenantLedger:
             )
         else:
             kept = self.num_reserved - account.num_reserved
+            parts, remedies = [f"{num_free} are free"], ["finish or preempt requests"]
+            if num_spare:
+                parts.append(f"{num_spare} of them kept by the watermark")
+                remedies.append("lower cache.watermark")
+            if kept:
+                parts.append(f"{kept} of them guaranteed to others")
+                remedies.append("guarantee less")
             reason = (
-                f"{num_blocks} blocks more are wanted, {num_free} are free, {kept} of them "
-                "guaranteed to others: finish or preempt requests, or guarantee less"
+                f"{num_blocks} blocks more are wanted, {', '.join(parts)}: {', or '.join(remedies)}"
             )
         account.refuse(reason)
 

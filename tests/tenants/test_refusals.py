@@ -133,3 +133,21 @@ def test_a_tenant_by_salt_is_named_as_in_statistics() -> None:
     assert refusal.tenant.startswith("salt-")
     assert refusal.tenant in {each.name for each in manager.statistics().tenants}
     assert "secret" not in repr(result)
+
+
+def test_a_refusal_names_the_blocks_that_the_watermark_keeps_and_only_real_remedies() -> None:
+    tenants = TenantsConfig(named={"quiet": TenantConfig(guaranteed=20)})
+    manager = make_manager(FULL, 81, tenants=tenants, watermark=0.25)  # it keeps 20 of 80 blocks
+    step(manager, 1, new=(new("one", 60, tenant="noisy"), new("two", 60, tenant="noisy")))
+    step(manager, 2, new=(new("waits", 60, tenant="noisy"),))
+    assert statistics(manager, "noisy").last_refusal == (
+        "15 blocks more are wanted, 50 are free, 20 of them kept by the watermark, 20 of them "
+        "guaranteed to others: finish or preempt requests, or lower cache.watermark, or guarantee "
+        "less"
+    )
+    full = make(other=TenantConfig(limit=80))
+    step(full, 1, new=tuple(new(name, 60, tenant="other") for name in "abcde"))
+    step(full, 2, new=(new("waits", 60, tenant="noisy"),))
+    assert statistics(full, "noisy").last_refusal == (
+        "15 blocks more are wanted, 5 are free: finish or preempt requests"
+    )
