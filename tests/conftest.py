@@ -42,8 +42,37 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/3`: one of three parts of the selected tests, always the same ones."""
+    """`--share 1/3`: one of three parts of the selected tests, always the same ones.
+
+    `--seeds 40:50`: seeds 40 to 49 in every test that is marked with `seeds`.
+    """
     parser.addoption("--share", default="1/1", metavar="K/N", help="run part K of N of the tests")
+    parser.addoption("--seeds", type=seed_range, metavar="A:B", help="seeds A to B - 1 for walks")
+
+
+def seed_range(text: str) -> range:
+    first, end = map(int, text.split(":"))
+    return range(first, end)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that is marked with `seeds` its `seed`, or all of its `seeds` at once.
+
+    `seeds(8, long=32)`: seeds 0 to 7 in every run, 8 to 31 among the long tests.
+    """
+    mark = metafunc.definition.get_closest_marker("seeds")
+    if mark is None:
+        return
+    quick = range(*mark.args)
+    long = range(quick.stop, mark.kwargs.get("long", quick.stop))
+    if (asked := metafunc.config.getoption("--seeds")) is not None:
+        quick, long = asked, range(0)
+    if "seed" in metafunc.fixturenames:
+        more = [pytest.param(seed, marks=pytest.mark.long) for seed in long]
+        metafunc.parametrize("seed", [*quick, *more])
+    else:
+        more = [pytest.param(long, marks=pytest.mark.long)] if long else []
+        metafunc.parametrize("seeds", [quick, *more], ids=lambda s: f"{s.start}:{s.stop}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

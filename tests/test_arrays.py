@@ -10,7 +10,7 @@ from kvcache.base.arrays import are_below, are_distinct, are_ids, int32_array
 EDGES = (-(2**31), -5, -1, 0, 1, 4, 5, 6, 2**31 - 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_many_are_asked_as_each_is(seed: int) -> None:
     random = np.random.default_rng(seed)
     seen = set()

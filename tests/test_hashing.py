@@ -142,9 +142,8 @@ def test_every_published_vector_holds_for_a_request(vectors):
         assert [block_hash.hex() for block_hash in request.block_hashes] == case["hashes"]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.seeds(25)
 def test_every_block_is_hashed_by_the_rule(hash_fn, seed):
-    print(f"seed {seed}")
     rng = random.Random(seed)
     size = rng.choice([1, 3, 4, 16, 23, 24, 130, 300])
     tokens = random_tokens(rng, rng.randint(1, 40 * size))
@@ -173,9 +172,8 @@ def test_token_ids_at_the_borders_of_cbor_widths_are_hashed_by_the_rule(block_si
     assert list(Request("r1", tokens, block_hasher=hasher).block_hashes) == expected
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.seeds(15)
 def test_hashing_step_by_step_equals_hashing_all_at_once(hash_fn, seed):
-    print(f"seed {seed}")
     rng = random.Random(seed)
     hasher = get_request_block_hasher(rng.choice([1, 4, 16]), hash_fn)
     tokens = random_tokens(rng, rng.randint(1, 100))

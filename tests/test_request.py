@@ -151,9 +151,8 @@ def test_the_view_of_all_tokens_cannot_be_written():
     assert request.all_token_ids.tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_appending_and_truncating_behaves_like_a_list(seed):
-    print(f"seed {seed}")
     rng = random.Random(seed)
     model = [rng.randrange(TOO_LARGE) for _ in range(rng.randint(1, 40))]
     request = Request("r1", model)

@@ -14,8 +14,8 @@ from tests.agreement.configurations import (
 from tests.agreement.walk import replay
 
 SHORT_OPERATIONS = {Family.ROOM: 50, Family.PRESSURE: 70}
-LONG_SEEDS, LONG_OPERATIONS = 4, 150
-DENSE_SEEDS, DENSE_OPERATIONS = 2, 110
+LONG_OPERATIONS = 150
+DENSE_OPERATIONS = 110
 
 EVERY_WALK = [(c, family) for c in CONFIGURATIONS for family in Family]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
@@ -23,12 +23,13 @@ DENSE_WALKS = [(c, family) for c in DENSE for family in Family]
 DENSE_IDS = [f"{c.name}-{family.value}" for c, family in DENSE_WALKS]
 
 
+@pytest.mark.seeds(2)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
 def test_the_flat_core_does_what_the_slow_one_does(
-    configuration: Configuration, family: Family
+    configuration: Configuration, family: Family, seeds: range
 ) -> None:
     num_hit = 0
-    for seed in (0, 1):
+    for seed in seeds:
         num_hit += replay(configuration, family, seed, SHORT_OPERATIONS[family]).num_hit_tokens
     assert (num_hit > 0) == configuration.can_hit
 
@@ -47,16 +48,18 @@ def test_it_does_so_where_forks_and_losses_are_frequent(name: str, family: Famil
 
 
 @pytest.mark.long
+@pytest.mark.seeds(2)
 @pytest.mark.parametrize(("configuration", "family"), DENSE_WALKS, ids=DENSE_IDS)
 def test_it_does_so_where_forks_and_losses_are_frequent_for_long(
-    configuration: Configuration, family: Family
+    configuration: Configuration, family: Family, seeds: range
 ) -> None:
-    for seed in range(DENSE_SEEDS):
+    for seed in seeds:
         replay(configuration, family, seed, DENSE_OPERATIONS)
 
 
 @pytest.mark.long
+@pytest.mark.seeds(100, 104)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
-def test_it_does_so_for_long(configuration: Configuration, family: Family) -> None:
-    for seed in range(100, 100 + LONG_SEEDS):
+def test_it_does_so_for_long(configuration: Configuration, family: Family, seeds: range) -> None:
+    for seed in seeds:
         replay(configuration, family, seed, LONG_OPERATIONS)

@@ -23,6 +23,7 @@ from tests.agreement.side import Action, Facts, Side, Sizes
 from tests.agreement.step_choice import StepChoice
 from tests.audits import ONE_IN, Audits
 from tests.core.slow_core import SlowCore, make_slow_core
+from tests.walks import random_walk
 
 FACTORIES: Mapping[str, CoreFactory] = {"flat": FlatCore, "slow": make_slow_core}
 BOTH, FLAT_ALONE = ("flat", "slow"), ("flat",)
@@ -85,10 +86,9 @@ class Walk:
     def go(self, num_operations: int = NUM_OPERATIONS) -> None:
         """Apply `num_operations`, then end all requests; prints seed and log on failure."""
         try:
-            for _ in range(num_operations):
-                self.operate()
-                if not self.has_pressure and self._is_used_up():
-                    self.start_over()
+            random_walk(
+                self.title, self.rng, self.operations(), num_operations, self.stay_within_pool
+            )
             self.start_over()
             self.audits.make()
         except BaseException:
@@ -96,10 +96,10 @@ class Walk:
             print("\n".join(self.log))
             raise
 
-    def operate(self) -> None:
-        """Apply one random operation."""
+    def operations(self) -> dict[Callable[[], object], float]:
+        """Return the operations of this configuration, and their weights."""
         allowed, calls = self.configuration.operations, self.calls
-        table: list[tuple[float, Operation | None, Callable[[], None]]] = [
+        table: list[tuple[float, Operation | None, Callable[[], object]]] = [
             (9, Operation.STEPS, self.steps.step),
             (2, Operation.STEPS, self.steps.decode),
             (4, Operation.CALLS, calls.admit),
@@ -118,9 +118,16 @@ class Walk:
             (0.1, Operation.DRAINS, calls.drain),
             (0.3, Operation.MISTAKES, calls.mistake),
         ]
-        table = [row for row in table if row[1] is None or row[1] in allowed]
-        weights = [row[0] * self.configuration.factor(row[1]) for row in table]
-        self.rng.choices([row[2] for row in table], weights)[0]()
+        return {
+            act: weight * self.configuration.factor(operation)
+            for weight, operation, act in table
+            if operation is None or operation in allowed
+        }
+
+    def stay_within_pool(self) -> None:
+        """Start over before the blocks of a large pool are used up."""
+        if not self.has_pressure and self._is_used_up():
+            self.start_over()
 
     def start_over(self) -> None:
         """End all requests and pins and empty the cache: nothing must be left."""

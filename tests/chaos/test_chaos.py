@@ -15,9 +15,7 @@ from tests.chaos.processes import play_schedule
 
 pytestmark = [pytest.mark.faults, pytest.mark.chaos]
 
-NUM_PROCESS_SEEDS = 10
 REACHING_SEEDS = (5, 45)
-RAY_SEEDS = (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def fork_server() -> Iterator[ForkServer]:
         yield made
 
 
-@pytest.mark.parametrize("seed", range(NUM_PROCESS_SEEDS))
+@pytest.mark.seeds(10)
 def test_processes_are_killed_and_stopped_and_every_byte_is_right(
     fork_server: ForkServer, seed: int
 ) -> None:
@@ -43,7 +41,7 @@ def test_the_schedules_reach_what_they_are_meant_to_reach(fork_server: ForkServe
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("seed", RAY_SEEDS)
+@pytest.mark.seeds(2)
 def test_clusters_on_ray_survive_a_schedule(ray_cluster: str, seed: int) -> None:
     from tests.chaos.ray_clusters import play_on_ray
 

@@ -7,7 +7,7 @@ are tiny, there are two tokens, and contents of blocks and their eviction order 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from tests.core.builders import (
 )
 from tests.core.model_group import ModelGroup, spec_of
 from tests.core.slow_core import SlowCore
+from tests.walks import Operation, random_walk
 
 HASH_FN = get_hash_fn("sha256")
 
@@ -93,6 +94,7 @@ class Walk:
     def __init__(
         self, seed: int, groups: list[ModelGroup], *, use_eagle: bool, merges: bool = False
     ) -> None:
+        self.title = f"seed {seed}"
         self.random = random.Random(seed)
         num_blocks = self.random.randint(6, 30)
         self.groups = groups
@@ -122,28 +124,25 @@ class Walk:
         self.count = 0
 
     def go(self, num_operations: int) -> None:
-        operations: list[tuple[float, Callable[[], None]]] = [
-            (6, self.admit),
-            (3, self.extend),
-            (4, self.extend_rows),
-            (4, self.finish),
-            (4, self.open_step),
-            (2, self.close_step),
-            (2, self.complete),
-            (1, self.fail),
-            (1, self.commit),
-            (1, self.fork),
-            (1, self.pin),
-            (1, self.unpin),
-            (1, self.evict),
-            (0.2, self.forget_hashes),
-            (0.2, self.drain),
-            (0.5, self.reset),
-        ]
-        weights, actions = zip(*operations, strict=True)
-        for _ in range(num_operations):
-            self.random.choices(actions, weights)[0]()
-            self.compare()
+        operations: dict[Operation, float] = {
+            self.admit: 6,
+            self.extend: 3,
+            self.extend_rows: 4,
+            self.finish: 4,
+            self.open_step: 4,
+            self.close_step: 2,
+            self.complete: 2,
+            self.fail: 1,
+            self.commit: 1,
+            self.fork: 1,
+            self.pin: 1,
+            self.unpin: 1,
+            self.evict: 1,
+            self.forget_hashes: 0.2,
+            self.drain: 0.2,
+            self.reset: 0.5,
+        }
+        random_walk(self.title, self.random, operations, num_operations, self.compare)
         for name in list(self.requests):
             self.finish(name)
         while self.pins:

@@ -152,11 +152,10 @@ PLANS = {
 
 
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeds(8)
 def test_tables_and_hits_are_those_of_the_core(groups: list[ModelGroup], seed: int) -> None:
     """Requests come and go. Prompts end inside a block. With one group no content is computed twice
     then, so that both evict the same; with several groups nothing is evicted."""
-    print(f"seed {seed}")
     rng = random.Random(seed)
     specs, step = [spec_of(group) for group in groups], lcm(*(g.block_size for g in groups))
     num_blocks = 24 if len(groups) == 1 else 1000

@@ -17,7 +17,6 @@ PLANS = {
     "coarse full": [ModelGroup(4), ModelGroup(2, 5)],
     "coarse window": [ModelGroup(2), ModelGroup(6, 9), ModelGroup(4)],
 }
-WALKS_PER_PLAN = 14
 OPERATIONS = 60
 
 # Kinds that EAGLE cannot be used with, or that never hit: alone, and in hybrids of up to three.
@@ -48,33 +47,31 @@ MORE_PLANS = {
         ModelGroup(4, is_cross=True),
     ],
 }
-MORE_WALKS_PER_PLAN = 10
 
 
+@pytest.mark.seeds(14)
 @pytest.mark.parametrize("use_eagle", [False, True], ids=["plain", "eagle"])
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS.keys())
 def test_the_flat_core_does_what_the_slow_one_does(
-    groups: list[ModelGroup], use_eagle: bool
+    groups: list[ModelGroup], use_eagle: bool, seeds: range
 ) -> None:
-    for seed in range(WALKS_PER_PLAN):
-        print(f"seed {seed}")
+    for seed in seeds:
         Walk(seed, groups, use_eagle=use_eagle).go(OPERATIONS)
 
 
+@pytest.mark.seeds(10)
 @pytest.mark.parametrize("groups", MORE_PLANS.values(), ids=MORE_PLANS.keys())
-def test_with_groups_of_any_kinds_it_does_so(groups: list[ModelGroup]) -> None:
-    walks = []
-    for seed in range(MORE_WALKS_PER_PLAN):
-        print(f"seed {seed}")
-        walks.append(Walk(seed, groups, use_eagle=False))
-        walks[-1].go(OPERATIONS)
+def test_with_groups_of_any_kinds_it_does_so(groups: list[ModelGroup], seeds: range) -> None:
+    walks = [Walk(seed, groups, use_eagle=False) for seed in seeds]
+    for walk in walks:
+        walk.go(OPERATIONS)
     assert any(walk.num_hits for walk in walks) == all(group.can_be_hit for group in groups)
 
 
+@pytest.mark.seeds(100, 110)
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS.keys())
-def test_where_duplicates_are_merged_it_does_so(groups: list[ModelGroup]) -> None:
-    for seed in range(100, 100 + MORE_WALKS_PER_PLAN):
-        print(f"seed {seed}")
+def test_where_duplicates_are_merged_it_does_so(groups: list[ModelGroup], seeds: range) -> None:
+    for seed in seeds:
         Walk(seed, groups, use_eagle=False, merges=True).go(OPERATIONS)
 
 

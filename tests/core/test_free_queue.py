@@ -45,9 +45,8 @@ def test_a_refused_change_changes_nothing(
     queue.check()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.seeds(10)
 def test_a_queue_does_what_a_list_does(seed: int) -> None:
-    print(f"seed {seed}")
     chance = random.Random(seed)
     queue = FreeKVCacheBlockQueue(50, range(0, 50, 2))
     model = list(range(0, 50, 2))

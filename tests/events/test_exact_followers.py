@@ -8,28 +8,9 @@ from kvcache.events.prefix_index import PrefixIndex
 from kvcache.requests.request_content import Namespace
 from tests.events.event_world import LORAS, MEDIA, SALTS, WIRE_MEDIA, World
 
-SEEDS_AT_ONCE = 50
 
-
-def test_followers_are_exact_within_one_heartbeat() -> None:
-    play_all(0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(SEEDS_AT_ONCE, 1000, SEEDS_AT_ONCE))
-def test_followers_are_exact_in_a_thousand_schedules(first: int) -> None:
-    play_all(first)
-
-
-def play_all(first: int) -> None:
-    for seed in range(first, first + SEEDS_AT_ONCE):
-        try:
-            play(seed)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-
-
-def play(seed: int) -> None:
+@pytest.mark.seeds(50, long=1000)
+def test_followers_are_exact_within_one_heartbeat(seed: int) -> None:
     world = World(seed)
     world.join()
     for _ in range(40):

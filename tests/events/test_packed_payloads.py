@@ -96,7 +96,7 @@ def unpacked(event: CacheEvent) -> CacheEvent:
     return BlocksRemoved(event.group, event.medium, tuple(event.digests))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_wide_integers_give_the_bytes_that_msgpack_gives_for_the_plain_structure(
     seed: int,
 ) -> None:
@@ -105,7 +105,7 @@ def test_wide_integers_give_the_bytes_that_msgpack_gives_for_the_plain_structure
         assert codec.encode(1.5, events) == msgpack.packb([1.5, plain, 0])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_integers_of_any_size_decode_to_the_plain_structure(seed: int) -> None:
     codec = EventCodec(GROUPS)
     for events, plain in Events(seed, (0, 300)).batches(30):

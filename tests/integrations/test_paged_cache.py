@@ -94,7 +94,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.seeds(2)
 def test_random_operations_give_what_the_own_cache_gives(
     model: Any, seed: int, records: bool
 ) -> None:

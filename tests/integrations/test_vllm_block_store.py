@@ -427,7 +427,7 @@ def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
     assert cluster.run(request_of("again", 49)) == NUM_SLOTS * TOKENS
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     draw = random.Random(seed)
     is_asynchronous = bool(draw.randrange(2))

@@ -89,10 +89,9 @@ def test_rows_without_states_run_on_after_a_failure() -> None:
 # --- how many states there are ---
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 @pytest.mark.parametrize("shape", [STATES, ONE_STATE], ids=lambda s: s.name)
 def test_a_request_fits_where_the_states_of_one_request_do(shape: Shape, seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     (group,) = shape.groups
     num_blocks = 1 + group.num_drafts + (2 if group.states == "align" else 1)

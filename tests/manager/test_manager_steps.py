@@ -261,9 +261,8 @@ APART = {"ledger", "clients", "steps"}
 @pytest.mark.parametrize(
     "shape", [FULL, WINDOW, HYBRID, THREE_KINDS, *MORE_SHAPES], ids=lambda s: s.name
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.seeds(3)
 def test_calls_and_steps_of_one_give_identical_states(shape: Shape, seed: int) -> None:
-    print(f"seed {seed}, shape {shape.name}")
     twin = Twin(shape, seed)
     for _ in range(60):
         twin.act()
@@ -315,9 +314,8 @@ def one_by_one(settings: CoreSettings) -> FlatCore:
 
 
 @pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, *MORE_SHAPES], ids=lambda s: s.name)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_requests_let_in_together_are_let_in_as_one_by_one(shape: Shape, seed: int) -> None:
-    print(f"seed {seed}, shape {shape.name}")
     rng = random.Random(seed)
     settings = {"watermark": rng.choice([0.0, 0.1]), "log_stats": True, "max_num_seqs": 6}
     together = make_manager(shape, 40, **settings)

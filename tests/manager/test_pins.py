@@ -42,9 +42,8 @@ def test_a_hit_of_nothing_can_be_pinned() -> None:
     pins.check()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_pins_hold_what_their_sets_hold(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     pins = PinTable(40)
     held: dict[int, tuple[float, set[int]]] = {}

@@ -13,6 +13,7 @@ from kvcache.base.arrays import EMPTY_INT32, index_array, int32_array
 from kvcache.core.running import NO_ROWS, SYNCED, TOKENS
 from kvcache.manager.request_table import CALLER, BatchTokens, RequestTable
 from kvcache.requests.request import Request
+from tests.walks import random_walk
 
 CLIENT = 1
 
@@ -211,15 +212,17 @@ class SlotWalk:
         ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.seeds(12)
 def test_rows_have_the_tokens_that_were_appended(seed: int) -> None:
-    print(f"seed {seed}")
     walk = SlotWalk(seed)
-    operations = [walk.take, walk.append, walk.append, walk.append, walk.release]
-    operations += [walk.roll_back, walk.sync]
-    for _ in range(250):
-        walk.random.choice(operations)()
-        walk.compare()
+    operations = {
+        walk.take: 1,
+        walk.append: 3,
+        walk.release: 1,
+        walk.roll_back: 1,
+        walk.sync: 1,
+    }
+    random_walk(f"seed {seed}", walk.random, operations, 250, walk.compare)
 
 
 def test_no_units_of_no_rows_are_an_empty_matrix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from kvcache.policies import EVICTION_POLICIES
 from kvcache.requests.request_content import Namespace
 from kvcache.tenants import TenantStatistics
 from tests.offload.byte_world import ByteWorld
+from tests.walks import Operation, random_walk
 
 NUM_STEPS = 400
 POLICIES = sorted(EVICTION_POLICIES)
@@ -102,6 +102,22 @@ class Walk:
             self.tenant_of.update(dict.fromkeys(chain, tenant))
             self.chains.append(chain)
         self.every = sorted({key for chain in self.chains for key in chain})
+
+    def go(self, title: str) -> None:
+        operations: dict[Operation, float] = {
+            self.store: 5,
+            self.resume: 3,
+            self.spill: 4,
+            self.world.proceed: 6,
+            self.end_job: 9,
+            self.swap: 1,
+            self.pass_time: 1,
+            self.forget: 1,
+            self.reset: 1,
+            self.mistake: 1,
+        }
+        random_walk(title, self.rng, operations, NUM_STEPS, self.compare)
+        self.finish()
 
     def request(self) -> list[OffloadKey]:
         chain = self.rng.choice(self.chains[1:])
@@ -255,42 +271,17 @@ class Walk:
         assert self.hierarchy.host.num_free_slots == statistics.host.num_slots
 
 
-def some_of(num_seeds: int, *, quick: int) -> list[Any]:
-    """The first seeds in every run, the others in long runs."""
-    more = [pytest.param(seed, marks=pytest.mark.long) for seed in range(quick, num_seeds)]
-    return [*range(quick), *more]
-
-
-@pytest.mark.parametrize("seed", some_of(32, quick=8))
+@pytest.mark.seeds(8, long=32)
 def test_every_byte_is_where_the_hierarchy_says(seed: int) -> None:
     walk = Walk(seed)
-    play(walk)
+    walk.go(f"seed {seed}")
     # With few slots, it may be that no block stayed until it was needed.
     assert walk.num_loaded > 0 or walk.hierarchy.host.options.num_slots <= 5
 
 
-@pytest.mark.parametrize("seed", some_of(24, quick=6))
+@pytest.mark.seeds(6, long=24)
 def test_tenants_keep_what_they_are_guaranteed_in_every_tier(seed: int) -> None:
     walk = Walk(seed, TENANTS)
-    play(walk)
+    walk.go(f"seed {seed}")
     assert walk.num_loaded > 0
     assert walk.hierarchy.statistics().host.num_evicted > 0
-
-
-def play(walk: Walk) -> None:
-    operations = [
-        *[walk.store] * 5,
-        *[walk.resume] * 3,
-        *[walk.spill] * 4,
-        *[walk.world.proceed] * 6,
-        *[walk.end_job] * 9,
-        walk.swap,
-        walk.pass_time,
-        walk.forget,
-        walk.reset,
-        walk.mistake,
-    ]
-    for _ in range(NUM_STEPS):
-        walk.rng.choice(operations)()
-        walk.compare()
-    walk.finish()

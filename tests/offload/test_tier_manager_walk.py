@@ -10,6 +10,7 @@ from kvcache.base.errors import InvalidInputError
 from kvcache.offload import OffloadAnswer, OffloadKey, TierManager, TierOptions, make_offload_key
 from kvcache.offload.slots import NOTHING, READY, STORING
 from tests.offload.tier_model import ModelTier
+from tests.walks import random_walk
 
 NUM_STEPS = 250
 
@@ -196,24 +197,22 @@ class Walk:
         assert self.tier.num_free_slots == self.model.num_slots
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_a_tier_does_what_its_slow_model_does(seed: int) -> None:
     walk = Walk(seed)
-    operations = [
-        *[walk.store] * 5,
-        *[walk.end_store] * 4,
-        *[walk.load] * 2,
-        *[walk.end_load] * 2,
-        walk.spill,
-        walk.end_spill,
-        walk.touch,
-        walk.mark,
-        walk.forget,
-        walk.mistake,
-    ]
-    for _ in range(NUM_STEPS):
-        walk.rng.choice(operations)()
-        walk.compare()
+    operations = {
+        walk.store: 5,
+        walk.end_store: 4,
+        walk.load: 2,
+        walk.end_load: 2,
+        walk.spill: 1,
+        walk.end_spill: 1,
+        walk.touch: 1,
+        walk.mark: 1,
+        walk.forget: 1,
+        walk.mistake: 1,
+    }
+    random_walk(f"seed {seed}", walk.rng, operations, NUM_STEPS, walk.compare)
     walk.end()
 
 

@@ -200,9 +200,8 @@ def any_model(rng: random.Random) -> dict[str, KVCacheSpec]:
     return model("".join(rng.choice(letters) for _ in range(rng.randint(1, 10))))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.seeds(60)
 def test_the_length_that_fits_is_the_longest(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     specs, memory = any_model(rng), rng.randint(1, 800) * PAGE
     batched = rng.randint(1, 300)
@@ -225,9 +224,8 @@ def test_the_length_that_fits_is_the_longest(seed: int) -> None:
         assert plan_kv_cache(auto, [specs], [memory]).max_model_len == longest
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.seeds(60)
 def test_a_plan_over_any_stages_fits_every_rank_and_every_order(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     specs = any_model(rng)
     stages: list[dict[str, KVCacheSpec]] = [{} for _ in range(rng.randint(1, 4))]

@@ -228,9 +228,8 @@ def largest_block(spec: KVCacheSpec, page: int) -> int:
     return max(contents)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.seeds(40)
 def test_no_other_size_of_whole_blocks_pads_less(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     large = MambaSpec(
         4,

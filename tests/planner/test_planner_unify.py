@@ -436,9 +436,8 @@ def test_coordinates_beyond_the_number_of_ranks_are_refused() -> None:
         RankCoordinates.of_rank(0, 0, 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_any_split_over_stages_gives_every_layer_its_own_bytes(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     specs = model("".join(rng.choice("wwf") for _ in range(rng.randint(1, 12))))
     stages: list[dict[str, KVCacheSpec]] = [{} for _ in range(rng.randint(1, 5))]

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvcache.policies import EntryBook, EntryInfo, EvictionPolicy
 from tests.policies.slow import SlowPolicy
+from tests.walks import Operation, random_walk
 
 NAME_BYTES = 4
 
@@ -70,12 +71,16 @@ class Cache:
 
     # --- operations ---
 
-    def operate(self) -> None:
-        """Apply an operation, then compare both policies."""
-        acts = [self.use, self.release, self.forget, self.forget_in_use, self.try_evicting]
-        chances = [8, 8, 1, 0.5, 2]
-        self.rng.choices(acts, chances)[0]()
-        self.compare()
+    def walk(self, num_operations: int) -> None:
+        """Apply operations, and compare both policies after each."""
+        operations: dict[Operation, float] = {
+            self.use: 8,
+            self.release: 8,
+            self.forget: 1,
+            self.forget_in_use: 0.5,
+            self.try_evicting: 2,
+        }
+        random_walk("of a cache", self.rng, operations, num_operations, self.compare)
 
     def use(self) -> None:
         """Let a request use a content and all that it continues."""

@@ -9,9 +9,8 @@ import pytest
 from kvcache.policies.entry_queue import EntryQueue
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeds(8)
 def test_a_queue_does_what_a_list_does(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     num_entries, most = rng.choice([(40, 6), (300, 150)])
     queue, model = EntryQueue(num_entries), []

@@ -48,11 +48,8 @@ def test_lru_evicts_what_came_out_of_use_first() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 3))]
-)
+@pytest.mark.seeds(1, long=3)
 def test_a_policy_gives_out_as_many_entries_as_are_wanted(name: str, seed: int) -> None:
-    print(f"seed {seed}")
     choose = random.Random(seed)
     policy = make_eviction_policy(name, NUM_ENTRIES, WrittenBook())
     inserted: set[int] = set()

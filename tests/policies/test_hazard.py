@@ -26,7 +26,6 @@ TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversati
 MOST_BELOW_LRU = 0.001
 FIRST_REQUESTS = 200
 """From this many requests on; with fewer, a block is more than that."""
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
 
 
 def hits_by_request(workload: Workload, num_blocks: int, policy: str) -> npt.NDArray[np.int64]:
@@ -161,7 +160,7 @@ def test_where_nothing_may_be_lost_it_is_lru(kind: str, monkeypatch: pytest.Monk
         assert np.array_equal(hits_by_request(workload, num_blocks, "hazard"), lru)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(1, long=6)
 @pytest.mark.parametrize("num_blocks", [500, 2_000])
 @pytest.mark.parametrize("kind", sorted(GENERATORS))
 def test_hits_are_never_far_below_those_of_lru(kind: str, num_blocks: int, seed: int) -> None:
@@ -170,7 +169,7 @@ def test_hits_are_never_far_below_those_of_lru(kind: str, num_blocks: int, seed:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(6, 12))
+@pytest.mark.seeds(6, 12)
 @pytest.mark.parametrize("num_blocks", [200, 1_000, 2_000, 5_000, 20_000])
 @pytest.mark.parametrize("kind", sorted(GENERATORS))
 def test_hits_are_never_far_below_those_of_lru_for_long(

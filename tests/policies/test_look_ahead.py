@@ -46,7 +46,7 @@ def walk(policy: EvictionPolicy, book: WrittenBook, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", QUEUES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_the_next_victims_are_among_those_ahead(name: str, seed: int) -> None:
     policy, book = make_policy(name, NUM_ENTRIES)
     look_ahead, rng = looking_ahead(policy), random.Random(seed)

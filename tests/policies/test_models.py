@@ -33,19 +33,12 @@ def test_every_policy_has_a_slow_one() -> None:
     assert set(SLOW_POLICIES) == set(EVICTION_POLICIES)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
-)
+@pytest.mark.seeds(1, long=6)
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_a_policy_does_what_its_slow_one_does(name: str, seed: int) -> None:
-    print(f"seed {seed}")
-    cache = make_cache(name, random.Random(seed))
-    for _ in range(150):
-        cache.operate()
+    make_cache(name, random.Random(seed)).walk(150)
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_entries_without_names_are_known_by_their_numbers(name: str) -> None:
-    cache = make_cache(name, random.Random(7), has_names=False)
-    for _ in range(150):
-        cache.operate()
+    make_cache(name, random.Random(7), has_names=False).walk(150)

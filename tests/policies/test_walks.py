@@ -52,9 +52,10 @@ def test_a_core_stays_consistent_under_every_policy(policy: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.seeds(10, 12)
 @pytest.mark.parametrize("policy", NAMES)
-def test_a_core_stays_consistent_under_every_policy_for_long(policy: str) -> None:
-    for seed in (10, 11):
+def test_a_core_stays_consistent_under_every_policy_for_long(policy: str, seeds: range) -> None:
+    for seed in seeds:
         for configuration in WALKED:
             walk(policy, configuration, seed, NUM_LONG_OPERATIONS)
 

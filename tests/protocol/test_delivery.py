@@ -188,7 +188,7 @@ def test_a_complaint_about_a_gap_is_answered_at_once_but_not_over_and_over() -> 
     assert window.on_missing(1, "q", 1, 2, 0.1) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_through_any_disorder_each_number_arrives_once_and_in_order(seed: int) -> None:
     rng = random.Random(seed)
     receiver, window = make_receiver(max_buffered=8), CommandWindow(1, {0: "p"}, 8, 1.0)

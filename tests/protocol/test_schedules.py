@@ -27,26 +27,14 @@ from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
 
-SEEDS_PER_TEST = 10
-NUM_SEEDS = 1000
-NUM_QUICK_SEEDS = 10
-"""`make test-long` plays the others."""
-
 ROUGH = NetworkFaults(
     dropped=0.1, duplicated=0.3, delayed=0.4, reordered=0.3, torn=0.02, max_delay_s=0.1
 )
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        first if first < NUM_QUICK_SEEDS else pytest.param(first, marks=pytest.mark.long)
-        for first in range(0, NUM_SEEDS, SEEDS_PER_TEST)
-    ],
-)
-def test_every_schedule_of_faults_ends_with_every_byte_right(first: int) -> None:
-    for seed in range(first, first + SEEDS_PER_TEST):
-        simulate(random_scenario(seed))
+@pytest.mark.seeds(10, long=1000)
+def test_every_schedule_of_faults_ends_with_every_byte_right(seed: int) -> None:
+    simulate(random_scenario(seed))
 
 
 def test_the_same_seed_plays_the_same_schedule() -> None:

@@ -36,9 +36,8 @@ def unpacked(label_sets: Sequence[LabelSet]) -> list[BlockLabel]:
     return [replace(each, slot=0) for each in one]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.seeds(30)
 def test_agreed_labels_are_those_that_every_rank_has(seed: int) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     labels = [some_label(rng, block_id) for block_id in range(1, rng.randint(2, 20))]
     ranks = []

@@ -29,18 +29,17 @@ COARSE = (
 EVERY_WALK = [(c, family) for c in (*CONFIGURATIONS, *COARSE) for family in Family]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
 
-SEEDS = (6, 7, 8)
-"""Another seed is tried if a walk's cache was empty at every rebuild."""
-
-LONG_SEEDS, LONG_OPERATIONS = 3, 6 * REST
+LONG_OPERATIONS = 6 * REST
 
 
+@pytest.mark.seeds(6, 9)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
 def test_a_rebuild_keeps_what_all_ranks_agree_on(
-    configuration: Configuration, family: Family, monkeypatch: pytest.MonkeyPatch
+    configuration: Configuration, family: Family, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another seed is tried if a walk's cache was empty at every rebuild."""
     num_kept = 0
-    for seed in SEEDS if configuration.can_hit else SEEDS[:1]:
+    for seed in seeds if configuration.can_hit else seeds[:1]:
         with monkeypatch.context() as patch:
             walk = RebuildWalk(configuration, family, seed, patch)
             walk.go(REST)
@@ -51,11 +50,11 @@ def test_a_rebuild_keeps_what_all_ranks_agree_on(
 
 
 @pytest.mark.long
+@pytest.mark.seeds(100, 103)
 @pytest.mark.parametrize(("configuration", "family"), EVERY_WALK, ids=IDS)
 def test_long_walks_are_rebuilt_again_and_again(
-    configuration: Configuration, family: Family, monkeypatch: pytest.MonkeyPatch
+    configuration: Configuration, family: Family, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(100, 100 + LONG_SEEDS):
-        print(f"seed {seed}")
+    for seed in seeds:
         with monkeypatch.context() as patch:
             RebuildWalk(configuration, family, seed, patch).go(LONG_OPERATIONS)

@@ -21,6 +21,7 @@ from tests.agreement.walk import FLAT_ALONE, Walk
 from tests.core.builders import NONE_HASH, EventLog, eviction_order, plan
 from tests.rebuild.model import HASH_FN, Name, RebuildModel
 from tests.rebuild.ranks import Ranks
+from tests.walks import random_walk
 
 NUM_RANKS = 3
 
@@ -59,14 +60,17 @@ class RebuildWalk:
 
     def go(self, num_operations: int) -> None:
         """Work, and sometimes rebuild."""
-        for number in range(num_operations):
-            self.walk.operate()
-            for request in self.walk.engine.live.values():
-                self.seen[request.origin, tuple(request.tokens)] = None
-            self.seen.update(dict.fromkeys(self.walk.prompts.library))
-            if number % REST == REST - 1:
-                self.rebuild()
+        for _ in range(num_operations // REST):
+            random_walk(
+                self.walk.title, self.walk.rng, self.walk.operations(), REST, self.note_prompts
+            )
+            self.rebuild()
         self.walk.audits.make()
+
+    def note_prompts(self) -> None:
+        for request in self.walk.engine.live.values():
+            self.seen[request.origin, tuple(request.tokens)] = None
+        self.seen.update(dict.fromkeys(self.walk.prompts.library))
 
     def rebuild(self) -> None:
         """Rebuild a core, from ranks that agree completely, and from ranks that do not."""

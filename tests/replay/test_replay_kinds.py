@@ -119,7 +119,7 @@ def test_a_replay_in_a_small_pool_finds_every_byte_right(
 # --- on bare managers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.seeds(3)
 @pytest.mark.parametrize(
     "specs",
     [(ALIGN,), (FULL, STATE), (FULL, CHUNK), (FULL, CROSS), (FULL, WINDOW, ALIGN)],

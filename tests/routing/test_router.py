@@ -106,7 +106,7 @@ def blocks_of(replica: Replica) -> set[bytes]:
     return {digest for medium in replica.cache.media.values() for digest in medium}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_ranking_is_what_brute_force_finds(scene: Scene, seed: int) -> None:
     choice = random.Random(seed)
     for _ in range(6):

@@ -9,10 +9,10 @@ import pytest
 
 from kvcache import OutOfBlocksError, PrefixCachingBlock, PrefixCachingBlockAllocator
 from tests.sequences.allocator_model import AllocatorModel, ModelSequence
+from tests.walks import random_walk
 
 NUM_BLOCKS = 14
 NUM_STEPS = 90
-SEEDS = 15
 
 
 class Walk:
@@ -29,14 +29,6 @@ class Walk:
         self.blocks: list[list[PrefixCachingBlock]] = []
         self.swap_outs: list[tuple[ModelSequence, list[int]]] = []
         self.now = 0.0
-
-    def operate(self) -> None:
-        operation = self.random.choices(
-            [self.start, self.append, self.fork, self.finish, self.swap, self.access, self.forward],
-            [4, 8, 2, 2, 2, 2, 5],
-        )[0]
-        operation()
-        self.check()
 
     # --- operations --------------------------------------------------------------------------
 
@@ -313,12 +305,19 @@ class Walk:
 
 
 @pytest.mark.parametrize("merge_duplicates", [True, False])
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.seeds(15)
 def test_an_allocator_acts_as_its_model_does(seed: int, merge_duplicates: bool) -> None:
-    print(f"seed {seed}")
     walk = Walk(seed, merge_duplicates=merge_duplicates)
-    for _ in range(NUM_STEPS):
-        walk.operate()
+    operations = {
+        walk.start: 4,
+        walk.append: 8,
+        walk.fork: 2,
+        walk.finish: 2,
+        walk.swap: 2,
+        walk.access: 2,
+        walk.forward: 5,
+    }
+    random_walk(f"seed {seed}", walk.random, operations, NUM_STEPS, walk.check)
     while walk.pick(lambda sequence: True) is not None:
         walk.finish()
     assert walk.allocator.get_num_free_blocks() == NUM_BLOCKS

@@ -57,10 +57,9 @@ def make_config(
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_writer_never_changes_another_sequences_bytes(model: str, seed: int) -> None:
-    print(f"seed {seed}")
     layers, options = MODELS[model]
     num_ranks = 2 if seed == 0 else 1
     merges = seed in (1, 2)

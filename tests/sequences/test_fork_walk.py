@@ -11,6 +11,7 @@ from kvcache import Request
 from kvcache.protocol.commands import BlockTablePatch, Copy, Zero
 from tests.audits import Audits
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+from tests.walks import random_walk
 
 SIZE = 4
 WINDOW = 9
@@ -83,10 +84,7 @@ class Walk:
         self.live: list[Live] = []
         self.count = 0
 
-    def operate(self) -> None:
-        self.random.choices(
-            [self.start, self.append, self.fork, self.free, self.forward], [2, 6, 3, 2, 5]
-        )[0]()
+    def check(self) -> None:
         self.audits.perhaps()
         held = {b for one in self.live for t in self.tables(one) for b in t if b}
         core = self.manager.statistics().core
@@ -185,12 +183,11 @@ class Walk:
 
 
 @pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.seeds(9)
 def test_no_call_changes_another_requests_bytes(seed: int, shape: Shape) -> None:
-    print(f"seed {seed}")
     walk = Walk(seed, shape)
-    for _ in range(NUM_STEPS):
-        walk.operate()
+    operations = {walk.start: 2, walk.append: 6, walk.fork: 3, walk.free: 2, walk.forward: 5}
+    random_walk(f"seed {seed}", walk.random, operations, NUM_STEPS, walk.check)
     assert walk.worker.num_copies > 0
     walk.forward()
     while walk.live:

@@ -64,7 +64,7 @@ def slow_hits(requests: list[tuple[int, list[int]]], num_blocks: int) -> int:
     return num_hits
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.seeds(8)
 @pytest.mark.parametrize("num_blocks", [40, 80, None])
 def test_counts_agree_with_a_slow_model(tmp_path: Path, seed: int, num_blocks: int | None) -> None:
     requests = random_requests(random.Random(seed), 150)

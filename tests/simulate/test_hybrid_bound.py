@@ -76,7 +76,7 @@ def rooms_for_columns(trace: BlockTrace, capacity: int, window_tokens: int) -> l
     return rooms
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.seeds(40)
 def test_no_choice_of_columns_has_more_hits(tmp_path: Path, seed: int) -> None:
     trace = block_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 12, 2))
     least = _least_blocks(trace, MODELS["window"])
@@ -121,7 +121,7 @@ def best_of_hybrid(trace: BlockTrace, capacity: int, window_tokens: int) -> int:
     return best_from(0, frozenset())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.seeds(20)
 def test_no_choice_of_blocks_in_both_groups_has_more_hits(tmp_path: Path, seed: int) -> None:
     trace = block_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 8, 2))
     capacity = 2 * trace.most_blocks

@@ -52,7 +52,7 @@ def best_hits(trace: BlockTrace, capacity: int) -> int:
     return best_from(0, frozenset())
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.seeds(60)
 def test_no_choice_of_victims_has_more_hits(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     trace = block_trace(tmp_path / "trace.jsonl", random_requests(rng, 9, most_new=2))
@@ -60,9 +60,7 @@ def test_no_choice_of_victims_has_more_hits(tmp_path: Path, seed: int) -> None:
         assert count_optimal_hits(trace, capacity).num_hit_blocks == best_hits(trace, capacity)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 8))]
-)
+@pytest.mark.seeds(2, long=8)
 def test_no_policy_has_more_hits(tmp_path: Path, seed: int) -> None:
     trace = block_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 120))
     num_lost = 0

@@ -106,7 +106,7 @@ def play(trace: BlockTrace, num_blocks: int, pace: Pace | None = PACE) -> Simula
 
 
 @pytest.mark.parametrize("pause_s", [0.5, 5.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.seeds(4)
 def test_hits_and_waits_are_about_those_of_a_slow_model(
     tmp_path: Path, seed: int, pause_s: float
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_window_runs_side_by_side_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window_tokens", [None, 6])
 @pytest.mark.parametrize("pause_s", [0.5, 5.0])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.seeds(2)
 def test_with_room_below_everything_ever_seen_is_a_hit(
     tmp_path: Path, seed: int, pause_s: float, window_tokens: int | None
 ) -> None:

@@ -19,11 +19,7 @@ from tests.simulate.test_counting import TRACE, random_requests, write_trace
 LRU_RATE_OF_30000_BLOCKS = 0.3305
 
 
-# The first seed in every run, the others in long runs.
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(1, long=6)
 def test_with_room_below_everything_ever_seen_is_a_hit(tmp_path: Path, seed: int) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
     unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
@@ -45,7 +41,7 @@ def test_with_room_below_everything_ever_seen_is_a_hit(tmp_path: Path, seed: int
     counter.traffic.check()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.seeds(1, long=6)
 @pytest.mark.parametrize("disk_write", ["on_evict", "on_store"])
 @pytest.mark.parametrize("blocks_per_slot", [1, 4])
 def test_small_tiers_hit_more_than_the_device_alone(

@@ -37,7 +37,7 @@ def test_a_tenant_of_twice_the_weight_keeps_twice_as_much() -> None:
     assert counts_to_give([Giver(1, 30, 1.0, 30), Giver(2, 30, 2.0, 30)], 30) == [20, 10]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.seeds(200)
 def test_counts_are_those_of_one_block_after_the_other(seed: int) -> None:
     rng = random.Random(seed)
     givers = []

@@ -108,7 +108,7 @@ class Site:
         return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.seeds(2)
 def test_each_tenants_hits_are_counted_in_each_tier(seed: int) -> None:
     rng = random.Random(seed)
     names = ("a", "b", "c")
