@@ -355,16 +355,6 @@ def test_a_reset_is_refused_while_a_block_is_in_use() -> None:
     pool.check()
 
 
-def test_a_stored_event_is_told_once() -> None:
-    pool = BlockPool(5, enable_kv_cache_events=True)
-    cached_chain(pool, 2)
-    (event,) = pool.take_events()
-    assert isinstance(event, BlocksStored)
-    assert event.digests == (digest(0), digest(1))
-    cached_chain(pool, 2)
-    assert pool.take_events() == []
-
-
 def test_a_block_view_shows_the_present() -> None:
     pool = BlockPool(4)
     block = pool.block(1)
@@ -416,9 +406,8 @@ def test_stored_events_say_all_that_a_router_needs() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "fifo"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.seeds(10)
 def test_a_pool_does_what_counting_says(seed: int, policy: str) -> None:
-    print(f"seed {seed}")
     rng = random.Random(seed)
     pool = BlockPool(12, eviction_policy=policy, enable_kv_cache_events=True)
     held: list[tuple[int, list[int]]] = []

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError
 from kvcache.core import (
-    AllBlocksCleared,
     BlocksStored,
     CacheHit,
     ForkOrigin,
@@ -64,12 +62,6 @@ def fill_pool(core: FlatCore, name: str = "filler") -> int:
     while core.reserve(request(f"{name} {number}", 7), Reservation(0, 4, 0)) is not None:
         number += 1
     return number
-
-
-def test_spare_blocks_are_left_free() -> None:
-    core = make_flat_core(6)
-    assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 4)) is None
-    assert core.reserve(make_request("a", range(8)), Reservation(0, 8, 8, 3)) is not None
 
 
 def test_caching_tokens_that_are_not_there_is_refused() -> None:
@@ -127,23 +119,6 @@ def test_events_of_window_groups_are_published_on_demand() -> None:
         assert {e.group for e in log.take() if isinstance(e, BlocksStored)} == groups
 
 
-def test_pins_survive_pressure() -> None:
-    core = make_flat_core(6)
-    first = make_request("a", range(9))
-    run_request(core, first)
-    hit = core.look_up(first)
-    core.pin(hit)
-    core.free(first)
-    assert core.reserve(make_request("b", range(50, 66)), Reservation(0, 16, 16)) is None
-    assert core.look_up(first) == hit
-    assert core.statistics().num_pinned_blocks == 2
-    core.unpin(hit)
-    assert core.reserve(make_request("b", range(50, 66)), Reservation(0, 16, 16)) is not None
-    core.check()
-    with pytest.raises(BlockError):
-        core.unpin(hit)
-
-
 def labels_of(core: FlatCore, rank: int = 0) -> LabelSet:
     table = LabelTable(core.statistics().num_blocks + 1, 32, 4)
     for command in core.take_commands():
@@ -153,35 +128,6 @@ def labels_of(core: FlatCore, rank: int = 0) -> LabelSet:
         elif isinstance(command, Unlabel):
             table.withdraw(command.block_ids)
     return table.collect(rank, 1, 1, "layout")
-
-
-def test_a_rebuild_keeps_what_all_ranks_agree_on_and_its_ancestors() -> None:
-    core = make_flat_core(20)
-    run_request(core, make_request("a", range(13), tenant="t"))
-    run_request(core, make_request("b", [*range(4), *range(50, 54)], tenant="t"))
-    complete = labels_of(core)
-    run_request(core, make_request("c", range(90, 98)))
-    everything = make_flat_core(20)
-    assert everything.restore([complete, complete]) == 4
-    everything.check()
-    assert everything.look_up(make_request("d", range(13), tenant="t")).num_tokens == 12
-    assert everything.look_up(make_request("d", range(13))).num_tokens == 0
-    partial = LabelTable(20, 32, 4)
-    partial.apply(complete.labels)
-    partial.withdraw(np.array([2], dtype=np.int32))
-    log = EventLog()
-    some = make_flat_core(20, events=log)
-    assert some.restore([complete, partial.collect(1, 1, 1, "layout")]) == 2
-    some.check()
-    assert some.look_up(make_request("d", range(13), tenant="t")).num_tokens == 4
-    (unlabel,) = some.take_commands()
-    assert isinstance(unlabel, Unlabel)
-    assert unlabel.block_ids.tolist() == [2, 3]
-    cleared, *stored = log.take()
-    assert cleared == AllBlocksCleared()
-    assert sum(len(e.digests) for e in stored if isinstance(e, BlocksStored)) == 2
-    with pytest.raises(BlockError, match="restore an empty pool"):
-        some.restore([complete])
 
 
 def test_a_rebuild_tells_the_extra_keys_of_what_it_keeps() -> None:
@@ -255,23 +201,6 @@ def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
     core.close_step()
     core.complete_steps("engine", 2)
     assert core.look_up(make_request("b", range(9))).num_tokens == 0
-
-
-def test_states_are_restored_from_labels() -> None:
-    one = make_flat_core(20, full(), mamba())
-    one.open_step("engine", 1)
-    request = make_request("a", range(20))
-    forward(one, request, 0, 8)
-    one.open_step("engine", 2)
-    forward(one, request, 8, 16, last=8)
-    one.complete_steps("engine", 2)
-    labels = labels_of(one)
-    other = make_flat_core(20, full(), mamba())
-    assert other.restore([labels, labels]) == 6
-    hit = other.look_up(make_request("b", range(20)))
-    assert hit == one.look_up(make_request("b", range(20)))
-    assert hit.num_tokens == 16
-    other.check()
 
 
 def skipping(name: str, *numbers: int) -> Request:

@@ -120,5 +120,3 @@ def test_books_add_up_with_any_policy_and_kind(policy: str, specs: tuple[KVCache
     core = make_flat_core(60, *specs, eviction_policy=policy, policies=POLICIES)
     facts = Workload(core, 3).go(NUM_TURNS)
     assert any(hit for hit, *_ in facts)  # type: ignore[misc, attr-defined]  # facts
-    for request in list(Workload(core, 4).running):
-        core.free(request)

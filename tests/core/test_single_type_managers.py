@@ -34,35 +34,15 @@ from tests.core.builders import (
 from tests.core.tables import Tables
 
 
-def hits_of(
-    spec: KVCacheSpec, cached: list[int], length: int, use_eagle: bool = False
-) -> list[int]:
+def hits_of(spec: KVCacheSpec, cached: list[int], length: int) -> list[int]:
     """Return 1 for hit blocks and 0 for null ones, when blocks `cached` of six are cached."""
     pool, request = BlockPool(10, ordered_groups=()), make_request("r", range(24))
     blocks = [b if i in cached else 0 for i, b in enumerate(pool.get_new_blocks(6))]
     pool.cache_full_blocks(request, blocks, 0, 6, 4)
     manager = get_manager_for_kv_cache_spec(spec)
-    (ids,) = manager.find_longest_cache_hit(
-        request.block_hashes, length, [0], pool, spec, use_eagle
-    )
+    (ids,) = manager.find_longest_cache_hit(request.block_hashes, length, [0], pool, spec)
     assert [b for b in ids if b] == [i + 1 for i, b in enumerate(ids) if b]
     return [int(b > 0) for b in ids]
-
-
-@pytest.mark.parametrize(
-    ("cached", "length", "expected"),
-    [
-        ([0, 1, 2], 24, [1, 1, 1]),
-        ([0, 1, 3], 24, [1, 1]),
-        ([1, 2], 24, []),
-        ([0, 1, 2], 11, [1, 1]),
-        ([0, 1, 2], 3, []),
-    ],
-)
-def test_full_attention_hits_from_the_left_until_the_first_miss(
-    cached: list[int], length: int, expected: list[int]
-) -> None:
-    assert hits_of(full(), cached, length) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,28 +82,6 @@ def test_chunks_before_the_last_count_as_computed(
     cached: list[int], length: int, expected: list[int]
 ) -> None:
     assert hits_of(chunked(8), cached, length) == expected
-
-
-@pytest.mark.parametrize(("cached", "expected"), [([1, 3], [0, 0, 0, 1]), ([0], [1]), ([], [])])
-def test_states_hit_on_the_last_one(cached: list[int], expected: list[int]) -> None:
-    assert hits_of(mamba(), cached, 24) == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "cached", "expected"),
-    [
-        (full(), [0, 1, 2], [1, 1]),
-        (full(), [0], []),
-        (full(), [], []),
-        (window(9), [1, 2, 3], [0, 1, 1]),
-        (window(9), [2, 3], []),
-        (window(9), [0, 1], [1]),
-    ],
-)
-def test_eagle_drops_the_last_matched_block(
-    spec: KVCacheSpec, cached: list[int], expected: list[int]
-) -> None:
-    assert hits_of(spec, cached, 24, use_eagle=True) == expected
 
 
 def test_a_digest_hits_where_every_group_has_it() -> None:

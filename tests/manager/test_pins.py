@@ -16,23 +16,6 @@ def hit(*tables: list[int]) -> CacheHit:
     return CacheHit(tuple(map(int32_array, tables)), 4 * len(tables[0]) if tables else 0)
 
 
-def test_a_block_that_many_pins_hold_counts_once() -> None:
-    pins = PinTable(4)
-    first = pins.add(hit([1, 2], [0, 9]), 1.0)
-    second = pins.add(hit([1, 3], [0, 9]), 1.0)
-    assert (first.num_blocks, second.num_blocks, pins.num_blocks) == (3, 3, 4)
-    pins.require_room(hit([2, 3], [0, 0]))
-    with pytest.raises(PinLimitError) as raised:
-        pins.require_room(hit([1, 100000], [0, 9]))
-    assert str(raised.value) == (
-        "pinning 8 tokens needs 1 more blocks, 4 of at most 4 are pinned: unpin a prefix, wait "
-        "until one runs out, or raise max_pin_share"
-    )
-    pins.remove(first.pin_id)
-    assert pins.num_blocks == 3
-    pins.check()
-
-
 def test_a_hit_of_nothing_can_be_pinned() -> None:
     pins = PinTable(0)
     for empty in (hit(), hit([], []), hit([0, 0])):

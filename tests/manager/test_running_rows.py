@@ -48,16 +48,6 @@ def test_a_row_that_another_client_has_taken_is_refused() -> None:
     engine.step(row(0, [7]))
 
 
-def test_rows_of_one_client_are_not_those_of_another() -> None:
-    manager = make_manager()
-    engine, other = Engine(manager), Engine(manager, "other#1")
-    engine.step(new=(new("a", [1] * 5),))
-    other.step()
-    engine.step(row(0, [7]))
-    with pytest.raises(RequestError, match="does not run a request of this client"):
-        other.step(row(0, [7]))
-
-
 def test_a_row_runs_on_for_whoever_sits_there_now() -> None:
     manager = make_manager()
     engine = Engine(manager)

@@ -7,20 +7,37 @@ from dataclasses import replace
 from typing import Any
 
 import cbor2
+import numpy as np
 import pytest
 
+from kvcache.base.errors import BlockError
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.commands import Unlabel
 from kvcache.protocol.labels import BlockLabel, LabelSet
-from kvcache.requests.hashing import get_hash_fn, hash_block_tokens
+from kvcache.requests.hashing import BlockHash, get_hash_fn
 from kvcache.requests.request import LoRARequest, Request
 from kvcache.requests.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import NONE_HASH, full, make_flat_core, make_request, window
+from tests.core.builders import (
+    NONE_HASH,
+    full,
+    make_flat_core,
+    make_request,
+    run_request,
+    window,
+)
 from tests.rebuild.ranks import packed
 
 HASH_FN = get_hash_fn("sha256")
 NO_NAMESPACE = namespace_name(Namespace(0, None, None, None))
+
+
+BELOW_ZERO = (1, 1, -1, 1)
+
+
+def digest_of(parent: bytes, tokens: Sequence[int]) -> BlockHash:
+    """Return a block's digest, also of tokens that no request can have."""
+    return HASH_FN.hash_block(parent, np.array(tokens, "<i4").tobytes(), None)
 
 
 def label_of(
@@ -33,7 +50,7 @@ def label_of(
     extra_keys: bytes = b"",
 ) -> BlockLabel:
     """Return a label whose digest is that of its parent and tokens."""
-    digest = hash_block_tokens(HASH_FN, type(NONE_HASH)(parent), list(tokens))
+    digest = digest_of(parent, tokens)
     return BlockLabel(block_id, group, -1, digest, parent, tuple(tokens), namespace, extra_keys)
 
 
@@ -73,7 +90,9 @@ SPOILT: dict[str, Callable[[BlockLabel], BlockLabel]] = {
     "too few tokens": lambda one: replace(one, token_ids=one.token_ids[:3]),
     "too many tokens": lambda one: replace(one, token_ids=one.token_ids * 2),
     "no tokens": lambda one: replace(one, token_ids=()),
-    "a token below zero": lambda one: replace(one, token_ids=(1, 1, -1, 1)),
+    "a token below zero": lambda one: replace(
+        one, token_ids=BELOW_ZERO, digest=digest_of(one.parent_digest, BELOW_ZERO)
+    ),
     "an unknown parent": lambda one: replace(one, parent_digest=bytes(32)),
     "itself as its parent": lambda one: replace(one, parent_digest=one.digest),
     "the digest of no block": lambda one: replace(one, digest=NONE_HASH),
@@ -112,6 +131,14 @@ def test_a_label_with_another_digest_leaves_those_before_it() -> None:
     assert core.look_up(prompt(3)).num_tokens >= 8
 
 
+def test_a_label_with_the_right_digest_behind_one_with_another_is_dropped() -> None:
+    first, second, third = chain_of(5, 6, 7)
+    other = type(second.digest)(b"x" * 32)
+    labels = [first, replace(second, digest=other), replace(third, parent_digest=other)]
+    _, num_kept, withdrawn = restored(labels)
+    assert (num_kept, withdrawn) == (1, [6, 7])
+
+
 def test_labels_of_blocks_that_are_not_there_are_passed_over() -> None:
     first, second = chain_of(5, 6)
     strays = [replace(label, block_id=b) for b in (-1, 0, 20, 2**31 - 1) for label in (second,)]
@@ -147,6 +174,33 @@ def test_of_equal_contents_the_first_block_stays() -> None:
     core, num_kept, withdrawn = restored(labels)
     assert (num_kept, withdrawn) == (2, [6, 8])
     assert [ids.tolist() for ids in core.look_up(prompt(2)).block_ids] == [[5, 3]]
+
+
+def test_two_digests_for_one_place_become_one_block() -> None:
+    (first,) = chain_of(5)
+    _, num_kept, withdrawn = restored([first, replace(first, block_id=6, digest=bytes([1] * 32))])
+    assert (num_kept, withdrawn) == (1, [6])
+
+
+def test_a_core_in_use_is_not_restored() -> None:
+    core = make_flat_core(20)
+    run_request(core, make_request("a", [1] * 8))
+    with pytest.raises(BlockError) as error:
+        core.restore([packed(chain_of(5))])
+    assert str(error.value) == (
+        "cannot restore: 2 blocks are in use and 2 are cached: restore an empty pool"
+    )
+    core.check()
+
+
+def test_tails_of_a_windowed_group_go_first_where_the_prefix_groups_labels_are_lost() -> None:
+    labels = [replace(one, group=1) for one in chain_of(5, 6, 7)]
+    core, num_kept, _ = restored(labels, full(), window(25))
+    assert num_kept == 3
+    run_request(core, make_request("filler", [7] * 4 * 9))  # of 19 blocks it takes 18
+    tokens = core.store.columns.tokens
+    kept = {int(tokens[n, 0]) for n, g, _, _ in core.contents() if g == 1}
+    assert kept == {1, 7}
 
 
 def test_a_namespace_keeps_its_adapter_and_its_salt() -> None:
