@@ -102,7 +102,7 @@ class StepHooks(Protocol):
 
 
 class OffloadHooks(StepHooks, Protocol):
-    """Tiers that a caller of `KVCacheManager` brings: they also hear of blocks as these change.
+    """The tiers of a `KVCacheManager`'s caller, which also learn when blocks are sealed or evicted.
 
     The manager logs what its hooks raise; a look-up that raises is a miss.
     """
