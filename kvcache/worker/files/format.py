@@ -88,6 +88,7 @@ def from_os_error(what: str, error: OSError) -> FileTierError:
 
 FILE_MAGIC = b"kvcb"
 FORMAT_VERSION = 1
+"""Of each file and of a directory: ranks refuse directories of another version."""
 START_BYTES = 24
 MAX_HEAD_BYTES = 1 << 20
 _FIXED_HEAD_BYTES = 512
