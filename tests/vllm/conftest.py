@@ -93,11 +93,13 @@ class Engine:
                 bufsize=0,
             )
         self._unread = b""
+        self._shared: set[Path] = set()  # vLLM's own, which it leaves after a crash
         try:
             self.ready_s = self._answer(START_S)["ready_s"]
         except AssertionError:
             self.kill()
             raise
+        self._shared |= self._shared_files()
 
     def generate(
         self,
@@ -125,9 +127,8 @@ class Engine:
 
     def kill(self) -> None:
         """Kill every process of the engine, and wait until they are gone."""
-        shared = set()
+        self._shared |= self._shared_files()
         for process_id in processes_of_session(self.process.pid):
-            shared |= shared_files_of(process_id)
             try:
                 os.kill(process_id, signal.SIGKILL)
             except ProcessLookupError:
@@ -140,8 +141,12 @@ class Engine:
         while processes_of_session(self.process.pid):
             assert time.monotonic() < deadline_s, "a killed engine lives on"
             time.sleep(0.05)
-        for path in shared:  # vLLM's own
+        for path in self._shared:
             path.unlink(missing_ok=True)
+
+    def _shared_files(self) -> set[Path]:
+        processes = processes_of_session(self.process.pid)
+        return {path for process_id in processes for path in shared_files_of(process_id)}
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         """Return the next answer; raises AssertionError with the end of the log if none comes."""

@@ -1,0 +1,262 @@
+"""Faults at drawn moments, against the tokens of a vLLM without a connector.
+
+    python -m tests.vllm.schedules --seeds 0:50
+
+Each seed draws a fault and its moment within a load of prompts with shared prefixes: the engine or
+the memory service is killed or stopped for a while, bytes of the host segment change, files are
+damaged, cut or removed. What the engine answers then, or the next one if it died, must be the
+expected tokens, within a deadline. One engine serves seed after seed as long as it lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcache.base.errors import ClusterError
+from kvcache.integrations.vllm.rank_memory import service_address
+from kvcache.memory_service.process import end
+from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
+from tests.vllm.conftest import (
+    PYTHON,
+    Engine,
+    Segment,
+    Starter,
+    made_model,
+    processes_of_session,
+)
+
+NUM_TOKENS = 12
+LONGEST_STOP_S = 2.0
+
+FAULTS = (
+    "kill engine",
+    "kill engine core",
+    "stop engine",
+    "kill memory service",
+    "stop memory service",
+    "flip segment",
+    "damage files",
+    "damage both",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one seed did. `cached`: tokens that its last answer had not computed."""
+
+    seed: int
+    fault: str
+    is_restarted: bool
+    cached: int
+    wall_s: float
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Return 24 prompts that share prefixes with each other and with those of other seeds."""
+    shared = random.Random(1)
+    prefixes = [[shared.randrange(4, 500) for _ in range(160)] for _ in range(12)]
+    draw = random.Random(f"prompts {seed % 4}")  # few, so that the expected tokens are known
+    return [
+        draw.choice(prefixes)[: draw.randrange(40, 160)]
+        + [draw.randrange(4, 500) for _ in range(draw.randrange(1, 60))]
+        for _ in range(24)
+    ]
+
+
+@dataclass
+class World:
+    """The engine under test and what surrounds it. `expected[i]`: tokens for `prompts_of(i)`."""
+
+    start: Starter
+    directory: Path
+    num_ranks: int = 1
+    name: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
+    expected: dict[int, list[list[int]]] = field(default_factory=dict)
+    engine: Engine | None = None
+
+    def expect(self) -> None:
+        """Ask a vLLM without a connector."""
+        engine = self.start(tensor_parallel_size=self.num_ranks)
+        for i in range(4):
+            self.expected[i] = engine.generate(prompts_of(i), NUM_TOKENS).tokens
+        engine.kill()
+
+    def living(self) -> Engine:
+        """Return the engine; start one if there is none."""
+        if self.engine is None:
+            disk = {"directory": str(self.directory), "capacity_per_rank": "6MiB"}
+            extra: dict[str, Any] = {
+                "name": self.name,
+                "is_asynchronous": True,
+                "offload": {"host_memory_per_rank": "2MiB", "disk": disk},
+            }
+            self.engine = self.start(
+                extra,
+                tensor_parallel_size=self.num_ranks,
+                num_gpu_blocks_override=40,
+                max_num_batched_tokens=128,
+            )
+        return self.engine
+
+    def run(self, seed: int) -> Outcome:
+        """Run one seed; raises AssertionError with what is wrong."""
+        draw = random.Random(seed)
+        fault, moment_s = draw.choice(FAULTS), draw.random() * 1.5
+        begun_s = time.monotonic()
+        engine = self.living()
+        engine.reset()
+        harm = threading.Timer(moment_s, self.harm, (fault, draw))
+        harm.start()
+        is_restarted = False
+        try:
+            answer = engine.generate(prompts_of(seed), NUM_TOKENS)
+        except (AssertionError, OSError):
+            assert fault.startswith("kill engine"), f"seed {seed}: {fault} ends the engine"
+            is_restarted = True
+        harm.join()
+        if fault.startswith("kill engine"):
+            engine.kill()
+            self.engine = None
+            is_restarted = True
+        else:
+            assert answer.tokens == self.expected[seed % 4], f"seed {seed}: {fault}: wrong tokens"
+            engine.reset()
+        answer = self.living().generate(prompts_of(seed), NUM_TOKENS)
+        assert answer.tokens == self.expected[seed % 4], f"seed {seed}: wrong tokens after {fault}"
+        wall_s = time.monotonic() - begun_s
+        return Outcome(seed, fault, is_restarted, sum(answer.cached), wall_s)
+
+    def harm(self, fault: str, draw: random.Random) -> None:
+        """Do what is drawn."""
+        acts: dict[str, Callable[[], None]] = {
+            "kill engine": lambda: self._signal_engine(signal.SIGKILL),
+            "kill engine core": self._kill_core,
+            "stop engine": lambda: self._stop_engine(draw.random() * LONGEST_STOP_S),
+            "kill memory service": lambda: self._signal_service(signal.SIGKILL),
+            "stop memory service": lambda: self._stop_service(draw.random() * LONGEST_STOP_S),
+            "flip segment": lambda: self._flip(draw),
+            "damage files": lambda: self._damage(draw),
+            "damage both": lambda: (self._flip(draw), self._damage(draw))[0],
+        }
+        acts[fault]()
+
+    def close(self) -> None:
+        """End everything."""
+        if self.engine is not None:
+            self.engine.kill()
+        self.start.end_all()
+        try:
+            end(service_address(self.name).address)
+        except ClusterError:  # it was killed, and no engine came behind
+            return
+
+    def _signal_engine(self, number: int) -> None:
+        assert self.engine is not None
+        for process in processes_of_session(self.engine.process.pid):
+            _send(process, number)
+
+    def _kill_core(self) -> None:
+        """Kill the process that computes, and the rest, which may wait for it, a moment later."""
+        assert self.engine is not None
+        others = set(processes_of_session(self.engine.process.pid)) - {self.engine.process.pid}
+        for process in sorted(others):
+            if "EngineCore" in Path(f"/proc/{process}/cmdline").read_text(errors="replace"):
+                _send(process, signal.SIGKILL)
+        time.sleep(LONGEST_STOP_S)
+        self._signal_engine(signal.SIGKILL)
+
+    def _stop_engine(self, seconds: float) -> None:
+        self._signal_engine(signal.SIGSTOP)
+        time.sleep(seconds)
+        self._signal_engine(signal.SIGCONT)
+
+    def _signal_service(self, number: int) -> None:
+        with make_socket(1.0) as connected:
+            try:
+                connected.connect(socket_name(service_address(self.name).address))
+            except OSError:  # an earlier seed has killed it
+                return
+            process = peer_process(connected)
+        _send(process, number)
+
+    def _stop_service(self, seconds: float) -> None:
+        self._signal_service(signal.SIGSTOP)
+        time.sleep(seconds)
+        self._signal_service(signal.SIGCONT)
+
+    def _flip(self, draw: random.Random) -> None:
+        """Change bytes of some slots, whatever is going on with them."""
+        try:
+            segment = Segment(self.name, draw.randrange(self.num_ranks))
+        except (AssertionError, ClusterError):  # it is gone with its service
+            return
+        for slot in segment.sealed_slots():
+            if draw.random() < 0.4:
+                segment.flip_byte(slot, byte=draw.randrange(segment.shape.widths[0]))
+
+    def _damage(self, draw: random.Random) -> None:
+        """Change, cut and remove some files."""
+        for path in self.directory.rglob("*.kvb"):
+            kind = draw.choice(("flip", "cut", "remove", "", ""))
+            try:
+                content = bytearray(path.read_bytes())
+                if kind == "flip":
+                    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+                if kind == "cut":
+                    del content[draw.randrange(len(content)) :]
+                if kind == "remove":
+                    path.unlink()
+                elif kind:
+                    path.write_bytes(content)
+            except FileNotFoundError:  # the tier has discarded it
+                continue
+
+
+def _send(process: int, number: int) -> None:
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return
+
+
+def main() -> int:
+    """Run seeds; return the exit status."""
+    parser = argparse.ArgumentParser("python -m tests.vllm.schedules", description=__doc__)
+    parser.add_argument("--seeds", default="0:10", help="A:B runs the seeds A to B - 1")
+    parser.add_argument("--ranks", type=int, default=1)
+    chosen = parser.parse_args()
+    first, _, last = chosen.seeds.partition(":")
+    with tempfile.TemporaryDirectory() as scratch:
+        model, files, logs = (Path(scratch) / name for name in ("model", "files", "logs"))
+        for directory in (files, logs):
+            directory.mkdir()
+        made_model(str(PYTHON), model)
+        world = World(Starter(str(PYTHON), str(model), logs), files, chosen.ranks)
+        counts: Counter[str] = Counter()
+        try:
+            world.expect()
+            for seed in range(int(first), int(last)):
+                outcome = world.run(seed)
+                counts[outcome.fault] += 1
+                print(outcome, flush=True)
+        finally:
+            world.close()
+    print(f"{sum(counts.values())} seeds, no wrong token: {dict(counts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
