@@ -1,10 +1,10 @@
 """The Ray side: one coordinator actor, one worker actor per rank, clients that talk to them.
 
-    cluster.py      launch, connect, status, stop          client.py, async_client.py  for engines
-    coordinator.py  the coordinator actor                  worker.py     the worker actor
-    embedding.py    a rank inside an actor of yours        local.py      all of it in one process
-    embedded_cluster.py  the coordinator inside a process of yours
-    transport/      sockets, or Ray calls as fallback      health.py     who is dead
+    clusters/       launch, connect, status, stop         client.py, async_client.py  for engines
+    coordinator.py  the coordinator actor                 workers/    ranks, in our actors or yours
+    embedded/       the coordinator in your own process   local.py    all of it in one process
+    routing/        which replica serves a prompt         cli/, dashboard/  for people
+    transport/      sockets, or Ray calls as fallback
 
 Thin: everything that decides is in `kvcache`, which never imports Ray. Names are imported when they
 are first used, so that the coordinator's process never loads torch.
@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.async_client import AsyncKVCacheClient
     from actors.client import KVCacheClient
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.clusters.replicas import KVCacheReplicas
     from actors.connect import connect_peer
     from actors.coordinator import CoordinatorActor
-    from actors.embedded_cluster import EmbeddedCluster
-    from actors.embedding import EmbeddedWorker
+    from actors.embedded.cluster import EmbeddedCluster
     from actors.local import LocalCluster
-    from actors.replicas import KVCacheReplicas
-    from actors.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor, WorkerMethods
+    from actors.workers.embedding import EmbeddedWorker
+    from actors.workers.worker import WORKER_CONCURRENCY_GROUPS, WorkerActor, WorkerMethods
 
 _HOMES = {
     "AsyncKVCacheClient": "actors.async_client",
     "CoordinatorActor": "actors.coordinator",
-    "EmbeddedCluster": "actors.embedded_cluster",
-    "EmbeddedWorker": "actors.embedding",
+    "EmbeddedCluster": "actors.embedded.cluster",
+    "EmbeddedWorker": "actors.workers.embedding",
     "KVCacheClient": "actors.client",
-    "KVCacheCluster": "actors.cluster",
-    "KVCacheReplicas": "actors.replicas",
+    "KVCacheCluster": "actors.clusters.cluster",
+    "KVCacheReplicas": "actors.clusters.replicas",
     "LocalCluster": "actors.local",
-    "WORKER_CONCURRENCY_GROUPS": "actors.worker",
-    "WorkerActor": "actors.worker",
-    "WorkerMethods": "actors.worker",
+    "WORKER_CONCURRENCY_GROUPS": "actors.workers.worker",
+    "WorkerActor": "actors.workers.worker",
+    "WorkerMethods": "actors.workers.worker",
     "connect_peer": "actors.connect",
 }
 

@@ -1,7 +1,7 @@
 """From a configuration and a plan to a coordinator: its settings, manager, tiers and events.
 
 The one place that knows which key of the configuration becomes which setting on the coordinator's
-side; embedding.py does the same for workers.
+side; workers/embedding.py does the same for workers.
 """
 
 from __future__ import annotations

@@ -18,11 +18,9 @@ import ray
 from actors.assembly import make_coordinator
 from actors.connect import log_path, this_node
 from actors.coordinator_metrics import CoordinatorMetrics
-from actors.endpoint_record import save_endpoint
-from actors.endpoints import EndpointTable
+from actors.endpoints import EndpointTable, save_endpoint
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import OUR_LOGGERS, coordinator_name
-from actors.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics, with_faults
 from actors.stall_aware_clock import StallAwareClock
@@ -31,9 +29,10 @@ from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
 from actors.transport.ray import RAY_SCHEME, RayServer
 from actors.transport.zmq_server import ZmqLimits
-from actors.worker_making import WorkerOptions
-from actors.worker_set import WorkerSet, look_for_workers
-from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
+from actors.workers.making import WorkerOptions
+from actors.workers.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
+from actors.workers.worker_set import WorkerSet, look_for_workers
 from kvcache.base.clock import SystemClock
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import KVCacheError, NotRunningError, StartupError

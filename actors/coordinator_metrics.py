@@ -14,7 +14,7 @@ from typing import Any
 from actors.metrics_export import MetricsReporter
 from actors.service import ServiceStatistics
 from actors.shared_service import EpochDecider
-from actors.step_spans import span_maker
+from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
 from kvcache.coordinator.settings import CoordinatorStatistics
@@ -29,6 +29,7 @@ from kvcache.metrics import (
     log_line,
 )
 from kvcache.metrics.coordinator_samples import TenantLabels
+from kvcache.metrics.step_meter import OnApplied, StepTimes
 
 LOG_NAME = "kvcache.stats"
 """The logger of the lines for people."""
@@ -131,3 +132,41 @@ def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
         "refused_connection": transport.refused_connections,
         "disconnection": transport.disconnections,
     }
+
+
+def span_maker(cluster: str, tracer: Any = None) -> OnApplied:
+    """Return what makes a span of each step; `tracer` default: that of the process's provider.
+
+    Raises ConfigurationError where OpenTelemetry is not installed.
+    """
+    if tracer is None:
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise ConfigurationError(
+                "metrics.spans is true, but OpenTelemetry is not installed: pip install "
+                "'kvcache[otel]', or set it to false"
+            ) from error
+        tracer = trace.get_tracer("kvcache")
+    start_ns = time.time_ns() - time.monotonic_ns()  # of the monotonic clock
+
+    def at(seconds: float) -> int:
+        return start_ns + int(seconds * 1e9)
+
+    def on_applied(times: StepTimes) -> None:
+        span = tracer.start_span(
+            "kvcache.protocol.step",
+            start_time=at(times.arrived_s),
+            attributes={
+                "kvcache.cluster": cluster,
+                "kvcache.client": times.client_id,
+                "kvcache.protocol.step": times.step,
+                "kvcache.epoch": times.epoch,
+                "kvcache.seq": times.seq,
+            },
+        )
+        span.add_event("begun", timestamp=at(times.begun_s))
+        span.add_event("decided", timestamp=at(times.decided_s))
+        span.end(end_time=at(times.applied_s))
+
+    return on_applied

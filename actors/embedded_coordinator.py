@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from actors.assembly import make_coordinator
 from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics
-from actors.embedded_record import EmbeddedRecord, load_record, take_record
+from actors.embedded.record import EmbeddedRecord, load_record, take_record
 from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop
 from actors.reports import ClusterStatus, NodeAddress
@@ -31,8 +31,8 @@ from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
-from actors.worker_set import DiscoveredCluster, WorkerSet
-from actors.worker_supervisor import CoordinatorLink, WorkerSupervisor
+from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
+from actors.workers.worker_set import DiscoveredCluster, WorkerSet
 from kvcache.base.clock import SystemClock
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import (

@@ -7,14 +7,18 @@ the cluster's keys; `transport.curve: always` asks for them everywhere.
 from __future__ import annotations
 
 import ipaddress
+import json
 
 from actors.reports import NodeAddress
+from actors.state import RayRecordStore
 from actors.transport import Endpoint
 from actors.transport.node_server import NodeServer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import local_address, network_address
 from kvcache.base.curve import CurveKeys
 from kvcache.config import TransportConfig
+
+_RECORD = "whereabouts"
 
 
 class EndpointTable:
@@ -67,3 +71,29 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def save_endpoint(cluster: str, node_id: str, endpoint: Endpoint) -> None:
+    """Say that processes of a node find the cluster's coordinator at `endpoint`.
+
+    No effect where it asks for keys. Raises ClusterError when the store cannot be written.
+    """
+    if endpoint.keys is None:
+        record = {"node_id": node_id, "address": endpoint.address}
+        RayRecordStore(cluster, _RECORD).save(json.dumps(record).encode())
+
+
+def load_endpoint(cluster: str, node_id: str) -> Endpoint | None:
+    """Return what is written down for processes of that node, None if nothing is.
+
+    Raises ClusterError when the store cannot be read.
+    """
+    data = RayRecordStore(cluster, _RECORD).load()
+    if data is None:
+        return None
+    try:
+        record = json.loads(data)
+        is_here, address = record["node_id"] == node_id, record["address"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None  # another release's
+    return Endpoint(address) if is_here and isinstance(address, str) else None

@@ -14,13 +14,13 @@ from types import TracebackType
 
 from actors.assembly import make_coordinator
 from actors.client import KVCacheClient
-from actors.embedding import EmbeddedWorker
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
 from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
+from actors.workers.embedding import EmbeddedWorker
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import StartupError
 from kvcache.config import ClusterConfig

@@ -30,11 +30,9 @@ from actors.names import (
     memory_service_name,
     memory_service_prefix,
 )
-from actors.process_ending import end_process
-from actors.process_identity import ProcessIdentity
-from actors.process_start import started_ticks
+from actors.processes import ProcessIdentity, end_process, started_ticks
 from actors.reports import MemoryServiceReport, MemoryServiceStatus, NodeAddress, WorkerReport
-from actors.worker_making import code_options
+from actors.workers.making import code_options
 from kvcache.base.clock import Clock
 from kvcache.base.errors import KVCacheError, StartupError
 from kvcache.base.logs import get_logger, log_to_stderr
@@ -44,7 +42,7 @@ from kvcache.memory_service.client import segment_name
 from kvcache.memory_service.service import HostMemoryService
 
 if TYPE_CHECKING:
-    from actors.worker_set import WorkerSet
+    from actors.workers.worker_set import WorkerSet
 
 logger = get_logger(__name__)
 

@@ -78,7 +78,7 @@ class RayStateStore:
 
 
 class RayRecordStore:
-    """One record of one cluster: that of an embedded coordinator (see embedded_record.py), or the
+    """One record of one cluster: that of an embedded coordinator (see embedded/record.py), or the
     one that is named."""
 
     def __init__(self, cluster: str, record: str = _RECORD) -> None:

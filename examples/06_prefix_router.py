@@ -11,7 +11,7 @@ Requests that it is told of (`begin`, `end`) are load; they also spread unknown 
     .venv/bin/python examples/06_prefix_router.py
 
 Everything but the publishers runs in this process, without Ray. On Ray the same router is an actor:
-`actors.router.start_router`; in Ray Serve it is a request router: 08_serve_router.py.
+`actors.routing.router.start_router`; in Ray Serve it is a request router: 08_serve_router.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from actors import KVCacheClient
 from actors.local import LocalCluster
-from actors.router import PrefixRouter
+from actors.routing.router import PrefixRouter
 from kvcache import NewRequest, StepRequest
 from kvcache.config import ClusterConfig, parse_config
 

@@ -26,9 +26,9 @@ from ray import serve
 from ray.serve.config import ProxyLocation, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from actors.event_endpoints import endpoints_in
 from actors.local import LocalCluster
-from actors.serve_router import PrefixCacheRequestRouter, event_metadata
+from actors.routing.event_endpoints import endpoints_in
+from actors.routing.serve_router import PrefixCacheRequestRouter, event_metadata
 from kvcache import NewRequest, StepRequest
 from kvcache.config import ClusterConfig, parse_config
 

@@ -23,7 +23,7 @@ from actors.cli.command import JsonOption, NameOption, command
 from actors.cli.tables import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
     from kvcache.base.arrays import Int32Array
     from kvcache.manager.statistics import ManagerStatistics
     from kvcache.metrics.inspection import PinStatus

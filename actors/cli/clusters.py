@@ -29,10 +29,10 @@ import ray
 from ray.exceptions import RayError
 
 from actors.cli.command import EXIT_CLUSTER
-from actors.cluster import KVCacheCluster
-from actors.embedded_site import EmbeddedSite, find_cluster
+from actors.clusters.cluster import KVCacheCluster
+from actors.clusters.replicas import KVCacheReplicas
+from actors.embedded.site import EmbeddedSite, find_cluster
 from actors.names import RAY_NAMESPACE, coordinator_name
-from actors.replicas import KVCacheReplicas
 from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
 from kvcache.base.errors import ClusterError, NotRunningError

@@ -110,7 +110,7 @@ def outcome_of(error: Exception) -> tuple[int, str]:
     if isinstance(error, ClusterError):
         return EXIT_CLUSTER, str(error)
     if _is_rays(error):
-        from actors.launch import first_line
+        from actors.clusters.launch import first_line
 
         line = f"Ray failed: {first_line(error)}: look at `ray status` and `kvcache status`"
         return EXIT_CLUSTER, line

@@ -28,7 +28,7 @@ from actors.cli.command import SecondsOption, command
 
 if TYPE_CHECKING:
     from actors.cli.event_tally import Look, PrefixRow
-    from actors.event_endpoints import EventEndpoints
+    from actors.routing.event_endpoints import EventEndpoints
     from kvcache.coordinator.settings import CoordinatorStatistics
     from kvcache.events.subscriber import KVEventSubscriber
     from kvcache.events.subscription import Update
@@ -87,7 +87,7 @@ def dump(
     ] = None,
 ) -> None:
     """Print cache events as lines of JSON: first the present state, prompt tokens included."""
-    from actors.event_endpoints import subscribe
+    from actors.routing.event_endpoints import subscribe
 
     with (
         open_source(name, endpoint, replay_endpoint) as source,
@@ -124,7 +124,7 @@ def open_source(
     Raises ConfigurationError when the choices contradict each other or the cluster publishes no
     events, NotRunningError if there is none, or none whose coordinator can be asked.
     """
-    from actors.event_endpoints import EventEndpoints
+    from actors.routing.event_endpoints import EventEndpoints
     from kvcache.base.errors import ConfigurationError
 
     if endpoint is None and replay_endpoint is None:
@@ -146,8 +146,8 @@ def open_source(
 @contextmanager
 def _cluster_source(name: str | None) -> Iterator[EventSource]:
     from actors.cli.clusters import named_cluster, ray_session, require_plan
-    from actors.cluster import KVCacheCluster
-    from actors.cluster_events import cluster_endpoints, publisher_host
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.routing.event_endpoints import cluster_endpoints, publisher_host
     from kvcache.base.errors import NotRunningError
 
     with ray_session(may_start=False):
@@ -174,7 +174,7 @@ class _Watch:
 
     def __init__(self, source: EventSource) -> None:
         from actors.cli.event_tally import EventTally
-        from actors.event_endpoints import subscribe
+        from actors.routing.event_endpoints import subscribe
         from kvcache.base.serving_loop import ServingLoop
 
         self._source = source
@@ -213,7 +213,7 @@ class _Watch:
                 return
 
     def _look(self, now_s: float) -> Look:
-        from actors.event_endpoints import moved
+        from actors.routing.event_endpoints import moved
 
         coordinator = self._coordinator
         if coordinator is not None:
@@ -234,7 +234,7 @@ class _Watch:
 
     def _follow_to(self, endpoints: EventEndpoints) -> None:
         """Follow a publisher that started again elsewhere: it sends a snapshot."""
-        from actors.event_endpoints import subscribe
+        from actors.routing.event_endpoints import subscribe
 
         if endpoints != self._endpoints:
             self._subscriber.close()

@@ -15,8 +15,8 @@ from actors.cli.command import ConfigOption, NameOption, command
 from actors.cli.tables import say
 
 if TYPE_CHECKING:
-    from actors.cluster import KVCacheCluster
-    from actors.replicas import KVCacheReplicas
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.clusters.replicas import KVCacheReplicas
 
 _WATCH_INTERVAL_S = 2.0
 
@@ -34,8 +34,8 @@ def launch(
 ) -> None:
     """Start a cluster and keep it until SIGTERM or Ctrl-C; with --detach, return when ready."""
     from actors.cli.clusters import ray_session
-    from actors.cluster import KVCacheCluster
-    from actors.replicas import KVCacheReplicas
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.clusters.replicas import KVCacheReplicas
     from kvcache.config import load_config, parse_config
 
     settings = load_config(config)
@@ -66,9 +66,9 @@ def launch(
 def stop(name: NameOption = None) -> None:
     """Stop a running cluster, and leave nothing of it behind."""
     from actors.cli.clusters import find_launched, names_under, only_cluster, ray_session
+    from actors.clusters.shutdown import ClusterParts, take_down
     from actors.connect import is_actor_known
     from actors.names import coordinator_name
-    from actors.shutdown import ClusterParts, take_down
     from kvcache.base.errors import DeadlineError
 
     with ray_session(may_start=False):

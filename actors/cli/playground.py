@@ -28,7 +28,7 @@ from kvcache.replay.stepper import CacheCounters, ForwardProgress, Stepper, Tier
 from kvcache.replay.traits import ModelTraits
 
 if TYPE_CHECKING:
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
     from kvcache.worker.statistics import WorkerStatistics
 
 _STATISTICS_INTERVAL_S = 1.0
@@ -218,7 +218,7 @@ def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
     """A cluster on Ray that lives as long as the replay."""
     from actors.cli.clusters import ray_session
     from actors.cli.launch import interrupted_by_sigterm
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
 
     with (
         ray_session(may_start=True),
@@ -235,7 +235,7 @@ def _running_cluster(name: str) -> Iterator[Playground]:
     """A cluster that runs already, and goes on running."""
     from actors.cli.clusters import ray_session
     from actors.cli.launch import interrupted_by_sigterm
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
 
     with (
         ray_session(may_start=False),

@@ -52,8 +52,8 @@ def record(
     import secrets
 
     from actors.cli.clusters import only_cluster, ray_session, require_plan
-    from actors.cluster import KVCacheCluster
-    from actors.embedded_site import find_cluster
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.embedded.site import find_cluster
     from kvcache.base.clock import SystemClock
     from kvcache.base.errors import ConfigurationError, NotRunningError
     from kvcache.recorder import SALT_BYTES

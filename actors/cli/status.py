@@ -71,7 +71,7 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
     Raises NotRunningError if there is none, or none that can be asked.
     """
     from actors.cli.clusters import named_cluster, ray_session
-    from actors.cluster import KVCacheCluster
+    from actors.clusters.cluster import KVCacheCluster
     from kvcache.base.errors import NotRunningError
 
     with ray_session(may_start=False):

@@ -18,7 +18,7 @@ from actors.cli.command import NameOption, SecondsOption, command
 from actors.cli.tables import bytes_text
 
 if TYPE_CHECKING:
-    from actors.cluster_access import ClusterStatistics
+    from actors.clusters.access import ClusterStatistics
     from actors.reports import ClusterStatus
     from kvcache.coordinator.settings import CoordinatorStatistics
 

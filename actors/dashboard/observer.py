@@ -19,10 +19,15 @@ from typing import Any
 
 from actors.cli.contents import prefix_roots
 from actors.cli.event_tally import EventTally
-from actors.cluster import KVCacheCluster
-from actors.cluster_events import cluster_endpoints, publisher_host
+from actors.clusters.cluster import KVCacheCluster
 from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture
-from actors.event_endpoints import EventEndpoints, moved, subscribe
+from actors.routing.event_endpoints import (
+    EventEndpoints,
+    cluster_endpoints,
+    moved,
+    publisher_host,
+    subscribe,
+)
 from kvcache.base.errors import KVCacheError
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.coordinator.settings import CoordinatorStatistics

@@ -20,7 +20,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from actors import KVCacheClient, KVCacheCluster
-from actors.worker import WorkerActor
+from actors.workers.worker import WorkerActor
 from examples.engine.checkpoint import weight_source
 from examples.engine.config import EngineConfig
 from examples.engine.parallel import (

@@ -35,8 +35,8 @@ from ray.serve.config import RequestRouterConfig
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from actors.event_endpoints import endpoints_in
-from actors.serve_router import event_metadata
+from actors.routing.event_endpoints import endpoints_in
+from actors.routing.serve_router import event_metadata
 from examples.engine.completions import (
     MAX_BODY_BYTES,
     SSE_END,
@@ -188,7 +188,7 @@ async def _events(outputs: Any, body: CompletionBody, includes_usage: bool) -> A
 def build(model: DecoderConfig = MODEL) -> serve.Application:
     """Return the application: one entrance, and engines that are asked by prefix."""
     router: dict[str, Any] = {
-        "request_router_class": "actors.serve_router.PrefixCacheRequestRouter"
+        "request_router_class": "actors.routing.serve_router.PrefixCacheRequestRouter"
     }
     engines: Any = serve.deployment(
         EngineReplica,

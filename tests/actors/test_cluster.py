@@ -17,7 +17,7 @@ from actors import (
     WorkerMethods,
     connect_peer,
 )
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from actors.transport import Endpoint, client_peer, worker_peer
 from actors.transport.mailbox import Mailbox
 from kvcache.base.errors import AlreadyRunningError, NotRunningError, RequestError
@@ -211,8 +211,8 @@ def test_whatever_is_not_ours_is_counted_and_the_cluster_lives_on(shared: KVCach
 
 
 def test_workers_count_messages_that_are_not_for_them(launch: Any, make_config: Any) -> None:
-    from actors.embedding import EmbeddedWorker
     from actors.transport.local import LocalServer
+    from actors.workers.embedding import EmbeddedWorker
     from kvcache.planner import plan_cluster
     from kvcache.protocol.messages import Ping, WorkerAddress
 

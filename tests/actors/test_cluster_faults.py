@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from actors import KVCacheCluster, WorkerActor, cluster_access
 from actors.cli import app
-from actors.launch import Launch, LaunchOptions
-from actors.placement import wait_until
+from actors.clusters.launch import Launch, LaunchOptions
+from actors.clusters.placement import wait_until
 from kvcache.base.errors import (
     ConfigurationError,
     DeadlineError,

@@ -26,8 +26,8 @@ from actors import (
     WorkerMethods,
     connect_peer,
 )
-from actors.embedded_site import EmbeddedSite, find_cluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
+from actors.embedded.site import EmbeddedSite, find_cluster
 from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.embedded_record import EmbeddedRecord
-from actors.process_identity import ProcessIdentity
+from actors.embedded.record import EmbeddedRecord
+from actors.processes import ProcessIdentity
 from kvcache.base.errors import MalformedMessageError, VersionMismatchError
 from kvcache.config import ClusterConfig
 

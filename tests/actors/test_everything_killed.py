@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
@@ -26,7 +26,7 @@ DRIVER = """
 import json, os, signal, sys, threading
 import ray
 from actors import EmbeddedCluster, KVCacheCluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from kvcache.config import parse_config
 from tests.actors.embedding_driver import compute
 

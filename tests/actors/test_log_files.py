@@ -26,8 +26,8 @@ def test_the_log_of_a_cluster_is_in_the_file_that_its_status_names(
     victim = cluster.status().ranks[1].process_id
     os.kill(victim, signal.SIGKILL)
     await_line(path, " WARNING kvcache.coordinator.coordinator: epoch 1 ends: rank 1 is lost, ")
-    await_line(path, " INFO actors.replacement: rank 1: its replacement begins in 0 s")
-    await_line(path, " INFO actors.replacement: rank 1 is served again by process ")
+    await_line(path, " INFO actors.workers.replacement: rank 1: its replacement begins in 0 s")
+    await_line(path, " INFO actors.workers.replacement: rank 1 is served again by process ")
     await_line(path, " INFO kvcache.coordinator.coordinator: epoch 2 is ready after ")
 
 

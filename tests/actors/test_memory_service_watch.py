@@ -14,7 +14,7 @@ import pytest
 
 from actors import memory_service
 from actors.memory_service import MemoryServiceActor, MemoryServiceWatch
-from actors.process_identity import ProcessIdentity
+from actors.processes import ProcessIdentity
 from actors.reports import MemoryServiceStatus, NodeAddress, WorkerReport
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import AlreadyRunningError

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from tests.actors.conftest import build_config
 
 pytestmark = pytest.mark.faults

@@ -30,8 +30,8 @@ from actors import (
     connect_peer,
 )
 from actors.cli import app
+from actors.clusters.placement import wait_until
 from actors.memory_service import find_memory_services
-from actors.placement import wait_until
 from actors.reports import WorkerReport
 from kvcache.base.errors import (
     DeadlineError,
@@ -392,7 +392,7 @@ DRIVER = """
 import sys, time, os, signal
 import ray
 from actors import KVCacheCluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from kvcache.config import parse_config
 import json
 

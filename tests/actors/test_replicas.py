@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from actors import KVCacheCluster
-from actors.discovery import discovery_record
-from actors.replicas import KVCacheReplicas, replica_configs
+from actors.clusters.replicas import KVCacheReplicas, discovery_record, replica_configs
 from kvcache import NewRequest, StepRequest
 from kvcache.base.curve import CurveKeys, generate_curve_keys
 from kvcache.base.errors import ConfigurationError, NotRunningError

@@ -18,8 +18,8 @@ from ray.exceptions import RayTaskError
 
 from actors import KVCacheClient, KVCacheCluster
 from actors.names import RAY_NAMESPACE, router_name
-from actors.replica_scores import RouterSettings
-from actors.router import start_router
+from actors.routing.router import start_router
+from actors.routing.scores import RouterSettings
 from kvcache import NewRequest, StepRequest
 from tests.cli.commands import KVCACHE
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.event_endpoints import EventEndpoints, endpoints_in
+from actors.routing.event_endpoints import EventEndpoints, endpoints_in
 from kvcache import NewRequest, StepRequest
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import ConfigurationError
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from ray.serve.handle import DeploymentHandle
     from ray.serve.request_router import PendingRequest, ReplicaID
 
-    from actors.serve_router import PrefixCacheRequestRouter, event_metadata
+    from actors.routing.serve_router import PrefixCacheRequestRouter, event_metadata
 
 pytestmark = [
     pytest.mark.ray,
@@ -89,7 +89,7 @@ class Engine:
 def handle(ray_cluster: str) -> Iterator[DeploymentHandle]:
     serve.start(proxy_location=ProxyLocation.Disabled)
     router = RequestRouterConfig(
-        request_router_class="actors.serve_router.PrefixCacheRequestRouter",
+        request_router_class="actors.routing.serve_router.PrefixCacheRequestRouter",
         request_router_kwargs={"overlap_weight": 4.0, "block_tokens": 16},
     )
     deployment: Any = serve.deployment(

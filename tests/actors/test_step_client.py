@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import ray
 
-from actors import KVCacheCluster, dialing
+from actors import KVCacheCluster
 from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
+from actors.clusters.cluster import Dialer as ClusterDialer
+from actors.clusters.shutdown import ClusterParts
 from actors.connection import LOOK_S, STALL_BEFORE_REDIAL, ClientConnection
-from actors.shutdown import ClusterParts
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
@@ -291,7 +292,7 @@ def test_a_client_does_not_look_for_its_coordinator_in_a_process_that_left_ray(
     if ray.is_initialized():
         pytest.skip("this process has a cluster")
     coordinator = SimpleNamespace(endpoint_for=SimpleNamespace(remote=lambda node: node))
-    dialer = dialing.Dialer(coordinator, make_config())
+    dialer = ClusterDialer(coordinator, make_config())
     assert dialer.noted() is None
     with pytest.raises(NotRunningError) as left:
         dialer.endpoint()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actors import KVCacheCluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from kvcache.base.errors import KVCacheError
 from kvcache.coordinator.offload_statistics import OffloadStatistics
 from tests.actors.test_everything_killed import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors import EmbeddedCluster, KVCacheCluster
-from actors.cluster_access import ClusterAccess
+from actors.clusters.access import ClusterAccess
 from kvcache.base.errors import MalformedMessageError, RequestError
 from kvcache.protocol.messages import Message
 from kvcache.protocol.step import NewRequest, StepRequest

@@ -14,14 +14,19 @@ import pytest
 import ray
 from ray.exceptions import RaySystemError
 
-from actors import health
 from actors.coordinator import CoordinatorActor
-from actors.health import DeathWatch, SilenceWatch
-from actors.process_ending import end_local_process
-from actors.process_start import started_ticks
-from actors.replacement import LONGEST_PAUSE_S, STABLE_S, Patience, patience_for, require_fit
+from actors.processes import end_local_process, started_ticks
 from actors.reports import NodeAddress, WorkerReport
-from actors.worker_supervisor import WorkerSupervisor
+from actors.workers import health
+from actors.workers.health import DeathWatch, SilenceWatch
+from actors.workers.replacement import (
+    LONGEST_PAUSE_S,
+    STABLE_S,
+    Patience,
+    patience_for,
+    require_fit,
+)
+from actors.workers.supervisor import WorkerSupervisor
 from kvcache.base.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.config import layer_specs

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.assembly import make_coordinator
+from actors.clusters.placement import wait_until
 from actors.coordinator import tick_s
-from actors.embedding import EmbeddedWorker
 from actors.loop import ServiceLoop
-from actors.placement import wait_until
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
 from actors.shared_service import SharedService
@@ -29,6 +28,7 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address
+from actors.workers.embedding import EmbeddedWorker
 from kvcache.base.clock import SystemClock
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import NotRunningError

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from actors import KVCacheClient, KVCacheCluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from actors.reports import ClusterStatus, MemoryServiceStatus
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.offload_statistics import OffloadStatistics

@@ -21,8 +21,8 @@ import pytest
 
 from actors.async_client import AsyncKVCacheClient
 from actors.client import KVCacheClient
+from actors.clusters.placement import wait_until
 from actors.connection import ClientConnection
-from actors.placement import wait_until
 from kvcache.base.errors import NotRunningError, StaleEpochError
 from kvcache.protocol.messages import Detach, FromClient
 from kvcache.protocol.step import NewRequest, StepRequest

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from actors import KVCacheCluster
+from actors.clusters.placement import wait_until
 from actors.connect import this_node
-from actors.placement import wait_until
 from kvcache.protocol.step import StepRequest
 from tests.actors.conftest import build_config
 from tests.attack.crowd_member import NUM_MEMBERS

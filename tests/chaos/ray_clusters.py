@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.process_start import started_ticks
+from actors.processes import started_ticks
 from kvcache.config import ClusterConfig
 from tests.chaos.game import Dealt, play_game
 from tests.chaos.outcome import Outcome

@@ -19,7 +19,6 @@ from typing import Any
 from actors.assembly import make_coordinator
 from actors.client import KVCacheClient
 from actors.coordinator import tick_s
-from actors.embedding import EmbeddedWorker
 from actors.loop import calm_garbage_collector
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
@@ -30,6 +29,7 @@ from actors.transport.node_server import NodeServer
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import ZmqLimits
+from actors.workers.embedding import EmbeddedWorker
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.config import ClusterConfig, parse_config

@@ -16,7 +16,7 @@ from typer.main import get_command
 from actors.cli import app
 from actors.cli.admin import read_tokens
 from actors.cli.top import Look, as_plain, rates
-from actors.cluster_access import ClusterStatistics
+from actors.clusters.access import ClusterStatistics
 from actors.service import ServiceStatistics
 from actors.transport import TransportStatistics
 from kvcache.base.errors import ConfigurationError

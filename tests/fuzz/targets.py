@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from actors.embedded_record import EmbeddedRecord
+from actors.embedded.record import EmbeddedRecord
 from kvcache.base.errors import (
     ConfigurationError,
     ExhaustedError,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from actors.step_spans import span_maker
+from actors.coordinator_metrics import span_maker
 from kvcache.metrics import StepTimes
 
 

@@ -12,7 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from actors import KVCacheCluster
-from actors.placement import wait_until
+from actors.clusters.placement import wait_until
 from kvcache.base.errors import DeadlineError, StaleEpochError, WorkerLostError
 from kvcache.config import parse_config
 from kvcache.protocol.step import NewRequest, StepRequest

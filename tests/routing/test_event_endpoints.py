@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.event_endpoints import EventEndpoints, endpoints_in, moved
+from actors.routing.event_endpoints import EventEndpoints, endpoints_in, moved
 from kvcache.base.errors import ConfigurationError, NotRunningError
 
 STATISTICS = {"endpoint": "tcp://0.0.0.0:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}

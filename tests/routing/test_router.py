@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.replica_scores import Candidate, RankedReplica, RouterSettings, rank_candidates
-from actors.router import PrefixRouter
+from actors.routing.router import PrefixRouter
+from actors.routing.scores import Candidate, RankedReplica, RouterSettings, rank_candidates
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.events.prefix_index import PrefixIndex, PrefixMatch

@@ -32,7 +32,7 @@ class WorkerOptions:
 
     def worker_class(self) -> type[Any]:
         """Return the class of the workers."""
-        from actors.worker import WorkerActor
+        from actors.workers.worker import WorkerActor
 
         return self.subclass or WorkerActor
 
@@ -57,7 +57,7 @@ def make_worker(
 
     Raises ValueError when the name is taken.
     """
-    from actors.worker import WORKER_CONCURRENCY_GROUPS
+    from actors.workers.worker import WORKER_CONCURRENCY_GROUPS
 
     make_remote: Any = ray.remote
     actor = make_remote(concurrency_groups=WORKER_CONCURRENCY_GROUPS)(worker_options.worker_class())

@@ -13,16 +13,18 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
-from actors.memory import free_memory_bytes, plannable_bytes
+import torch
+
 from actors.names import memory_service_address
-from actors.process_start import started_ticks
+from actors.processes import started_ticks
 from actors.reports import HostStatistics, NodeAddress, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
 from actors.transport.mailbox import Mailbox
 from kvcache.base.clock import Clock, SystemClock
-from kvcache.base.errors import NotRunningError, ProtocolError
+from kvcache.base.errors import ConfigurationError, NotRunningError, ProtocolError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults
 from kvcache.config import ClusterConfig, layer_specs
@@ -55,6 +57,13 @@ Connect = Callable[[Endpoint, Peer, int, Mailbox], PeerTransport]
 payloads arrive that come as calls."""
 
 MAILBOX_CAPACITY = 4096
+
+
+USABLE_SHARE = 0.8
+"""Of what is free: the rest is for activations, staging and everybody else."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+MEMORY_INFO = Path("/proc/meminfo")
 
 
 class EmbeddedWorker:
@@ -376,3 +385,38 @@ class EmbeddedWorker:
                 self.worker.say_less(type(message).__name__, str(error))
             else:
                 transport.send(payload)
+
+
+def free_memory_bytes(config: ClusterConfig) -> int:
+    """Return the free bytes of this rank's device, or the configured amount if there is
+    one. Raises ConfigurationError if nothing can be found out."""
+    configured = config.cache.memory_per_rank
+    if configured is not None:
+        return configured
+    if config.workers.device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return _free_host_bytes()
+
+
+def plannable_bytes(config: ClusterConfig, free_bytes: int, num_sharing: int) -> int:
+    """Return the bytes that one of `num_sharing` ranks on the same device may plan with."""
+    if config.cache.memory_per_rank is not None:
+        return free_bytes
+    return int(free_bytes * USABLE_SHARE) // max(1, num_sharing)
+
+
+def _free_host_bytes() -> int:
+    """Return what this machine and the control group around this process still give."""
+    try:
+        lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"free memory cannot be read from {MEMORY_INFO} ({error!r}): set "
+            "cache.memory_per_rank, for instance to 256MiB"
+        ) from error
+    try:
+        limit, used = CGROUP_LIMIT.read_text().strip(), CGROUP_USED.read_text().strip()
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))

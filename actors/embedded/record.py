@@ -15,9 +15,9 @@ from typing import Any
 
 from actors.connect import is_actor_known
 from actors.names import coordinator_name, worker_name
-from actors.process_identity import ProcessIdentity, is_process_alive, this_process
+from actors.processes import ProcessIdentity, is_process_alive, this_process
 from actors.state import RayRecordStore
-from actors.worker_making import WorkerOptions
+from actors.workers.making import WorkerOptions
 from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,

@@ -12,12 +12,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.cluster import KVCacheCluster
-from actors.cluster_access import answer_or_none
-from actors.embedded_record import EmbeddedRecord, load_record
+from actors.clusters.access import answer_or_none
+from actors.clusters.cluster import KVCacheCluster
+from actors.clusters.shutdown import ClusterParts, take_down
+from actors.embedded.record import EmbeddedRecord, load_record
 from actors.memory_service import ANSWER_S, keeps_memory, look_at_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
-from actors.process_identity import ProcessIdentity, is_process_alive
+from actors.processes import ProcessIdentity, is_process_alive
 from actors.reports import (
     ClusterStatus,
     MemoryServiceStatus,
@@ -26,7 +27,6 @@ from actors.reports import (
     WorkerReport,
 )
 from actors.service import ServiceStatistics
-from actors.shutdown import ClusterParts, take_down
 from actors.state import RayStateStore
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import CoordinatorStatistics

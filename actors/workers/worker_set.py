@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from actors.handles import handle_from_bytes, handle_to_bytes
-from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import NodeAddress, WorkerReport
 from actors.state import RayRecordStore
+from actors.workers.health import describe_death
 from kvcache.base.errors import ClusterError, StartupError
 from kvcache.base.logs import get_logger
 from kvcache.config import ClusterConfig, layer_specs
@@ -245,3 +245,20 @@ def _known_report(
         return roster.reports[rank]
     specs = layer_specs(config)[rank]
     return WorkerReport(place, "", 0, NodeAddress("", "unknown"), (), specs, RankMemory(0))
+
+
+def handle_to_bytes(actor: Any) -> bytes:
+    """Return an actor's handle as bytes. In a process that is connected to Ray."""
+    data, _ = _core_worker().serialize_actor_handle(actor._ray_actor_id)
+    return bytes(data)
+
+
+def handle_from_bytes(data: bytes) -> Any:
+    """Return the handle that `handle_to_bytes` was given, whether its actor lives or not."""
+    return _core_worker().deserialize_and_register_actor_handle(data, None, False)
+
+
+def _core_worker() -> Any:
+    connected: Any = ray_worker.global_worker
+    connected.check_connected()
+    return connected.core_worker

@@ -1,7 +1,7 @@
 """What every handle on a running cluster can do, wherever its coordinator is.
 
 Clients, looking at ranks, and leaving a `with` block. Where the coordinator is an actor, cluster.py
-says how to reach it; where it is in this process, embedded_cluster.py does.
+says how to reach it; where it is in this process, embedded/cluster.py does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from actors.clusters.launch import GRACE_S, first_line
+from actors.clusters.placement import wait_until
 from actors.connection import Dialing
-from actors.launch import GRACE_S, first_line
-from actors.placement import wait_until
-from actors.replacement import FAILED
 from actors.reports import ClusterStatus, HostStatistics
 from actors.service import ServiceStatistics
+from actors.workers.replacement import FAILED
 from kvcache.base.arguments import as_int
 from kvcache.base.errors import (
     DeadlineError,

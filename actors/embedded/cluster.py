@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.cluster_access import ClusterAccess, connect_to_ray
+from actors.clusters.access import ClusterAccess, connect_to_ray
+from actors.clusters.launch import Launch, LaunchOptions, OnProgress
+from actors.clusters.shutdown import ClusterParts, take_down
+from actors.embedded.record import EmbeddedRecord, claim_launch, leave_record, load_record
 from actors.embedded_coordinator import EmbeddedCoordinator, require_sockets
-from actors.embedded_record import EmbeddedRecord, claim_launch, leave_record, load_record
-from actors.launch import Launch, LaunchOptions, OnProgress
 from actors.names import placement_group_name
 from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics
-from actors.shutdown import ClusterParts, take_down
-from actors.worker_set import WorkerSet, look_for_workers
+from actors.workers.worker_set import WorkerSet, look_for_workers
 from kvcache.base.errors import NotRunningError, SupersededError
 from kvcache.config import ClusterConfig, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics

@@ -21,11 +21,11 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.health import describe_death
 from actors.names import RAY_NAMESPACE, worker_name
 from actors.reports import WorkerReport
-from actors.worker_making import WorkerOptions, begin_making_worker
-from actors.worker_set import WorkerSet
+from actors.workers.health import describe_death
+from actors.workers.making import WorkerOptions, begin_making_worker
+from actors.workers.worker_set import WorkerSet
 from kvcache.base.clock import Clock
 from kvcache.base.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
 from kvcache.base.logs import get_logger
@@ -254,7 +254,7 @@ class Replacement:
     def _describe_room(self) -> str:
         if self._state != WAITING_FOR_ROOM:
             return ": look at the Ray logs of that worker, or raise deadlines.startup_s"
-        from actors.placement import describe_nodes, stage_resources
+        from actors.clusters.placement import describe_nodes, stage_resources
 
         return (
             f": no room for a pipeline stage of {stage_resources(self._site.config)} (nodes have "

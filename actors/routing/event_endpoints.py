@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import ConfigurationError, NotRunningError
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import SubscriptionSettings
+
+if TYPE_CHECKING:
+    from actors.clusters.cluster import KVCacheCluster
+
 
 _ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
 
@@ -106,3 +110,24 @@ def _reachable(place: str, host: str) -> str:
         if host and place.startswith(anywhere):
             return f"tcp://{host}:{place.removeprefix(anywhere)}"
     return place
+
+
+def cluster_endpoints(cluster: KVCacheCluster) -> EventEndpoints:
+    """Return where a cluster publishes its events, with the keys that it takes.
+
+    Raises ConfigurationError for one that publishes none, NotRunningError while its publisher is
+    not there, and as `KVCacheCluster.status` does.
+    """
+    statistics = cluster.coordinator_statistics()
+    return endpoints_in(
+        None if statistics is None else statistics.events,
+        cluster.name,
+        cluster.config.events.heartbeat_s,
+        host=publisher_host(cluster),
+        keys=cluster.event_keys(),
+    )
+
+
+def publisher_host(cluster: KVCacheCluster) -> str:
+    """Return the host on which a cluster's publisher runs. Raises as `KVCacheCluster.status`."""
+    return cluster.status().coordinator_node.host

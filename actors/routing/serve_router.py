@@ -3,7 +3,7 @@
     @serve.deployment(
         num_replicas=2,
         request_router_config=RequestRouterConfig(
-            request_router_class="actors.serve_router.PrefixCacheRequestRouter"
+            request_router_class="actors.routing.serve_router.PrefixCacheRequestRouter"
         ),
     )
     class Engine:
@@ -25,9 +25,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from actors.event_endpoints import EventEndpoints
-from actors.replica_scores import RouterSettings
-from actors.router import PrefixRouter
+from actors.routing.event_endpoints import EventEndpoints
+from actors.routing.router import PrefixRouter
+from actors.routing.scores import RouterSettings
 from kvcache.base.errors import ConfigurationError, KVCacheError
 from kvcache.requests.tokens import TokenIds
 

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from actors.health import DeathWatch, SilenceWatch
 from actors.memory_service import MemoryServiceWatch, keeps_memory
-from actors.process_ending import end_process
-from actors.process_identity import ProcessIdentity
-from actors.replacement import Replacement, end_actor, patience_for
+from actors.processes import ProcessIdentity, end_process
 from actors.reports import NodeAddress, RankStatus, WorkerReport
 from actors.state import RayStateStore
 from actors.transport import Endpoint
-from actors.worker_making import WorkerOptions
-from actors.worker_set import WorkerSet, save_roster
+from actors.workers.health import DeathWatch, SilenceWatch
+from actors.workers.making import WorkerOptions
+from actors.workers.replacement import Replacement, end_actor, patience_for
+from actors.workers.worker_set import WorkerSet, save_roster
 from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, KVCacheError, RequestError, StartupError
 from kvcache.base.logs import get_logger

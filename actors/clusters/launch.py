@@ -19,17 +19,17 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
+from actors.clusters.placement import create_placement
+from actors.clusters.shutdown import ClusterParts, take_down
 from actors.connect import is_actor_known
 from actors.coordinator import COORDINATOR_CONCURRENCY_GROUPS, CoordinatorActor
-from actors.embedded_record import refuse_if_embedded
-from actors.health import known_part
+from actors.embedded.record import refuse_if_embedded
 from actors.memory_service import make_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name
-from actors.placement import create_placement
 from actors.reports import WorkerReport
-from actors.shutdown import ClusterParts, take_down
-from actors.worker_making import WorkerOptions, code_options, make_worker
-from actors.worker_set import WorkerSet
+from actors.workers.health import known_part
+from actors.workers.making import WorkerOptions, code_options, make_worker
+from actors.workers.worker_set import WorkerSet
 from kvcache.base.arguments import as_bool, as_tuple, check_methods
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import (

@@ -31,7 +31,7 @@ from kvcache.planner import Plan
 from kvcache.protocol.labels import LabelSet
 
 if TYPE_CHECKING:
-    from actors.embedding import EmbeddedWorker
+    from actors.workers.embedding import EmbeddedWorker
     from kvcache.worker.statistics import WorkerStatistics
 
 CONTROL = "kvcache_control"
@@ -155,7 +155,7 @@ class WorkerActor(WorkerMethods):
         """Start to serve. Nothing is allocated before the plan comes."""
         import torch
 
-        from actors.embedding import EmbeddedWorker
+        from actors.workers.embedding import EmbeddedWorker
 
         log_to_stderr(OUR_LOGGERS)
         torch.set_num_threads(1)

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from actors.clusters.placement import POLL_S, remove_placement, wait_until
 from actors.connect import is_actor_known
 from actors.memory_service import (
     await_no_memory_services,
@@ -31,7 +32,6 @@ from actors.names import (
     placement_group_name,
     worker_name,
 )
-from actors.placement import POLL_S, remove_placement, wait_until
 from actors.state import RayStateStore
 from kvcache.config import DeadlinesConfig
 

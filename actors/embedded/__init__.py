@@ -1,0 +1,1 @@
+"""A cluster whose coordinator lives in a process of its engine."""

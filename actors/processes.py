@@ -1,0 +1,122 @@
+"""Which process, whether it still lives, and its end, wherever in the Ray cluster it runs.
+
+A process id alone is given to another process sooner or later; with its start time it is not. A
+process that is stopped lives, and one that cannot be asked about counts as alive. Ray's own way to
+end a process that hangs is no proof: `ray.kill` counts a stopped process as dead at once, and ends
+it seconds later. A signal ends it now, and Ray then says of itself that it is dead.
+
+Ray is imported where it is used: `started_ticks` reads /proc only, and is called without Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache.config.deadlines import ENDING_S
+
+ASK_TIMEOUT_S = 20.0
+"""How long another node may take to look: it may have to start a process for it."""
+
+REACH_TIMEOUT_S = ENDING_S / 3
+"""How long another node may take to run what ends the process there."""
+
+_STARTED_FIELD = 19
+"""Of /proc/PID/stat, counted behind the name: when the process started, in ticks since boot."""
+
+
+def started_ticks(process_id: int) -> int:
+    """Return when a process of this machine started, 0 if there is none, or nothing is left of it
+    but its entry."""
+    try:
+        with open(f"/proc/{process_id}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[_STARTED_FIELD])
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One process: its node, its id there, and when it started, in clock ticks since boot."""
+
+    node_id: str
+    host: str
+    process_id: int
+    started_ticks: int
+
+
+def this_process() -> ProcessIdentity:
+    """Return the identity of this process, which is connected to Ray."""
+    from actors.connect import this_node
+
+    node, process_id = this_node(), os.getpid()
+    return ProcessIdentity(node.node_id, node.host, process_id, started_ticks(process_id))
+
+
+def is_process_alive(process: ProcessIdentity) -> bool:
+    """Say whether a process still lives; one of a node that is gone does not."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from actors.connect import this_node
+
+    if process.node_id == this_node().node_id:
+        return started_ticks(process.process_id) == process.started_ticks
+    list_nodes: Any = ray.nodes
+    if not any(n["NodeID"] == process.node_id and n["Alive"] for n in list_nodes()):
+        return False
+    make_remote: Any = ray.remote
+    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    look = make_remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(started_ticks)
+    try:
+        started = ray.get(look.remote(process.process_id), timeout=ASK_TIMEOUT_S)
+    except RayError:
+        return True
+    return bool(started == process.started_ticks)
+
+
+def end_process(process: ProcessIdentity) -> str:
+    """Send SIGKILL to a process, on its own node; return what could not be done, empty when it was
+    sent or the process is gone."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from actors.connect import this_node
+
+    if not process.started_ticks:
+        return f"it is not known when process {process.process_id} started"
+    if process.node_id == this_node().node_id:
+        return end_local_process(process.process_id, process.started_ticks)
+    make_remote: Any = ray.remote
+    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    end = make_remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_local_process)
+    call = end.remote(process.process_id, process.started_ticks)
+    try:
+        return str(ray.get(call, timeout=REACH_TIMEOUT_S))
+    except RayError as error:
+        ray.cancel(call, force=True)
+        return f"node {process.host} cannot be reached: {type(error).__name__}"
+
+
+def end_local_process(process_id: int, ticks: int) -> str:
+    """Send SIGKILL to a process of this machine that started at `ticks`; return why not."""
+    try:
+        descriptor = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return ""
+    except OSError as error:
+        return f"process {process_id} cannot be opened: {error}"
+    try:
+        # The descriptor stays with the process it was opened for: compare, then signal.
+        if started_ticks(process_id) == ticks:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError as error:
+        return f"process {process_id} cannot be ended: {error}"
+    finally:
+        os.close(descriptor)
+    return ""

@@ -1,0 +1,1 @@
+"""Who should serve a prompt: replicas, followed by their cache events."""
