@@ -1,7 +1,7 @@
-"""Who may be let in: blocks that must stay free, limits of tenants; and what look-ups found.
+"""Admission: the watermark, the limits of tenants, and counts of look-ups.
 
-Asked by per-request calls and by steps before a request gets a slot. Refuses nobody that fits: the
-order in which requests come is the engine's choice.
+Per-request calls and steps ask it before a request gets a slot. It admits every request that fits:
+the engine chooses the order of requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache.tenants import TenantLedger, TenantStatistics
 
 
 class Admission:
-    """What a request needs beside blocks, and counts of look-ups."""
+    """The conditions for admission other than free blocks, and counts of look-ups."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Admission:
         log_stats: bool,
         tenants: TenantLedger | None = None,
     ) -> None:
-        """Ask `tenants` who may have more; count look-ups if `log_stats`. While another request
-        runs, `watermark_blocks` must stay free when one is let in."""
+        """Check limits against `tenants`; count look-ups if `log_stats`. While another request
+        runs, admitting one must leave `watermark_blocks` free."""
         self._tenants = tenants
         self._table = table
         self.watermark_blocks = watermark_blocks
@@ -40,10 +40,10 @@ class Admission:
         self._stats = PrefixCacheStats() if log_stats else None
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
-        """Of all look-ups that were counted, but for those after a preemption."""
+        """Over all counted look-ups, except those after a preemption."""
 
     def record(self, request: Request, num_hit_tokens: int) -> None:
-        """Count a look-up; one of a request that does not read the cache is not counted."""
+        """Count a look-up, unless its request does not read the cache."""
         if self._stats is not None and not request.skip_reading_prefix_cache:
             self._stats.record(
                 request.num_tokens, num_hit_tokens, is_preempted=request.num_preemptions > 0
@@ -57,7 +57,7 @@ class Admission:
                     account.num_hit_tokens += num_hit_tokens
 
     def tenant_statistics(self) -> tuple[TenantStatistics, ...]:
-        """Return the figures of all tenants; none where there are none."""
+        """Return the statistics of all tenants; empty without tenants."""
         return () if self._tenants is None else self._tenants.statistics()
 
     @property
@@ -67,12 +67,12 @@ class Admission:
 
     @property
     def num_spare_blocks(self) -> int:
-        """How many blocks must stay free when one more request is let in."""
+        """How many blocks must stay free when one more request is admitted."""
         return self.watermark_blocks if self._table.num_taken else 0
 
     def raise_if_never_fits(self, request: Request, num_tokens: int | None) -> None:
-        """Raise RequestError if a request that has just found no room never will, because its
-        tenant may not have so much. `num_tokens`: for so many, of a request that runs."""
+        """Raise RequestError if a request that has just found no room exceeds its tenant's limit,
+        and so never fits. `num_tokens`: how many a running request needs; None for a new one."""
         if self._tenants is None:
             return
         if num_tokens is not None:
@@ -87,9 +87,9 @@ class Admission:
     def refusal(
         self, request: Request, num_tokens: int, *, is_counted: bool = False
     ) -> Refusal | None:
-        """Say why its tenant will never have room for so many tokens of a request, if that is so.
+        """Return the refusal if `num_tokens` tokens exceed the tenant's limit, otherwise None.
 
-        Then it is noted with the tenant, as other refusals are, and counted if it is not yet.
+        The tenant's account records the refusal. `is_counted`: it has counted this one already.
         """
         if self._tenants is None:
             return None
@@ -112,7 +112,7 @@ class Admission:
             self._stats.reset = True
 
     def take_stats(self) -> PrefixCacheStats | None:
-        """Return the counts since the last time and start anew; None where nothing is counted."""
+        """Return the counts since the last call and reset them; None without `log_stats`."""
         stats = self._stats
         if stats is not None:
             self._stats = PrefixCacheStats()

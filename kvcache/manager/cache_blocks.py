@@ -1,8 +1,8 @@
-"""The blocks of one request, as per-request calls hand them out and take them back.
+"""The blocks of one request, as per-request calls return and accept them.
 
-What `get_computed_blocks` found and `allocate_slots` added, per KV cache group. A snapshot: it
-holds ids, no references, and refuses nothing; the manager checks it when it comes back. Ids are
-kept as arrays; lists are made on request.
+They are the blocks that `get_computed_blocks` found or `allocate_slots` added, per KV cache group.
+A snapshot: it holds ids but no references, and the manager checks it when a caller passes it in.
+Ids are kept as arrays; lists are made on request.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TableBlock:
 
     @property
     def is_null(self) -> bool:
-        """Whether the position is skipped: the null block stands there."""
+        """Whether the position is skipped: it holds the null block."""
         return self.block_id == NULL_BLOCK_ID
 
 
 Found: TypeAlias = tuple[CacheHit, Request, int, int]
-"""What a look-up found, for whom, after how many of its truncations, and when: true while the
-cache is in the state of that number, and of the request's tokens none were taken back."""
+"""A look-up's hit, its request, the request's number of truncations, and the cache's state number.
+Valid while both numbers are unchanged."""
 
 
 class KVCacheBlocks:
@@ -47,18 +47,18 @@ class KVCacheBlocks:
     __slots__ = ("_block_ids", "_unhashed_ids", "found")
 
     found: Found | None
-    """The look-up that returned these blocks; None for blocks of no look-up."""
+    """The look-up that returned these blocks; None if they come from elsewhere."""
 
     def __init__(
         self, block_ids: Sequence[_Ids], unhashed_ids: Sequence[_Ids] | None = None
     ) -> None:
-        """Hold `block_ids[g]` for group `g`; arrays are kept as they are: do not write to them.
+        """Hold `block_ids[g]` for group `g`. Arrays are not copied: do not write to them.
 
-        `unhashed_ids[g]` are those of them whose content had no hash when this was made: partial
-        blocks, mostly.
+        `unhashed_ids[g]` are those whose content had no hash when this was made, mostly partial
+        blocks.
 
         Raises:
-            InvalidInputError: something is no list of block ids.
+            InvalidInputError: an argument is not a list of block ids per group.
         """
         self._block_ids = _id_arrays("block_ids", block_ids)
         self._unhashed_ids = (
@@ -70,12 +70,12 @@ class KVCacheBlocks:
 
     @property
     def id_arrays(self) -> tuple[Int32Array, ...]:
-        """The ids of each group as they are kept: not to be written to."""
+        """The ids of each group, not copied: do not write to them."""
         return self._block_ids
 
     @property
     def blocks(self) -> tuple[tuple[TableBlock, ...], ...]:
-        """The blocks of each group: `blocks[group][i]`. Made anew on each call."""
+        """The blocks of each group: `blocks[group][i]`. Each access builds them."""
         unhashed = [set(ids.tolist()) for ids in self._unhashed_ids]
         return tuple(
             tuple(TableBlock(block, block not in without) for block in ids.tolist())
@@ -91,7 +91,7 @@ class KVCacheBlocks:
         return tuple(ids.tolist() for ids in self._unhashed_ids)
 
     def new_empty(self) -> KVCacheBlocks:
-        """Return no blocks, for as many groups."""
+        """Return an object without blocks, with as many groups."""
         return KVCacheBlocks([EMPTY_INT32] * len(self._block_ids))
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
@@ -126,7 +126,7 @@ def blocks_of(
     unhashed_ids: tuple[Int32Array, ...],
     found: Found | None = None,
 ) -> KVCacheBlocks:
-    """Return blocks of arrays that are known to hold ids: nothing is checked."""
+    """Return blocks from arrays of ids, unchecked."""
     blocks = _new_object(KVCacheBlocks)
     blocks._block_ids, blocks._unhashed_ids, blocks.found = block_ids, unhashed_ids, found
     return blocks
@@ -137,7 +137,7 @@ _new_object = object.__new__
 
 
 def _id_arrays(what: str, tables: Sequence[_Ids]) -> tuple[Int32Array, ...]:
-    """Return the tables of all groups as arrays; those that are some already stay as they are."""
+    """Return the tables of all groups as int32 arrays; int32 arrays are not copied."""
     if type(tables) is not tuple and type(tables) is not list:
         tables = as_tuple(what, tables)
     return tuple(

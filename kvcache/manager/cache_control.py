@@ -1,7 +1,7 @@
-"""What happens to the cache as a whole: pins, eviction by hand, resets, drains, the model epoch.
+"""Operations on the whole cache: pins, manual eviction, resets, drains, the model epoch.
 
-Beside the calls and steps of requests, which must not care. Refuses to empty a cache that is in
-use; a drain waits until it is not.
+Calls and steps of requests do not depend on them. A cache in use is never emptied: a reset is
+refused, a drain waits until the last block is free.
 
     reset ──▶ in use? ──yes──▶ refused
                 └─no──▶ empty
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 class CacheControl:
     """The cache of one manager, as a whole.
 
-    `state_number` grows with every change of the core, so that a hit found earlier is recognised.
+    `state_number` grows with every change of the core: a hit found at a lower number may be void.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class CacheControl:
         has_workers: bool,
         tenants: TenantLedger | None = None,
     ) -> None:
-        """Watch over `core`; pins hold at most `max_pinned_blocks` blocks.
+        """Control `core`; pins hold at most `max_pinned_blocks` blocks.
 
         Without workers no commands are kept.
         """
@@ -60,7 +60,7 @@ class CacheControl:
         self._clock = clock
         self._pins = PinTable(max_pinned_blocks, tenants)
         self.pinned = self._pins.hits
-        """The pins that hold, by id: while there are any, `refresh` has to be called."""
+        """The live pins, by id: while there are any, callers must call `refresh`."""
         self._commands: list[Command] = []
         self._has_workers = has_workers
         self.state_number = 0
@@ -70,16 +70,16 @@ class CacheControl:
 
     @property
     def num_pins(self) -> int:
-        """Pins that hold."""
+        """How many pins are live."""
         return len(self._pins)
 
     def pin_hits(self) -> list[tuple[Pin, CacheHit]]:
-        """Return the pins that hold, the oldest first, each with what it holds."""
+        """Return the live pins, oldest first, each with the hit it holds."""
         return list(self._pins.hits.values())
 
     def request(self, request_id: str) -> Request | None:
-        """Return the manager's own request with all its tokens, None if it is not known. It must
-        not be changed."""
+        """Return the manager's own request with all its tokens, None if it is not known. Do not
+        change it."""
         return self._table.up_to_date(request_id)
 
     def users_of_blocks(self) -> Int32Array:
@@ -96,11 +96,11 @@ class CacheControl:
         return users
 
     def changed(self) -> None:
-        """Note that the core is about to change: hits found before may be void."""
+        """Note that the core is about to change: earlier hits may become void."""
         self.state_number += 1
 
     def refresh(self) -> None:
-        """Let go of pins whose time is over, and end a drain for which nobody stands any more."""
+        """Unpin expired pins, and end a drain once no block is in use."""
         if self._pins.hits:
             for hit in self._pins.take_expired(self._clock.now()):
                 self._unpin(hit)
@@ -108,10 +108,10 @@ class CacheControl:
             self._try_to_empty()
 
     def pin(self, request: Request, ttl_s: float) -> Pin:
-        """Pin what is cached of `request`, which holds one token more than the prefix wanted.
+        """Pin the cached prefix of `request`, which has one token more than the prefix wanted.
 
         Raises:
-            PinLimitError: pins would hold too large a share of the pool, or of their tenant's.
+            PinLimitError: pins would exceed their share of the pool, or the tenant's limit.
         """
         hit = self._core.look_up(request)
         self._pins.require_room(hit)
@@ -121,7 +121,7 @@ class CacheControl:
         return self._pins.add(hit, self._clock.now() + ttl_s, request.namespace)
 
     def unpin(self, pin_id: int) -> bool:
-        """Let go of a pin; False if it does not hold (any more)."""
+        """End a pin; False if it is not live."""
         hit = self._pins.remove(pin_id)
         if hit is None:
             return False
@@ -129,12 +129,12 @@ class CacheControl:
         return True
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Have the core forget these blocks' contents."""
+        """Make the core forget the contents of these blocks."""
         self._core.evict(block_ids)
         self.changed()
 
     def reset(self, *, drain: bool) -> bool:
-        """Empty the cache, now or, with `drain`, when it is free. Return whether it is empty."""
+        """Empty the cache now, or with `drain` once no block is in use; return whether it is."""
         if self.is_draining:
             return self._try_to_empty()
         if drain:
@@ -152,7 +152,7 @@ class CacheControl:
         return self._try_to_empty()
 
     def take_commands(self) -> list[Command]:
-        """Return the commands since the last time, in order."""
+        """Return the commands since the last call, in order."""
         commands = [*self._commands, *self._core.take_commands()]
         self._commands.clear()
         return commands
@@ -201,8 +201,8 @@ def prefix_request(
     tenant: str | None,
     model_epoch: int,
 ) -> Request:
-    """Return a request to look a prefix up with: a look-up leaves the last token out, so it gets
-    one token more."""
+    """Return a request for looking up a prefix. A look-up leaves the last token out, so the
+    request has one token more."""
     request = Request(
         "pin", tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=model_epoch
     )
@@ -211,7 +211,7 @@ def prefix_request(
 
 
 class PrefixHolds:
-    """The holds of one manager, by owner."""
+    """The prefixes that one manager holds for clients that come back, by owner."""
 
     def __init__(self, core: FlatCore, control: CacheControl, hasher: BlockHasher) -> None:
         """Hold nothing."""
@@ -225,10 +225,10 @@ class PrefixHolds:
         return len(self._held)
 
     def hold(self, owner: str, requests: Sequence[NewRequest]) -> int:
-        """Hold what is cached of `requests` until `let_go`; return how many tokens that is.
+        """Hold the cached prefixes of `requests` until `let_go`; return how many tokens they have.
 
-        What cannot be a request, or does not read the cache, is passed over: its step will be
-        refused, or finds nothing.
+        Invalid requests are skipped, because their step will be refused. Requests that do not read
+        the cache are skipped, too.
         """
         num_tokens = 0
         for new in requests:
@@ -247,7 +247,7 @@ class PrefixHolds:
         return num_tokens
 
     def let_go(self, owner: str) -> None:
-        """Hold nothing for `owner` any more."""
+        """Release all prefixes held for `owner`."""
         for hit in self._held.pop(owner, ()):
             self._core.unpin(hit)
             self._control.changed()

@@ -1,8 +1,8 @@
-"""Forking a request: a child that starts with all its parent has computed, in blocks they share.
+"""Forking a request: the child starts with all computed tokens of its parent, in shared blocks.
 
-Used by the per-request calls and by the batched step. Takes a slot, and no block: which blocks are
-shared, and who copies when one of them writes, is the core's. Refuses parents without blocks
-(unknown, preempted, swapped out) and children that do not continue what the parent has computed.
+Used by the per-request calls and by the batched step. A fork takes a slot but no block; the core
+decides which blocks are shared and copies one before either request writes to it. A parent must
+have blocks, that is be known and running. A child must continue its parent's computed tokens.
 
     parent   tokens 0 ......... C | what it computes next         C: own tokens computed so far
     child    ───── shared ──────▶ | its own
@@ -22,8 +22,10 @@ from kvcache.requests.request import Request, copy_request
 def seat_fork(
     table: RequestTable, core: FlatCore, parent: KnownRequest, child: Request, num_tokens: int
 ) -> tuple[KnownRequest, list[TableChange]] | None:
-    """Let `child` start with the first `num_tokens` tokens of a running parent, in a slot of its
-    own; return it, and its tables. None, unchanged, if no slot is free. Both have been checked.
+    """Start `child` in its own slot with the first `num_tokens` tokens of a running parent.
+
+    Returns the child and its tables, or None, unchanged, if no slot is free. The caller has checked
+    both requests.
 
     Raises:
         RequestError: the parent has no blocks for so many tokens; nothing was changed.
@@ -41,7 +43,7 @@ def seat_fork(
 def seat_copy(
     table: RequestTable, core: FlatCore, parent: KnownRequest, child_id: str
 ) -> tuple[KnownRequest, list[TableChange]] | None:
-    """Do `seat_fork` with a child that has the parent's tokens, up to what is computed of them."""
+    """Fork `parent` into a copy of it that starts with all its computed tokens; see `seat_fork`."""
     table.sync(parent.slot)
     request = parent.request
     child = copy_request(request, child_id)
@@ -50,12 +52,12 @@ def seat_copy(
 
 
 def require_continuation(parent: Request, child: Request, max_model_len: int) -> None:
-    """Raise RequestError unless `child` begins with all that is computed of `parent`."""
+    """Raise RequestError unless `child` begins with all computed tokens of `parent`."""
     what = f"request {child.request_id} cannot be forked from {parent.request_id}"
     num_computed = parent.num_computed_tokens
     if not num_computed:
         raise RequestError(
-            f"{what}, of which nothing is computed: set its num_computed_tokens first"
+            f"{what}, which has no computed tokens: set its num_computed_tokens first"
         )
     if child.namespace != parent.namespace or _items(child, num_computed) != _items(
         parent, num_computed

@@ -1,14 +1,14 @@
-"""KVCacheManager: which blocks a request gets, by single calls or a whole step at a time.
+"""KVCacheManager: gives blocks to requests, by single calls or a whole step at a time.
 
-Below the coordinator, which calls it, and above a core, which keeps the books of the blocks. The
-manager knows requests, slots, steps, pins and statistics. Refuses to schedule: who runs and who is
-preempted is the engine's choice; it says who found no room.
+The coordinator calls the manager, and the manager calls a core, which keeps the tables of blocks.
+The manager knows requests, slots, steps, pins and statistics. It does not schedule: the engine
+chooses which requests run and which are preempted, and the manager says which found no room.
 
     get_computed_blocks ─▶ allocate_slots ─▶ ... ─▶ free        one request, the caller's object
     step(StepRequest) ─▶ StepResult                             a whole step, the manager's objects
 
-Both ways share one pool. A request belongs to the way by which it came: calls refuse to change
-requests of steps, and steps those of calls. One owner, one thread.
+Calls and steps share one pool, but not requests: calls refuse to change requests of steps, and
+steps those of calls. One owner, one thread.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ COUNTS = (
     "num_external_computed_tokens",
     "num_encoder_tokens",
 )
-"""The numbers that an `allocate_slots` call brings."""
+"""The counts among the arguments of `allocate_slots`."""
 
 
 HOOKS = ("look_up", "on_eviction_candidates", "on_sealed", "on_request_finished")
-"""What `offload_hooks` have to have."""
+"""The methods that `offload_hooks` must have."""
 
 MAX_UNFINISHED_STEPS = 256
 """Steps of one client that may be neither complete nor failed at the same time."""
@@ -93,13 +93,13 @@ class EventBuffer:
     """An `EventSink` that passes events on and can keep them."""
 
     def __init__(self, sink: EventSink | None, *, keeps_events: bool) -> None:
-        """Pass events on to `sink`, if there is one, and keep them until taken if told so."""
+        """Pass events on to `sink`, if given; with `keeps_events` also keep them until taken."""
         self._sink = sink
         self._kept: list[CacheEvent] | None = [] if keeps_events else None
         self._errors = CallbackErrors(logger, "the event sink")
 
     def emit(self, event: CacheEvent) -> None:
-        """Take one event. A sink that raises has missed it, and nothing else happens."""
+        """Take one event. If the sink raises, it misses the event; the error is logged."""
         if self._kept is not None:
             self._kept.append(event)
         if self._sink is not None:
@@ -107,12 +107,12 @@ class EventBuffer:
                 self._sink.emit(event)
             except Exception:
                 self._errors.note(
-                    f"it has missed {type(event).__name__}: mend it, and reset the cache or make "
+                    f"it has missed {type(event).__name__}: fix it, and reset the cache or make "
                     "a new manager to begin again"
                 )
 
     def take(self) -> list[CacheEvent]:
-        """Return what was kept since the last time, and keep it no longer."""
+        """Return the events kept since the last call, and drop them."""
         taken = self._kept or []
         if self._kept is not None:
             self._kept = []
@@ -153,29 +153,29 @@ class KVCacheManager:
         Args:
             kv_cache_config: the plan; `num_blocks` counts the null block.
             max_model_len: most tokens of a request.
-            enable_caching: whether anything is ever found again.
+            enable_caching: whether look-ups can hit.
             caching_hash_algo: name of the digest, see `get_hash_fn`.
             use_eagle: drop the last block of a hit, whose hidden states a draft head needs.
             log_stats: count look-ups for `make_prefix_cache_stats`.
             enable_kv_cache_events: keep events for `take_events`.
-            watermark: share of the blocks that stays free when one is let in beside running ones.
-            eviction_policy: which cached block goes first.
-            max_num_seqs: slots, and so running requests.
+            watermark: share of the blocks that must stay free when a request joins running ones.
+            eviction_policy: name of the policy that chooses the blocks to evict.
+            max_num_seqs: number of slots: the most requests that can run at once.
             max_pin_share: largest share of the blocks that pins may hold.
             hash_seed: start of every digest chain.
-            clock: what pins are timed by; the machine's by default.
+            clock: times the pins; the system's clock by default.
             offload_hooks: the tiers below; none by default.
-            event_sink: who hears of every event at once.
-            zero_new_blocks: whether workers clear a block before a request gets it.
+            event_sink: receives every event at once.
+            zero_new_blocks: whether workers zero a block before a request gets it.
             has_workers: keep commands for workers until `take_commands`; by default there are none.
-            model_epoch: generation of the weights that are loaded now.
+            model_epoch: generation of the loaded weights.
             merge_duplicates: once steps are complete, let requests that filled blocks with equal
                 content share one; the statistics say how many blocks and bytes that saved.
-            publish_all_groups: tell of groups, too, that cannot be hit without full attention.
-            tenants: what each is sure of and may take; by default nothing is counted.
+            publish_all_groups: also publish groups that cannot be hit without full attention.
+            tenants: guarantees and limits per tenant; none by default.
 
         Raises:
-            ConfigurationError: a value cannot be meant; names it, and what could be.
+            ConfigurationError: a value is invalid; the message names it and the valid ones.
         """
         settings = ManagerSettings(
             kv_cache_config,
@@ -266,7 +266,7 @@ class KVCacheManager:
         self._planner = StepPlanner(table, limits, MAX_UNFINISHED_STEPS, hasher)
         self._executor = StepExecutor(table, core, self._admission, self.tiers, limits)
         self._has_workers = settings.has_workers
-        # First column per group that the workers do not know, by slot, until a patch is taken.
+        # By slot: per group the first column that workers do not know yet. Cleared by a patch.
         self._changed_columns: dict[int, list[int | None]] = {}
         self._nothing = (EMPTY_INT32,) * len(self._block_sizes)
 
@@ -275,8 +275,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
         """Return the longest prefix of the request that is cached, and its length in tokens.
 
-        At most `num_tokens - 1` tokens: one is always computed. Changes statistics only. Nobody
-        holds the blocks: valid until the manager changes, and `allocate_slots` checks that.
+        At most `num_tokens - 1` tokens: one is always computed. Changes statistics only. The blocks
+        are not acquired: they are valid until the manager changes, and `allocate_slots` checks it.
 
         Raises:
             RequestError: the request has another hasher or another model epoch.
@@ -313,25 +313,25 @@ class KVCacheManager:
             | computed | new computed | external | new ....... [drafts] | lookahead |
             0          ▲ request.num_computed_tokens                    ▲ caching ends before drafts
 
-        Blocks behind the window of the tokens computed so far are freed first, which persists
-        even on None. Full blocks become hittable, never those of draft or lookahead tokens, and
-        none with `delay_cache_blocks`. A request that is not known gets a slot as well. The
-        caller sets `request.num_computed_tokens` afterwards.
+        Blocks that the computed tokens have moved out of the window are freed first, even if the
+        result is None. Full blocks become hittable, except those of draft or lookahead tokens, and
+        none with `delay_cache_blocks`. A new request gets a slot as well. Afterwards the caller
+        sets `request.num_computed_tokens`.
 
         Args:
             num_new_tokens: to be computed now, drafts included, external ones not.
-            num_new_computed_tokens: with the next, what `get_computed_blocks` returned.
-            new_computed_blocks: the blocks of these tokens.
+            num_new_computed_tokens: as returned by `get_computed_blocks`.
+            new_computed_blocks: the blocks of these tokens, as returned by `get_computed_blocks`.
             num_draft_tokens: how many of the new tokens are drafts.
-            num_lookahead_tokens: slots beyond them.
+            num_lookahead_tokens: slots beyond the new tokens.
             num_external_computed_tokens: tokens whose bytes come from elsewhere.
-            num_encoder_tokens: of its encoder, allocated on admission; 0 where no group keeps them.
+            num_encoder_tokens: allocated on admission; 0 where no group keeps encoder tokens.
 
         Returns:
-            The blocks that are new in the request's tables, adopted ones not included.
+            The blocks added to the request's tables, without adopted ones.
 
         Raises:
-            RequestError: counts that contradict each other, the request, or its tenant's limit.
+            RequestError: the counts contradict each other, the request, or its tenant's limit.
         """
         counts: tuple[int, ...] = (
             num_new_tokens,
@@ -399,16 +399,17 @@ class KVCacheManager:
         return self._new_blocks(changes, num_cached, hit)
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
-        """Let `child_request`, which is new, share every block the parent has computed.
+        """Let the new `child_request` share every block that the parent has computed.
 
-        The child begins with the parent's computed tokens (it may have more), gets a slot and its
-        `num_computed_tokens`; None, unchanged, if no slot is free. Both go on as any request:
-        before one of them writes a block that both hold, `allocate_slots` gives it another one,
-        and `take_commands` (`has_workers`) has the copy that every rank runs before that forward.
+        The child begins with the parent's computed tokens (it may have more); it gets a slot and
+        its `num_computed_tokens`. None, unchanged, if no slot is free. Afterwards both are ordinary
+        requests. Before one of them writes a block that both share, `allocate_slots` gives it
+        another one, and `take_commands` (with `has_workers`) returns the copy that every rank runs
+        before that forward.
 
         Raises:
-            RequestError: the parent has no blocks here (unknown, preempted or swapped out) or too
-                few, the child is known already or does not continue it; nothing was changed.
+            RequestError: the parent has no blocks (unknown, preempted or swapped out) or too few,
+                or the child is known already or does not continue it; nothing was changed.
         """
         check_request(parent_request)
         check_request(child_request)
@@ -437,10 +438,10 @@ class KVCacheManager:
         return KVCacheBlocks(self._core.block_ids(child_request.request_id))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Make the request's full blocks up to `num_computed_tokens` hittable (after a delay).
+        """Make the request's full blocks up to `num_computed_tokens` hittable, if delayed before.
 
         Raises:
-            RequestError: the request has no blocks, or not so many tokens.
+            RequestError: the request has no blocks, or fewer tokens.
         """
         check_request(request)
         what = f"request {request.request_id}: num_computed_tokens"
@@ -458,7 +459,7 @@ class KVCacheManager:
         self._core.commit(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
-        """Give the request's blocks back, tail first, and forget it. Unknown: no effect.
+        """Free the request's blocks, tail first, and forget it. No effect on an unknown request.
 
         Raises:
             RequestError: a step admitted it, or another object has its id.
@@ -479,7 +480,7 @@ class KVCacheManager:
             control.refresh()
 
     def free_block_hashes(self, request: Request) -> None:
-        """Make no further block of the request hittable; those that are stay so."""
+        """Make no further block of the request hittable; hittable blocks stay hittable."""
         check_request(request)
         if self._table.owned_by_caller(request) is not None:
             self._core.forget_hashes(request)
@@ -493,7 +494,7 @@ class KVCacheManager:
         return KVCacheBlocks(self.get_block_ids(request_id))
 
     def create_empty_block_list(self) -> KVCacheBlocks:
-        """Return no blocks, for each group."""
+        """Return an object without blocks, with all groups."""
         return KVCacheBlocks([() for _ in self._core.block_ids("")])
 
     @property
@@ -512,15 +513,15 @@ class KVCacheManager:
     # A whole step.
 
     def step(self, request: StepRequest) -> StepResult:
-        """Do all of a scheduling step; see `StepRequest` for the order and `StepResult`.
+        """Execute a scheduling step; `StepRequest` gives the order, `StepResult` the results.
 
-        Preempted requests stay known, without slot and blocks. What the tiers below kept of them
-        they find again; by `preempted_swap` that is, where a rule says so, all that was complete.
-        Step numbers that never reached the manager count as complete once a later one does.
-        `epoch` is copied into the result, whose `seq` is 0: both are the coordinator's.
+        Preempted requests stay known, without slot and blocks. A resumed request hits the blocks
+        that the tiers below kept; with `preempted_swap` and a rule for it, they keep every complete
+        token. A step number that never reached the manager counts as complete once a later one
+        does. `epoch` is copied into the result, whose `seq` is 0: the coordinator uses both.
 
         Raises:
-            RequestError: the step contradicts what is known, or itself; nothing was changed.
+            RequestError: the step contradicts the manager's state, or itself; nothing was changed.
             BacklogFullError: too many steps of the client are unfinished; nothing was changed.
         """
         request = checked_step(request)
@@ -539,10 +540,10 @@ class KVCacheManager:
         return result
 
     def release_client(self, client_id: str) -> tuple[str, ...]:
-        """Forget a client that is gone: its unfinished steps are void, its requests freed.
+        """Forget a client that is gone: void its unfinished steps and free its requests.
 
-        Call it only when no rank can still run any of its steps. Returns the ids of the requests;
-        a client that is not known has none.
+        Call it only when no rank can still run any of its steps. Returns the ids of the requests,
+        none for an unknown client.
         """
         client = self._ledger.forget(as_text("client id", client_id, RequestError))
         if client is None:
@@ -558,7 +559,7 @@ class KVCacheManager:
     def get_request(self, request_id: str) -> Request | None:
         """Return the request with all its tokens, or None. Valid until the next step.
 
-        One that came by a call is its caller's own object; one of steps is a view, to be read.
+        A request of calls is the caller's own object; a request of steps is a read-only view.
         """
         known = self._table.known.get(_named(request_id))
         request = self._table.up_to_date(request_id)
@@ -590,16 +591,17 @@ class KVCacheManager:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a reset waits for running requests to leave."""
+        """Whether a reset waits until no block is in use."""
         return self.control.is_draining
 
     def reset_prefix_cache(self, drain: bool = False) -> bool:
-        """Forget everything cached; return whether that is done.
+        """Empty the cache; return whether it is empty.
 
-        Refused while blocks are in use: False, by whom is logged and in the statistics. With
-        `drain` hits stop at once, pins are dropped, running requests finish without being cached;
-        the cache is emptied and the model epoch advanced when the last block has come free, now
-        or in a later call. Asking again tells whether it has.
+        While blocks are in use, the reset is refused: it returns False, and logs the users, which
+        `statistics().users()` names too. With `drain` hits stop at once, pins are dropped, and
+        running requests finish without being cached. When the last block is free, now or in a later
+        call, the manager empties the cache and advances the model epoch. Call again to see whether
+        that has happened.
         """
         is_done = self.control.reset(drain=as_bool("drain", drain, RequestError))
         if not is_done and not self.is_draining:
@@ -610,8 +612,11 @@ class KVCacheManager:
         return is_done
 
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks, and of cached blocks that continue them. Requests
-        that have one cache nothing more. Raises BlockError for an id that does not exist."""
+        """Forget the contents of these blocks, and of cached blocks that continue them.
+
+        Requests that have one of these blocks cache nothing more. Raises BlockError for an id that
+        does not exist.
+        """
         self.control.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
 
     def pin_prefix(
@@ -623,13 +628,13 @@ class KVCacheManager:
         cache_salt: str | None = None,
         tenant: str | None = None,
     ) -> Pin:
-        """Keep what is cached of a prefix from being evicted for `ttl_s` seconds.
+        """Protect the cached blocks of a prefix from eviction for `ttl_s` seconds.
 
         Only whole blocks that are cached now are pinned; the pin says how many tokens they hold.
-        It ends at its time limit (seen by the next call or step), by `unpin_prefix`, or by a drain.
+        The pin ends by `unpin_prefix`, by a drain, or at the first call or step after its time.
 
         Raises:
-            RequestError: no tokens, or a time limit that is not above 0.
+            RequestError: there are no tokens, or `ttl_s` is not above 0.
             PinLimitError: pins would hold more than `max_pin_share` of the blocks.
         """
         limit_s = as_number("ttl_s", ttl_s, above=0, error=RequestError)
@@ -642,34 +647,34 @@ class KVCacheManager:
         return self.control.pin(request, limit_s)
 
     def unpin_prefix(self, pin: Pin) -> bool:
-        """End a pin; False if it had ended already."""
+        """End a pin; False if it has ended already."""
         check_kind("pin", pin, Pin, RequestError)
         pin_id = as_int("pin_id", pin.pin_id, error=RequestError)
         self.control.refresh()
         return self.control.unpin(pin_id)
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last time; always empty without `enable_kv_cache_events`."""
+        """Return the events since the last call; always empty without `enable_kv_cache_events`."""
         return self._events.take()
 
     def take_commands(self) -> list[Command]:
-        """Return what workers must do, in order, since the last time.
+        """Return the commands for workers since the last call, in order.
 
         Table changes of per-request calls come last, as one patch. Those of a step are in its
-        `StepResult` and not here.
+        `StepResult` only.
         """
         commands = self.control.take_commands()
         patch = self._take_patch()
         return [*commands, patch] if len(patch.slots) else commands
 
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-        """Return the counts since the last time and start anew; None without `log_stats`."""
+        """Return the counts since the last call and reset them; None without `log_stats`."""
         return self._admission.take_stats()
 
-    # The books.
+    # State.
 
     def statistics(self) -> ManagerStatistics:
-        """Return figures, frozen."""
+        """Return frozen statistics."""
         return ManagerStatistics(
             self._core.statistics(),
             *self._table.counts(),
@@ -691,17 +696,17 @@ class KVCacheManager:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError`, with the sum that fails, if the books do not add up."""
+        """Raise `InvariantError`, with the sum that fails, if the tables do not add up."""
         self._table.check(self._core.block_ids)
         self.control.check()
         self._core.check()
 
     def sealed_contents(self) -> SealedContents:
-        """Return what the label of every sealed block says. Reads all that is cached."""
+        """Return the content of every sealed block's label. Reads the whole cache."""
         return self._core.sealed_contents()
 
     def dump_state(self) -> dict[str, object]:
-        """Return the whole state as plain values, for comparison."""
+        """Return the whole state as plain values, for comparisons."""
         return {
             "core": self._core.dump_state(),
             "requests": self._table.dump_state(self._core.block_ids),
@@ -711,7 +716,7 @@ class KVCacheManager:
         }
 
     def restore(self, labels: Sequence[LabelSet]) -> int:
-        """Rebuild an empty cache from the labels of all ranks; return how many blocks were kept.
+        """Rebuild an empty cache from the labels of all ranks; return how many blocks it kept.
 
         Raises:
             RequestError: requests are known; nothing was changed.
@@ -726,10 +731,10 @@ class KVCacheManager:
         self.control.state_number += 1
         return self._core.restore(sets)
 
-    # Inside the calls of requests.
+    # Helpers of per-request calls.
 
     def _prepare(self, request: Request) -> None:
-        """Refuse a new request of another model epoch; give it the hasher of this manager."""
+        """Refuse a new request of another model epoch; give others this manager's hasher."""
         epoch = request.namespace.model_epoch
         if epoch != self.control.model_epoch and request.request_id not in self._table.known:
             raise RequestError(
@@ -742,10 +747,10 @@ class KVCacheManager:
     def _newest_state(
         self, known: KnownRequest, num_external: int, num_encoder: int
     ) -> NewestState | None:
-        """Where the last forward of a running request ended; None where no states are kept.
+        """Return where a running request's last forward ended; None where no group keeps states.
 
         Raises:
-            RequestError: it was not where the caller says, or has other encoder tokens.
+            RequestError: the request's counts contradict its last slots or its encoder tokens.
         """
         request = known.request
         if num_encoder not in (0, known.num_encoder_tokens):
@@ -775,7 +780,7 @@ class KVCacheManager:
         num_tokens: int,
         blocks: KVCacheBlocks | None,
     ) -> CacheHit | None:
-        """The hit that a call brings, if any; refuse one that a look-up would not find now."""
+        """Return the hit that a call passes, if any; refuse one that no look-up finds now."""
         hit = None
         if known is None and blocks is not None and (found := blocks.found) is not None:
             found_hit, whose, num_truncations, state_number = found
@@ -812,7 +817,7 @@ class KVCacheManager:
         return present
 
     def _note_changed(self, slot: int, changes: Sequence[TableChange]) -> None:
-        """Remember from which columns on a table has changed, for workers."""
+        """Remember for workers from which column on each table has changed."""
         columns = self._changed_columns.get(slot)
         if columns is None:
             columns = self._changed_columns[slot] = [None] * len(self._block_sizes)
@@ -822,7 +827,7 @@ class KVCacheManager:
                 columns[change.group] = change.first_index
 
     def _take_patch(self) -> BlockTablePatch:
-        """Return the table changes of all calls since the last time."""
+        """Return the table changes of all calls since the last patch."""
         if not self._changed_columns:
             return EMPTY_PATCH
         changes = []
@@ -840,7 +845,7 @@ class KVCacheManager:
     def _new_blocks(
         self, changes: Sequence[TableChange], num_cached: int, hit: CacheHit | None
     ) -> KVCacheBlocks:
-        """The blocks that entered the tables, without those that the request adopted."""
+        """Return the blocks added to the tables, without those that the request adopted."""
         if len(changes) == 1 == len(self._nothing) and not self._limits.state_groups:
             _, first, entered = changes[0]
             if hit is not None and (num_adopted := len(hit.block_ids[0])) > first:
@@ -866,11 +871,11 @@ class KVCacheManager:
     def _unhashed_states(
         self, num_cached: int, group: int, first_index: int, block_ids: Int32Array
     ) -> Int32Array:
-        """Those of the states from column `first_index` on whose content has no hash."""
+        """Return the states, from column `first_index` on, whose content has no hash."""
         size = self._block_sizes[group]
         num_full = num_cached // size
         has_none = block_ids != NULL_BLOCK_ID
-        # Only a state at the very end of what is cached has a hash.
+        # Only a state at the very end of the cached tokens has a hash.
         hashed = num_full - 1 - first_index
         if num_cached == num_full * size and 0 <= hashed < len(block_ids):
             has_none[hashed] = False
@@ -882,8 +887,8 @@ def checked_counts(request: Request, *counts: int) -> tuple[int, ...]:
     """Return the counts of an `allocate_slots` call as plain integers, in the order of `COUNTS`.
 
     Raises:
-        RequestError: one is no integer of at least 0, or the request is none that its caller may
-            change.
+        RequestError: one is no integer of at least 0, or `request` is not a request that its caller
+            may change.
     """
     check_request(request)
     if are_counts(counts):
@@ -897,7 +902,7 @@ def checked_counts(request: Request, *counts: int) -> tuple[int, ...]:
 
 
 def _check_counts(request: Request, counts: Sequence[int], limits: ModelLimits) -> None:
-    """Refuse what `allocate_slots` cannot mean."""
+    """Refuse counts that contradict each other, the request or the limits."""
     request_id = request.request_id
     num_new, num_adopted, num_drafts, _, num_external, num_encoder = counts
     if num_encoder:
@@ -930,5 +935,5 @@ def _check_counts(request: Request, counts: Sequence[int], limits: ModelLimits) 
 
 
 def _named(request_id: str) -> str:
-    """Return the id of a request, known or not; raises RequestError for what is no text."""
+    """Return the id of a request, known or not; raises RequestError if it is no text."""
     return as_text("request id", request_id, RequestError, may_be_empty=True)

@@ -1,7 +1,7 @@
-"""What a request may ask of this model: its length, drafts, encoder tokens.
+"""The model's limits on a request: its length, drafts and encoder tokens.
 
-Read off the plan once, when a manager is made, and asked wherever requests are checked. Refuses
-nothing that the kinds of attention in the plan can serve.
+The manager reads them off the plan once, and checks every request against them. They allow all
+that the layer kinds in the plan can serve.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 class ModelLimits:
     """Limits of one model.
 
-    `state_groups` are the KV cache groups that keep states: these are written over in place, so
-    that nothing a forward did can be taken back but its drafts, of which there are at most
-    `max_draft_tokens` (None: any number). `max_encoder_tokens` is 0 where no group keeps any.
+    `state_groups` are the KV cache groups that keep states. A forward overwrites states in place,
+    so only its drafts can be undone, at most `max_draft_tokens` of them (None: any number).
+    `max_encoder_tokens` is 0 where no group keeps encoder tokens.
     """
 
     max_model_len: int
@@ -42,8 +42,8 @@ class ModelLimits:
         )
 
     def least_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks, of all groups, a request has when the last of so many tokens is
-        computed, in however many steps it was: blocks that only some schedules need left out."""
+        """Return how many blocks, over all groups, a request has at least when its last of
+        `num_tokens` tokens is computed, however many steps computed them."""
         return sum(
             ceil_div(num_tokens, spec.block_size)
             - spec.num_skipped_tokens(num_tokens - 1) // spec.block_size
@@ -53,7 +53,7 @@ class ModelLimits:
 
     @property
     def most_drafts(self) -> int:
-        """How many drafts a forward may have at most."""
+        """The most drafts that a forward may have."""
         return self.max_model_len if self.max_draft_tokens is None else self.max_draft_tokens
 
     @property
@@ -62,7 +62,7 @@ class ModelLimits:
         return bool(self.state_groups)
 
     def require_encoder_tokens(self, request_id: str, num_encoder_tokens: int) -> None:
-        """Raise RequestError unless a request may have so many encoder tokens."""
+        """Raise RequestError unless the model keeps so many encoder tokens of a request."""
         if 0 <= num_encoder_tokens <= self.max_encoder_tokens:
             return
         if num_encoder_tokens < 0:
@@ -80,7 +80,7 @@ class ModelLimits:
         )
 
     def require_drafts(self, request_id: str, num_draft_tokens: int) -> None:
-        """Raise RequestError if so many drafts could not be taken back."""
+        """Raise RequestError if so many drafts could not be undone."""
         if self.max_draft_tokens is not None and num_draft_tokens > self.max_draft_tokens:
             raise RequestError(
                 f"request {request_id}: num_draft_tokens is {num_draft_tokens}: "
@@ -89,7 +89,7 @@ class ModelLimits:
 
 
 def draft_remedy(max_draft_tokens: int) -> str:
-    """Say what to do about drafts whose states nobody keeps."""
+    """Return the remedy for more drafts than states are kept for."""
     return (
         f"states of at most {max_draft_tokens} drafts are kept, schedule fewer or raise "
         "num_speculative_blocks"

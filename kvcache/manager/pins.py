@@ -1,8 +1,8 @@
-"""Prefixes that must not be evicted for a while: who holds what, until when.
+"""Pins: prefixes protected from eviction until a given time.
 
-The manager looks a prefix up and pins its blocks in the core; the table here remembers the pins,
-counts the blocks they hold, and says which have run out. Refuses pins beyond the configured share
-of the pool. Time is handed in.
+The manager looks up a prefix and pins its blocks in the core. The table here remembers the pins,
+counts the blocks they hold, and finds the expired ones. It refuses pins beyond the configured share
+of the pool. Callers pass the time in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPARE_EXPIRIES = 64
 class Pin:
     """A pinned prefix: `num_tokens` tokens in `num_blocks` blocks, until `expires_at_s`.
 
-    The time is that of the manager's clock. What of the prefix was not cached is not pinned.
+    The time is the manager's clock's. Only the cached part of the prefix is pinned.
     """
 
     pin_id: int
@@ -40,12 +40,12 @@ class PinTable:
 
     Invariants: `_holders[b]` is the number of live pins that hold block `b`, `num_blocks` counts
     those that have any, and is at most `_max_blocks`. Blocks behind the end of the array have none.
-    `hits` are the live pins by id, each with its hit. Where there are tenants, each one's account
-    counts the blocks that its own pins hold, of which others' have none.
+    `hits` are the live pins by id, each with its hit. Each tenant's account counts the blocks that
+    its pins hold; no two tenants pin the same block.
     """
 
     def __init__(self, max_blocks: int, tenants: TenantLedger | None = None) -> None:
-        """Let pins hold at most `max_blocks` different blocks together."""
+        """Let all pins together hold at most `max_blocks` different blocks."""
         self.num_blocks = 0
         self._tenants = tenants
         self._accounts: dict[int, TenantAccount] = {}
@@ -69,10 +69,10 @@ class PinTable:
             )
 
     def require_tenant_room(self, hit: CacheHit, namespace: Namespace, num_free: int) -> None:
-        """Raise `PinLimitError` if a tenant may not pin `hit`; `num_free` blocks can be had.
+        """Raise `PinLimitError` if a tenant may not pin `hit`; `num_free` blocks are free.
 
-        What pins hold is in use: of what others are guaranteed it takes nothing. Blocks that
-        requests hold as well count as if none did. Changes nothing.
+        Pinned blocks are in use and must not eat into the guarantees of other tenants. Blocks that
+        requests already use count as if they were free. Changes nothing.
         """
         if self._tenants is None:
             return
@@ -87,7 +87,7 @@ class PinTable:
             )
 
     def add(self, hit: CacheHit, expires_at_s: float, namespace: Namespace | None = None) -> Pin:
-        """Remember a pin that the core holds already; its namespace says which tenant's it is."""
+        """Remember a pin that the core holds already. Its namespace names the tenant."""
         held = held_blocks(hit)
         pin = Pin(self._next_id, hit.num_tokens, len(held), expires_at_s)
         self._next_id += 1
@@ -105,7 +105,7 @@ class PinTable:
         return pin
 
     def remove(self, pin_id: int) -> CacheHit | None:
-        """Forget a pin and return what the core must unpin; None if there is no such pin."""
+        """Forget a pin and return the hit that the core must unpin; None if it is not live."""
         if pin_id not in self.hits:
             return None
         _, hit = self.hits.pop(pin_id)
@@ -122,7 +122,7 @@ class PinTable:
         return hit
 
     def take_expired(self, now_s: float) -> list[CacheHit]:
-        """Forget the pins whose time is over and return what the core must unpin."""
+        """Forget the expired pins and return the hits that the core must unpin."""
         expired = []
         while self._expiries and self._expiries[0][0] <= now_s:
             hit = self.remove(heapq.heappop(self._expiries)[1])
@@ -131,7 +131,7 @@ class PinTable:
         return expired
 
     def take_all(self) -> list[CacheHit]:
-        """Forget every pin and return what the core must unpin."""
+        """Forget every pin and return the hits that the core must unpin."""
         hits = [hit for _, hit in self.hits.values()]
         for account in self._accounts.values():
             account.num_pinned = 0
@@ -143,7 +143,7 @@ class PinTable:
         return hits
 
     def check(self) -> None:
-        """Raise `InvariantError` if the counted holders are not those of the pins."""
+        """Raise `InvariantError` if the counts do not match the pins."""
         counted = np.zeros_like(self._holders)
         for _, hit in self.hits.values():
             counted[held_blocks(hit)] += 1
@@ -179,7 +179,7 @@ class PinTable:
 
 
 def held_blocks(hit: CacheHit) -> Int32Array:
-    """The blocks of a hit that can be held, in rising order: each once, the null block left out."""
+    """Return the distinct blocks of a hit in rising order, without the null block."""
     if not hit.block_ids:
         return EMPTY_INT32
     block_ids = np.sort(np.concatenate(hit.block_ids))

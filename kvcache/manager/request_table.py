@@ -1,9 +1,9 @@
-"""The requests of a manager: running ones in their slots, preempted ones that wait without blocks.
+"""The requests of a manager: running ones in their slots, preempted ones without slot and blocks.
 
-Shared by per-request calls and steps, so that both seat, preempt and forget a request in the same
-way. What every step changes of a row lives in columns (core/running.py) and a ring of its newest
-tokens; a request object is brought up to date when somebody looks at it. Knows no blocks: callers
-have the core give them back. Refuses to decide which request runs.
+Per-request calls and steps share it, so both admit, preempt and forget requests in the same way.
+The values that every step changes in a row are kept in columns (core/running.py), and its newest
+tokens in a ring; a request object is brought up to date when it is read. The table knows no blocks:
+callers make the core free them. It does not decide which request runs.
 
         admit             preempt            admit
     ──────────▶ running ──────────▶ preempted ─────▶ running
@@ -44,8 +44,8 @@ from kvcache.requests.request import Request
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 CALLER = 0
-"""Client index of requests whose caller appends tokens himself; they are always up to date, and
-the columns say nothing of them but that."""
+"""Client index of requests of per-request calls. Their caller appends the tokens, so they are
+always up to date; of the columns, only CLIENT and OWN are valid for them."""
 
 _RING_TOKENS = 512
 _MAX_RING_BYTES = 32 << 20
@@ -54,12 +54,11 @@ _TOKEN_BYTES = 4
 
 @dataclass(eq=False, slots=True)
 class KnownRequest:
-    """A request, who it belongs to, and where it sits.
+    """A request, its owner and its slot.
 
-    `client_index` is `CALLER` where a caller of per-request methods owns it. `generation` tells
-    this occupancy of `slot` from all others; it keeps its last value while preempted.
-    `num_encoder_tokens` come back with a request that is resumed. `num_draft_tokens` were in the
-    last forward of a caller's request.
+    `client_index` is `CALLER` if a caller of per-request methods owns it. `generation` tells this
+    occupancy of `slot` from all others; a preempted request keeps its last one. A resumed request
+    gets `num_encoder_tokens` again. The last forward of a caller's request had `num_draft_tokens`.
     """
 
     request: Request
@@ -71,23 +70,22 @@ class KnownRequest:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a slot, and with it blocks."""
+        """Whether it has a slot, and so blocks."""
         return self.slot != NO_SLOT
 
 
 class RequestTable:
-    """All requests of a manager by id, each in its slot or without one. The lowest free slot is
-    taken first.
+    """All requests of a manager by id, with or without a slot. The lowest free slot is taken first.
 
     Invariants: `generation[s] == FREE` exactly where slot `s` is free; `slot_by_request` has the
-    running requests. The request in slot `s` holds SYNCED of the row's TOKENS tokens itself, and of
-    its last `width` tokens those from FIRST_IN_RING on are in the ring: the start of a unit, at or
-    before SYNCED.
+    running requests. The request object in slot `s` has SYNCED of the row's TOKENS tokens. The ring
+    has those of the last `width` tokens that are at or behind FIRST_IN_RING, which is the start of
+    a hash block, at or before SYNCED.
     """
 
     def __init__(self, num_slots: int, unit_tokens: int) -> None:
-        """Know nobody. Rows hold back a few hundred tokens, two units at least; a unit is what
-        divides every group's block size."""
+        """Begin without requests. A row buffers a few hundred tokens, at least two hash blocks of
+        `unit_tokens` each, which divides every group's block size."""
         self.num_slots = num_slots
         self.num_preemptions = 0
         self.known: dict[str, KnownRequest] = {}
@@ -97,23 +95,23 @@ class RequestTable:
         self.rows[:, CLIENT] = FREE
         self.generation: Int64Array = np.full(num_slots, FREE, dtype=np.int64)
         self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
-        """Who sits in each slot; not brought up to date."""
-        self._cells = self.rows.reshape(-1).data  # one number is written quicker there
+        """The request in each slot, not brought up to date."""
+        self._cells = self.rows.reshape(-1).data  # faster for single numbers
         self.num_free_slots = num_slots
-        self._given_back: list[int] = []  # a heap; of other slots the first ones are taken
+        self._given_back: list[int] = []  # a heap, without the free slots behind all taken ones
         self._newest_generation = -1
         self._stamp = 0
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
         self._unit_tokens = unit_tokens
         self.width = max(2, most // unit_tokens) * unit_tokens
-        # Pages that no row has reached are not touched, and so take no memory.
+        # Pages that no row has reached are untouched, so they take no memory.
         self.ring: npt.NDArray[np.int32] = np.zeros((num_slots, self.width), dtype=np.int32)
 
-    # --- who is known --------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------
 
     @property
     def num_taken(self) -> int:
-        """Slots in which a request sits."""
+        """How many slots have a request."""
         return self.num_slots - self.num_free_slots
 
     def up_to_date(self, request_id: str) -> Request | None:
@@ -143,9 +141,9 @@ class RequestTable:
     def admit(
         self, request: Request, client_index: int, num_computed: int, num_encoder_tokens: int = 0
     ) -> KnownRequest:
-        """Know the request, new or preempted, and seat it in the lowest free slot. There is one.
+        """Give a new or preempted request the lowest free slot, of which there must be one.
 
-        `num_computed` of its positions are computed or scheduled, drafts left out.
+        `num_computed` of its positions are computed or scheduled, without drafts.
         """
         slot = self._take_slot()
         known = self.seat(request, slot, client_index, num_encoder_tokens)
@@ -158,7 +156,7 @@ class RequestTable:
     def seat(
         self, request: Request, slot: int, client_index: int, num_encoder_tokens: int
     ) -> KnownRequest:
-        """Know the request, and that it sits in `slot`, which was taken; its row is not written."""
+        """Add the request to the table, in a slot taken before; its row is not written."""
         request_id = request.request_id
         generation = self._newest_generation = self._newest_generation + 1
         known = self.known.get(request_id)
@@ -175,34 +173,34 @@ class RequestTable:
         return known
 
     def take_slots(self, count: int) -> list[int]:
-        """Take the lowest free slots, so many if there are as many."""
+        """Take the `count` lowest free slots, or all if there are fewer."""
         return [self._take_slot() for _ in range(min(count, self.num_free_slots))]
 
     def give_back_slots(self, slots: Sequence[int]) -> None:
-        """Free slots in which nobody was seated."""
+        """Free slots that were taken but got no request."""
         for slot in slots:
             self._free_slot(slot)
 
     def preempt(self, known: KnownRequest) -> None:
-        """Take the slot from a running request, which has no blocks any more; it stays known."""
+        """Free the slot of a running request whose blocks are already freed; it stays known."""
         self.undo_resume(known)
         known.request.num_preemptions += 1
         self.num_preemptions += 1
 
     def undo_resume(self, known: KnownRequest) -> None:
-        """Make a resumed request preempted again, as if it had not been resumed."""
+        """Make a resumed request preempted again, as if never resumed."""
         self.sync(known.slot)
         self._vacate(known)
         known.request.num_computed_tokens = 0
 
     def forget(self, known: KnownRequest) -> None:
-        """Know the request no more. Its object is not brought up to date for that."""
+        """Remove the request from the table, without bringing its object up to date."""
         if known.slot != NO_SLOT:
             self._vacate(known)
         del self.known[known.request.request_id]
 
     def owned_by_caller(self, request: Request) -> KnownRequest | None:
-        """Return what is known of a request for a per-request call; None if nothing is.
+        """Return the entry of a request for a per-request call; None if it is not known.
 
         Raises:
             RequestError: steps own it, or another object has its id.
@@ -225,7 +223,7 @@ class RequestTable:
     # --- rows ----------------------------------------------------------------------------------
 
     def num_own(self, slot: int) -> int:
-        """Return where the row's last forward ended, drafts left out."""
+        """Return where the row's last forward ended, without drafts."""
         return self._cells[slot * NUM_COLUMNS + OWN]
 
     def note_own(self, slot: int, num_own: int) -> None:
@@ -237,7 +235,7 @@ class RequestTable:
         return self._cells[slot * NUM_COLUMNS + COMPUTED]
 
     def next_stamp(self) -> int:
-        """Return a mark that no row bears."""
+        """Return a mark that no row has."""
         self._stamp += 1
         if self._stamp == MAX_INT32:
             self.rows[:, MARK] = 0
@@ -245,7 +243,7 @@ class RequestTable:
         return self._stamp
 
     def append(self, rows: RunningRows) -> None:
-        """Append their tokens to running rows; `make_room` was called before."""
+        """Append tokens to running rows. Call `make_room` first."""
         slots, offsets = rows.slots, rows.offsets
         if rows.is_crowded and int((offsets[1:] - offsets[:-1]).max()) > self.width:
             ends = offsets.tolist()
@@ -257,9 +255,10 @@ class RequestTable:
             append_tokens(self.rows, self.ring, slots, offsets, rows.token_ids)
 
     def make_room(self, rows: RunningRows) -> bool:
-        """Make room in the ring for the tokens of these rows; say whether there is enough.
+        """Make room in the ring for the tokens of these rows; return whether there is enough.
 
-        Requests get all that fills half a ring: for hundreds of steps there is room then.
+        A row that would fill more than half of its ring hands its tokens to its request, so it has
+        room for hundreds of steps.
         """
         counts = rows.offsets[1:] - rows.offsets[:-1]
         num_waiting = self.rows[rows.slots, TOKENS] + counts - self.rows[rows.slots, SYNCED]
@@ -268,7 +267,7 @@ class RequestTable:
         return int(counts.max()) <= self.width
 
     def sync(self, slot: int) -> None:
-        """Bring the request in `slot` up to date: its tokens and how many are computed."""
+        """Bring the request in `slot` up to date: its tokens and its computed tokens."""
         at, cells = slot * NUM_COLUMNS, self._cells
         if cells[at + CLIENT] == CALLER:
             return
@@ -286,7 +285,7 @@ class RequestTable:
     def newest_units(self, slots: Int32Array, units: Int32Array) -> npt.NDArray[np.int32]:
         """Return the tokens of unit `units[i]` of the row in slot `slots[i]`, `(k, unit_tokens)`.
 
-        Of units that the ring does not hold (any more) they are read from the requests.
+        Units that are not in the ring are read from the requests.
         """
         tokens = np.empty((len(slots), self._unit_tokens), dtype=np.int32)
         missing = np.empty(len(slots), dtype=np.int32)
@@ -299,7 +298,7 @@ class RequestTable:
         return tokens
 
     def roll_back(self, slot: int, num_computed: int, num_tokens: int) -> None:
-        """Take back what a row did: `num_tokens` remain, `num_computed` of them are computed."""
+        """Roll a row back to `num_tokens` tokens and `num_computed` computed positions."""
         self.sync(slot)
         request: Request = self.requests[slot]
         if num_tokens < request.num_tokens:
@@ -307,10 +306,10 @@ class RequestTable:
         self._adopt(slot, num_computed)
         request.num_computed_tokens = min(num_computed, num_tokens)
 
-    # --- the books -----------------------------------------------------------------------------
+    # --- state ---------------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
-        """Return how many requests run and how many are preempted."""
+        """Return the numbers of running and of preempted requests."""
         return self.num_taken, len(self.known) - self.num_taken
 
     def check(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
@@ -361,7 +360,7 @@ class RequestTable:
             }
         return state
 
-    # --- inside --------------------------------------------------------------------------------
+    # --- private -------------------------------------------------------------------------------
 
     def _check_row(self, slot: int, known: KnownRequest) -> None:
         if known.generation != self.generation[slot]:
@@ -388,7 +387,7 @@ class RequestTable:
         self.num_free_slots += 1
 
     def _vacate(self, known: KnownRequest) -> None:
-        """Free the slot of a request whose tokens are up to date, or not wanted any more."""
+        """Free the slot of a request whose tokens are up to date or no longer needed."""
         slot = known.slot
         self.requests[slot] = None
         self.generation[slot] = FREE
@@ -398,7 +397,7 @@ class RequestTable:
         known.slot = NO_SLOT
 
     def _adopt(self, slot: int, num_computed: int) -> None:
-        """Take the row's figures from its request, which has all its tokens."""
+        """Set the row's columns and ring from its request, which has all its tokens."""
         request: Request = self.requests[slot]
         num_tokens = request.num_tokens
         num_begun = num_tokens % self._unit_tokens
@@ -413,7 +412,7 @@ class RequestTable:
 
 @dataclass(frozen=True, eq=False)
 class BatchTokens:
-    """The tokens of the rows in `slots`, as `RowTokens`. True until the table changes."""
+    """The tokens of the rows in `slots`, as `RowTokens`. Valid until the table changes."""
 
     table: RequestTable
     slots: Int32Array
@@ -424,7 +423,7 @@ class BatchTokens:
             self.table.sync(slot)
 
     def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
-        """Return how many tokens these rows have, those their requests lack included."""
+        """Return how many tokens these rows have, with those that only the ring has."""
         num_tokens: npt.NDArray[np.int32] = self.table.rows[self.slots[rows], TOKENS]
         return num_tokens
 

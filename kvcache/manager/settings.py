@@ -34,10 +34,10 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class ManagerSettings:
-    """The settings of a manager; `KVCacheManager` says what each means.
+    """The settings of a manager; `KVCacheManager` explains each.
 
     Raises:
-        ConfigurationError: a value cannot be meant; names it, and what could be.
+        ConfigurationError: a value is invalid; the message names it and the valid ones.
     """
 
     kv_cache_config: KVCacheConfig
@@ -87,11 +87,11 @@ class ManagerSettings:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens per digest: what divides every group's block size."""
+        """Tokens per digest: the greatest common divisor of all groups' block sizes."""
         return math.gcd(*self.block_sizes) or 1
 
     def tenant_ledger(self) -> TenantLedger | None:
-        """Return empty books of the tenants of the pool; raises ConfigurationError."""
+        """Return an empty ledger of the pool's tenants; raises ConfigurationError."""
         if self.tenants is None:
             return None
         num_blocks = self.kv_cache_config.num_blocks

@@ -1,4 +1,4 @@
-"""What a manager says about itself at one moment."""
+"""Statistics of a manager, and hit rates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvcache.tenants import TenantStatistics
 
 @dataclass(frozen=True)
 class ManagerStatistics:
-    """Figures at one moment; counters since the manager was made.
+    """The state at one moment, and counters since the manager was made.
 
-    `num_blocks_refusing_reset` are the blocks that were in use when a reset was refused last. Of
-    `num_asked_tokens` of requests that were let in `num_hit_tokens` were cached; requests that come
-    back after a preemption do not count, and nothing does without `log_stats`. `tenants` are those
-    that have or had something, where tenants are configured. `num_loads` of tiers and `num_holds`,
-    for clients that come back, have blocks, too.
+    `num_blocks_refusing_reset` blocks were in use when a reset was last refused. Counted look-ups
+    queried `num_asked_tokens` tokens and hit `num_hit_tokens`; both leave out requests that come
+    back after a preemption, and are 0 without `log_stats`. `tenants` has the tenants that have had
+    blocks, if tenants are configured. `num_loads` loads from tiers, and prefixes held for
+    `num_holds` clients that come back, use blocks too.
     """
 
     core: CoreStatistics
@@ -42,7 +42,7 @@ class ManagerStatistics:
     num_holds: int = 0
 
     def users(self) -> str:
-        """Say how many blocks are in use, and by whom: what a reset waits for."""
+        """Return how many blocks are in use and by which users; a reset waits for these."""
         core = self.core
         users = {
             "running requests": self.num_running_requests,
@@ -59,10 +59,10 @@ class ManagerStatistics:
 
 @dataclass
 class PrefixCacheStats:
-    """Look-ups since the last time these were taken. `queries` and `hits` count tokens.
+    """Look-ups since the last call for them. `queries` and `hits` count tokens.
 
-    `reset`: the cache was emptied meanwhile. Requests that come back after a preemption mostly hit
-    their own blocks and are counted apart.
+    `reset`: the cache was emptied in that time. Requests that come back after a preemption mostly
+    hit their own blocks, so they are counted separately.
     """
 
     reset: bool = False
@@ -74,7 +74,7 @@ class PrefixCacheStats:
     preempted_hits: int = 0
 
     def record(self, num_tokens: int, num_hit_tokens: int, *, is_preempted: bool) -> None:
-        """Count one look-up of `num_tokens` tokens, of which `num_hit_tokens` were cached."""
+        """Count one look-up of `num_tokens` tokens that hit `num_hit_tokens`."""
         num_tokens = as_int("num_tokens", num_tokens)
         num_hit_tokens = as_int("num_hit_tokens", num_hit_tokens)
         if as_bool("is_preempted", is_preempted):
@@ -105,9 +105,9 @@ class PrefixCachingMetrics:
         self._num_hits = 0
 
     def observe(self, stats: PrefixCacheStats) -> None:
-        """Take one interval in; where it says that the cache was emptied, forget what was before.
+        """Add one interval. If the cache was emptied in it, first forget the earlier ones.
 
-        The oldest intervals leave while more requests than wanted are in, but never the last one.
+        While there are too many requests, the oldest interval is dropped, but never the newest.
         """
         check_kind("stats", stats, PrefixCacheStats)
         counts = (stats.requests, stats.queries, stats.hits)
@@ -131,7 +131,7 @@ class PrefixCachingMetrics:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens found per token asked for, 0.0 when nothing was asked."""
+        """Hit tokens per queried token; 0.0 without queries."""
         return self._num_hits / self._num_queries if self._num_queries else 0.0
 
     def _add(self, requests: int, queries: int, hits: int) -> None:

@@ -1,7 +1,8 @@
-"""A checked step, carried out: settle, free, extend running rows, resume and admit.
+"""Execution of a checked step: settle, free, extend running rows, resume and admit.
 
-Takes a `StepPlan` and returns the `StepResult`. Nothing can be wrong any more here, only full:
-what finds no room is said in the result. Refuses to look at time, clients' epochs or workers.
+The executor takes a `StepPlan` and returns the `StepResult`. The plan is valid, so a step cannot
+fail here; the result names the requests that found no room. Time, epochs and workers are handled
+elsewhere.
 
     failed_step ▶ completed_step ▶ finished ▶ preempted ▶ forks ▶ running ▶ resumed ▶ new
     └── core withdraws, seals ──┘  └── blocks come free ─┘         └── blocks are taken ──┘
@@ -36,7 +37,7 @@ from kvcache.manager.admission import Admission
 from kvcache.manager.forks import seat_copy
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import BatchTokens, KnownRequest, RequestTable
-from kvcache.manager.step_ledger import ClientSteps, Rollback, Seating, StepRecord
+from kvcache.manager.step_ledger import ClientSteps, Rollback, SlotAssignment, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
@@ -44,16 +45,16 @@ from kvcache.protocol.step import NO_SLOT, NewRequest, Refusal, StepResult
 from kvcache.requests.request import Request
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
-"""Why a request is not admitted: fields of a `StepResult`."""
+"""Reasons why a request is not admitted: fields of a `StepResult`."""
 
 _WISH = Struct("8i")
-"""A line of the wishes of `NewRows`."""
+"""One row of the `wishes` of `NewRows`."""
 
 
 @dataclass(slots=True)
 class _Answer:
-    """The parts of a `StepResult`, as they come up. `admitted`: slot, hit tokens, tokens that are
-    computed. `named`: requests that are not served, by why that is."""
+    """The parts of a `StepResult`, collected during the step. `admitted`: slot, hit tokens and
+    scheduled tokens. `named`: the requests not served, by reason."""
 
     admitted: list[tuple[int, int, int]] = field(default_factory=list)
     named: dict[str, list[str]] = field(default_factory=dict)
@@ -62,12 +63,12 @@ class _Answer:
     changes: list[tuple[int, TableChange]] = field(default_factory=list)
 
     def name(self, request_id: str, reason: str) -> None:
-        """Say that a request is not served, and why."""
+        """Note that a request is not served, and why."""
         self.named.setdefault(reason, []).append(request_id)
 
 
 class StepExecutor:
-    """Carries out plans on one table and one core."""
+    """Executes plans on one table and one core."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class StepExecutor:
         tiers: TierLink,
         limits: ModelLimits,
     ) -> None:
-        """Work on `table` and `core`; `tiers` are asked before a request is admitted."""
+        """Work on `table` and `core`; ask `tiers` before admitting a request."""
         self._table = table
         self._core = core
         self._admission = admission
@@ -86,7 +87,7 @@ class StepExecutor:
         self._keeps_states = limits.keeps_states
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do what the plan says and return what came of it. `seq` of the result is 0."""
+        """Execute the plan and return the result, whose `seq` is 0."""
         step, client, core = plan.request, plan.client, self._core
         if plan.rollback is not None:
             core.fail_steps(client.client_id, plan.rollback.from_step)
@@ -139,7 +140,7 @@ class StepExecutor:
         return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
 
     def forget(self, known: KnownRequest) -> None:
-        """Give a request's blocks back, know it no more, and tell the tiers below."""
+        """Free a request's blocks, remove it from the table, and tell the tiers below."""
         if known.slot != NO_SLOT:
             self._core.free(known.request)
         self._table.forget(known)
@@ -154,8 +155,8 @@ class StepExecutor:
             if self._tiers.hooks is not None:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
 
-    def _take_back(self, rollback: Rollback) -> list[Seating]:
-        """Undo what failed; return the requests that had to be preempted for it."""
+    def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
+        """Roll back; return the requests that had to be preempted for it."""
         for known in rollback.forgotten:
             self.forget(known)
         for row in rollback.preempted_again:
@@ -168,7 +169,7 @@ class StepExecutor:
             self._table.roll_back(row.known.slot, row.num_computed, row.num_tokens)
         preempted = []
         for row in rollback.overwritten:
-            preempted.append(Seating(row.known, row.known.generation, row.num_tokens))
+            preempted.append(SlotAssignment(row.known, row.known.generation, row.num_tokens))
             self._core.free(row.known.request)
             self._table.preempt(row.known)
             _take_back_tokens(row.known.request, row.num_tokens)
@@ -181,12 +182,14 @@ class StepExecutor:
                 self._swap_out(known, plan.client)
             self._core.free(known.request)
             self._table.preempt(known)
-            record.preempted.append(Seating(known, known.generation, known.request.num_tokens))
+            record.preempted.append(
+                SlotAssignment(known, known.generation, known.request.num_tokens)
+            )
 
     def _swap_out(self, known: KnownRequest, client: ClientSteps) -> None:
-        """Have the tiers keep what only the tables of a request that is preempted hold.
+        """Make the tiers keep the content that only the tables of a preempted request have.
 
-        Not where it does not read the cache: all of its tokens are to be computed.
+        A request that does not read the cache is left out, since all its tokens must be computed.
         """
         swap, request, table = self._tiers.swap, known.request, self._table
         if swap is None or request.skip_reading_prefix_cache:
@@ -204,7 +207,7 @@ class StepExecutor:
     def _fork(
         self, parent: KnownRequest, child_id: str, record: StepRecord, answer: _Answer
     ) -> None:
-        """Seat the child of a fork; if this step fails, it goes as a request that was new."""
+        """Admit the child of a fork; if this step fails, it is removed as a new request is."""
         seated = seat_copy(self._table, self._core, parent, child_id)
         if seated is None:
             answer.name(child_id, NO_ROOM)
@@ -213,10 +216,10 @@ class StepExecutor:
         known, changes = seated
         answer.forked_slots.append(known.slot)
         answer.changes += [(known.slot, change) for change in changes]
-        record.new.append(Seating(known, known.generation, known.request.num_tokens))
+        record.new.append(SlotAssignment(known, known.generation, known.request.num_tokens))
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
-        """Settle the rows and reserve their blocks; say which rows got them."""
+        """Settle the rows and reserve their blocks; return which rows got them, and the patch."""
         rows, table = plan.rows, self._table
         record.rows = rows
         slots, positions = rows.slots, rows.positions
@@ -242,7 +245,7 @@ class StepExecutor:
         return reserved.is_reserved, reserved.patches
 
     def _refuse_rows(self, rows: RunningRows, is_reserved: Int32Array, answer: _Answer) -> None:
-        """Say which rows without room have outgrown what their tenant may have."""
+        """Refuse the rows without room that exceed their tenant's limit."""
         for i in np.flatnonzero(is_reserved == 0).tolist():
             request, num_tokens = (
                 self._table.requests[rows.slots[i]],
@@ -253,13 +256,13 @@ class StepExecutor:
                 answer.refused.append(refusal)
 
     def _row_states(self, rows: RunningRows) -> RowStates:
-        """Say where each row's forward ends, if it has one, and where its last one did."""
+        """Return where each row's forward ends, if it has one, and where its last one ended."""
         positions, last = rows.positions, self._table.rows[rows.slots, OWN]
         ends = np.where(positions[END] > positions[SETTLED], positions[END_OF_OWN], last)
         return RowStates(ends, last, positions[SETTLED] - last)
 
     def _slot_tokens(self, positions: npt.NDArray[np.int32], num_ahead: int) -> Int32Array:
-        """Up to where each row needs slots; a row that only settles needs none ahead."""
+        """Return how far each row needs slots; a row that only settles needs no lookahead."""
         ends: Int32Array = positions[END]
         if not num_ahead:
             return ends
@@ -269,8 +272,10 @@ class StepExecutor:
     def _admit_together(
         self, plan: StepPlan, record: StepRecord, answer: _Answer
     ) -> RowsAdmitted | None:
-        """Let the new requests of a step in, in one piece; None, unchanged, where each has to be
-        looked at."""
+        """Admit all new requests of a step in one call of the core.
+
+        Returns None, unchanged, if they have to be admitted one by one.
+        """
         table, admission, tiers = self._table, self._admission, self._tiers
         is_asked = admission.has_tenants or tiers.hooks is not None or len(tiers.loads)
         if is_asked or answer.admitted:
@@ -308,7 +313,7 @@ class StepExecutor:
             if admission.counts:
                 admission.record(request, num_hit)
             known = table.seat(request, slot, plan.client.index, wish.num_encoder_tokens)
-            record.new.append(Seating(known, known.generation, request.num_tokens))
+            record.new.append(SlotAssignment(known, known.generation, request.num_tokens))
             num_seated += 1
         table.give_back_slots(slots[num_seated:])
         return admitted
@@ -319,9 +324,9 @@ class StepExecutor:
         wish: NewRequest,
         client_index: int,
         answer: _Answer,
-        seatings: list[Seating],
+        assignments: list[SlotAssignment],
     ) -> None:
-        """Let a request in, new or resumed, if there is room; otherwise the answer says why not."""
+        """Admit a new or resumed request if there is room; otherwise the answer says why not."""
         admission, loads = self._admission, self._tiers.loads
         if admission.has_tenants:
             refusal = admission.refusal(request, request.num_tokens)
@@ -364,15 +369,15 @@ class StepExecutor:
         answer.admitted.append((known.slot, num_hit, num_scheduled))
         for change in changes:
             answer.changes.append((known.slot, change))
-        seatings.append(Seating(known, known.generation, num_tokens))
+        assignments.append(SlotAssignment(known, known.generation, num_tokens))
 
     def _leave_out(self, request: Request, answer: _Answer, reason: str) -> None:
-        """Say that a request is not admitted, and why."""
+        """Note that a request is not admitted, and why."""
         answer.admitted.append((NO_SLOT, 0, 0))
         answer.name(request.request_id, reason)
 
     def _why_to_wait(self, request: Request, hit: CacheHit) -> str | None:
-        """Ask the tiers below. What they could load is computed unless they are loading it."""
+        """Ask the tiers below whether the request must wait, and why; None if it need not."""
         hooks = self._tiers.hooks
         if hooks is None or request.skip_reading_prefix_cache:
             return None
@@ -388,7 +393,7 @@ class StepExecutor:
         answer: _Answer,
         admitted: RowsAdmitted | None,
     ) -> None:
-        """Add what few steps have in their result."""
+        """Add the fields that only some results have."""
         for reason, ids in answer.named.items():
             fields[reason] = tuple(ids)
         if admitted is not None:

@@ -1,8 +1,8 @@
-"""What each client's unfinished steps did, so that a failed step can be taken back.
+"""Undo records of each client's unfinished steps, for rolling back a failed step.
 
-A step writes one record; it is dropped when the step completes and replayed backwards when it
-fails. Refuses to grow: a client may have so many unfinished steps and no more. Blocks are not in
-here: the core withdraws by itself what a failed step made hittable.
+A step writes one record, which is dropped when the step completes and used for a rollback when it
+fails. The number of unfinished steps per client is limited. Records have no blocks: the core itself
+invalidates the blocks that a failed step made hittable.
 
     step n admitted or ran a row ──▶ record ──completed_step >= n──▶ dropped
                                         └─────failed_step <= n──────▶ Rollback
@@ -30,8 +30,8 @@ from kvcache.core.running import (
 from kvcache.manager.request_table import CALLER, KnownRequest, RequestTable
 
 
-class Seating(NamedTuple):
-    """A request and the occupancy a step began or ended, with its tokens at that moment."""
+class SlotAssignment(NamedTuple):
+    """A request, the occupancy of a slot that a step began or ended, and its tokens then."""
 
     known: KnownRequest
     generation: int
@@ -40,23 +40,23 @@ class Seating(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class StepRecord:
-    """How things stood before one step."""
+    """The state that one step changed, as it was before."""
 
     step: int
     rows: RunningRows = NO_ROWS
-    preempted: list[Seating] = field(default_factory=list)
-    resumed: list[Seating] = field(default_factory=list)
-    new: list[Seating] = field(default_factory=list)
+    preempted: list[SlotAssignment] = field(default_factory=list)
+    resumed: list[SlotAssignment] = field(default_factory=list)
+    new: list[SlotAssignment] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the step did nothing that could be taken back."""
+        """Whether the step did nothing that needs undoing."""
         return not (len(self.rows.slots) or self.preempted or self.resumed or self.new)
 
 
 @dataclass(frozen=True)
 class RowBefore:
-    """What a row goes back to."""
+    """The state that a row is rolled back to."""
 
     known: KnownRequest
     slot: int
@@ -66,11 +66,12 @@ class RowBefore:
 
 @dataclass(frozen=True)
 class Rollback:
-    """What taking back a client's steps from one on means. Nothing has been changed yet.
+    """The changes that undo a client's steps from `from_step` on. Nothing is changed yet.
 
-    `forgotten` were new in those steps, `preempted_again` resumed in them, `rows` run on from
-    before them, `preempted` lost their slots in them and keep only earlier tokens. `overwritten`
-    ran on from before them as well, but states of theirs were written over: they are preempted.
+    Requests in `forgotten` were new in those steps, those in `preempted_again` were resumed in
+    them. Those in `preempted` lost their slots in them, and keep only earlier tokens. `rows` ran
+    before those steps and in them; so did `overwritten`, but their states were overwritten, so they
+    are preempted.
     """
 
     from_step: int
@@ -82,19 +83,19 @@ class Rollback:
 
     @property
     def without_slot(self) -> tuple[RowBefore, ...]:
-        """Requests that stay known and have no slot afterwards."""
+        """Requests that stay known but have no slot afterwards."""
         return (*self.preempted_again, *self.preempted, *self.overwritten)
 
 
 class ClientSteps:
-    """The steps of one client: which is the last, which are complete, which are void.
+    """The steps of one client: the last, the completed and the void ones.
 
     Invariants: records are in order of step, all above `completed_step`; `void` holds disjoint
     ranges of steps, in order, all reaching above `completed_step`.
     """
 
     def __init__(self, client_id: str, index: int) -> None:
-        """Know no step yet. `index` stands for the client in the slot table."""
+        """Begin without steps. `index` is the client's in the request table."""
         self.client_id = client_id
         self.index = index
         self.last_step = 0
@@ -103,14 +104,14 @@ class ClientSteps:
         self.void: list[tuple[int, int]] = []
 
     def is_under_way(self, step: int) -> bool:
-        """Whether a rank may still run this step, which was executed, or one before it."""
+        """Return whether a rank may still run this executed step, or one before it."""
         if step <= self.completed_step:
             return False
         void = self.void_range(step)
         return void is None or self.completed_step < void[0] - 1
 
     def void_range(self, step: int) -> tuple[int, int] | None:
-        """Return the first and last step of the failed range that `step` lies in, or None."""
+        """Return the first and last step of the failed range that contains `step`, or None."""
         return next((r for r in self.void if r[0] <= step <= r[1]), None)
 
     def complete(self, step: int) -> None:
@@ -121,16 +122,16 @@ class ClientSteps:
         if self.void:
             self.void = [r for r in self.void if r[1] > step]
 
-    def fail(self, step: int, preempted: Sequence[Seating] = ()) -> None:
-        """Drop the records of steps from `step` on; all of them are void.
+    def fail(self, step: int, preempted: Sequence[SlotAssignment] = ()) -> None:
+        """Drop the records of steps from `step` on, which are now void.
 
-        `preempted` are requests that could not be taken back and lost their slots.
+        `preempted` are requests that could not be rolled back and lost their slots.
         """
         left = list(preempted)
         while self.records and self.records[-1].step >= step:
             left += self.records.pop().preempted
         if self.records:
-            # They stay preempted; an earlier step that fails later must know whose rows it ran.
+            # They stay preempted; the rollback of an earlier step may need their requests.
             self.records[-1].preempted += left
         kept = [r for r in self.void if r[0] < step]
         # Ranges that touch become one: steps that fail again and again leave one range.
@@ -138,10 +139,10 @@ class ClientSteps:
         self.void = [*kept, (first, self.last_step)]
 
     def confirmed_tokens(self, rows: RunningRows, table: RequestTable) -> Int32Array:
-        """Return how many tokens of each row no failing step can take back any more.
+        """Return how many tokens of each row no failing step can take back.
 
-        Blocks may be given up only behind confirmed tokens. Accepted drafts are drafts again if
-        this step fails. A step that admitted a row confines nothing: if it fails, the row goes.
+        Only blocks behind confirmed tokens may be freed. If this step fails, accepted drafts are
+        drafts again. The step that admitted a row limits nothing: if it fails, the row is removed.
         """
         settled: Int32Array = rows.positions[CONFIRMED_END]
         if not self.records:
@@ -156,10 +157,10 @@ class ClientSteps:
         return confirmed
 
     def num_confirmed(self, generation: int, num_computed: int, num_tokens: int) -> int:
-        """Return how many tokens of one row are computed for good: complete on every rank.
+        """Return how many tokens of one row are complete on every rank.
 
-        It has `num_computed` and `num_tokens`, unfinished steps included. 0 where the step that
-        admitted it is unfinished itself.
+        With unfinished steps, it has `num_computed` computed positions and `num_tokens` tokens. 0
+        if the step that admitted it is unfinished.
         """
         num_confirmed = min(num_computed, num_tokens)
         for record in self.records:
@@ -175,9 +176,9 @@ class ClientSteps:
     def plan_rollback(
         self, from_step: int, table: RequestTable, *, keeps_states: bool = False
     ) -> Rollback:
-        """Say what taking back the steps from `from_step` on means. Changes nothing.
+        """Return the rollback of the steps from `from_step` on. Changes nothing.
 
-        Where requests keep states, those that ran on cannot go back to what they were.
+        Where requests keep states, rows that ran in those steps cannot be rolled back.
         """
         records = [record for record in self.records if record.step >= from_step]
         by_generation = {known.generation: known for known in table.of_client(self.index)}
@@ -206,11 +207,11 @@ class ClientSteps:
 
 
 StepsUnderWay: TypeAlias = Sequence[tuple[ClientSteps, int]]
-"""Clients, each with the last of its steps that counts."""
+"""Clients, each with its last step to wait for."""
 
 
 def _rows_before(record: StepRecord, by_generation: dict[int, KnownRequest]) -> list[RowBefore]:
-    """How the rows that a step ran or resumed stood before it, as far as they are still known."""
+    """Return the state, before a step, of the still known rows that it ran or resumed."""
     rows = zip(
         record.rows.generations.tolist(),
         record.rows.positions[BEFORE_COMPUTED].tolist(),
@@ -233,7 +234,7 @@ class StepLedger:
     """The clients of one manager, by id, each with its steps."""
 
     def __init__(self) -> None:
-        """Know no client yet."""
+        """Begin without clients."""
         self.num_steps = 0
         self.num_failures = 0
         self._clients: dict[str, ClientSteps] = {}
@@ -244,15 +245,15 @@ class StepLedger:
 
     @property
     def num_unfinished_steps(self) -> int:
-        """Steps of all clients that could still be taken back."""
+        """Steps of all clients that can still be rolled back."""
         return sum(len(client.records) for client in self._clients.values())
 
     def look_up(self, client_id: str) -> ClientSteps:
-        """Return the client's steps; of a new client, steps that are not kept yet."""
+        """Return the client's steps; for a new client, an entry that `keep` adds."""
         return self._clients.get(client_id) or ClientSteps(client_id, self._next_index)
 
     def keep(self, client: ClientSteps, *, has_failed: bool) -> None:
-        """Count one more step of the client, and know it from now on."""
+        """Count one more step of the client, and add the client if it is new."""
         self.num_steps += 1
         self.num_failures += has_failed
         if client.client_id not in self._clients:
@@ -260,11 +261,11 @@ class StepLedger:
             self._next_index += 1
 
     def forget(self, client_id: str) -> ClientSteps | None:
-        """Know the client no more; return what was known."""
+        """Remove the client; return its steps."""
         return self._clients.pop(client_id, None)
 
     def under_way(self) -> StepsUnderWay:
-        """Return the steps that are neither complete nor void now, of all clients."""
+        """Return the steps of all clients that are neither complete nor void."""
         return [
             (client, client.last_step)
             for client in self._clients.values()
@@ -272,7 +273,7 @@ class StepLedger:
         ]
 
     def are_over(self, steps: StepsUnderWay) -> bool:
-        """Say whether no rank can run any of these steps any more."""
+        """Return whether no rank can still run any of these steps."""
         return not any(
             self._clients.get(client.client_id) is client and client.is_under_way(step)
             for client, step in steps

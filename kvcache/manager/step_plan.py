@@ -1,8 +1,8 @@
-"""A step request, checked: everything that could be wrong with it is found before anything changes.
+"""The check of a step request: every error is found before anything changes.
 
-The manager turns a `StepRequest` into a `StepPlan` here and hands the plan to the execution, which
-refuses nothing any more. Changes nothing: the effects of a failed step, of finished and of
-preempted requests on what follows are worked out on copies.
+The manager turns a `StepRequest` into a `StepPlan` here and passes the plan to the executor, which
+refuses nothing. Planning changes nothing: it works out on copies how a failed step, finished and
+preempted requests affect the rest of the step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvcache.requests.request import BlockHasher, LoRARequest, Request
 
 
 class StepPlan(NamedTuple):
-    """What a checked step will do, in the order in which it will do it."""
+    """The operations of a checked step, except `forks`, in order of execution."""
 
     request: StepRequest
     client: ClientSteps
@@ -59,7 +59,7 @@ class StepPlan(NamedTuple):
 
 
 class StepPlanner:
-    """Checks step requests against what a manager knows. Changes nothing."""
+    """Checks step requests against a manager's state. Changes nothing."""
 
     def __init__(
         self,
@@ -68,17 +68,17 @@ class StepPlanner:
         max_unfinished_steps: int,
         hasher: BlockHasher,
     ) -> None:
-        """Check against `table` and what the model allows; requests get `hasher`."""
+        """Check against `table` and the model's `limits`; requests get `hasher`."""
         self._table = table
         self._limits = limits
         self._max_unfinished_steps = max_unfinished_steps
         self._hasher = hasher
 
     def plan(self, request: StepRequest, client: ClientSteps, model_epoch: int) -> StepPlan:
-        """Check a step of `client` and return what it will do.
+        """Check a step of `client` and return its plan.
 
         Raises:
-            RequestError: the step contradicts what is known, or itself.
+            RequestError: the step contradicts the manager's state, or itself.
             BacklogFullError: the client has too many steps that neither completed nor failed.
         """
         where = f"step {request.step} of {request.client_id}"
@@ -91,7 +91,7 @@ class StepPlanner:
         if len(client.records) >= self._max_unfinished_steps:
             self._check_backlog(where, request, client)
         running = request.running
-        if rollback is None and _names_nobody(request):
+        if rollback is None and _has_only_rows(request):
             rows = plan_rows(where, running, client, table, limits)
             return StepPlan(request, client, None, (), (), rows)
         forgotten: set[int] = set()
@@ -187,7 +187,7 @@ class StepPlanner:
     def _fork(
         self, where: str, fork: Fork, client: ClientSteps, gone: set[int], lost: set[int]
     ) -> tuple[KnownRequest, str]:
-        """Return a fork's parent and the id of its child, or raise. `lost` have no blocks then."""
+        """Return a fork's parent and child id, or raise. Requests in `lost` have no blocks then."""
         parent = self._known(where, "forked", fork.parent_id, client)
         if id(parent) in lost or not parent.is_running:
             raise RequestError(
@@ -203,7 +203,7 @@ class StepPlanner:
         return parent, fork.child_id
 
     def _new(self, where: str, new: NewRequest, gone: set[int], model_epoch: int) -> Request:
-        """Make the request that a step brings, or raise."""
+        """Make a new request of a step, or raise."""
         known = self._table.known.get(new.request_id)
         if known is not None and id(known) not in gone:
             raise RequestError(
@@ -228,7 +228,7 @@ class StepPlanner:
 
 
 def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher | None = None) -> Request:
-    """Return the request that `new` describes; raises `RequestError` for what cannot be one."""
+    """Return the request that `new` describes; raises `RequestError` if it is invalid."""
     if new.lora_name is None and new.lora_path is not None:
         raise RequestError(
             f"request {new.request_id} has the LoRA path {shown(new.lora_path)} but no LoRA name: "
@@ -293,14 +293,14 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
         )
 
 
-def _names_nobody(request: StepRequest) -> bool:
-    """Whether a step comes with running rows at most."""
+def _has_only_rows(request: StepRequest) -> bool:
+    """Return whether a step names no requests, and has at most running rows."""
     leaving = request.finished or request.preempted_recompute or request.preempted_swap
     return not (leaving or request.resumed or request.new or request.forks)
 
 
 def _check_ids_once(where: str, request: StepRequest) -> None:
-    """Refuse an id that is named twice, by one list or by lists that exclude each other."""
+    """Refuse an id that appears twice, in one list or in lists that exclude each other."""
     num_leaving = len(request.finished) + len(request.preempted_recompute)
     num_leaving += len(request.preempted_swap)
     if num_leaving + len(request.resumed) + len(request.new) + len(request.forks) < 2:
@@ -332,7 +332,7 @@ _COLUMNS = (
 )
 
 
-def plan_rows(  # noqa: PLR0917 - a step, and what it is checked against
+def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
     where: str,
     running: RunningRequests,
     client: ClientSteps,
@@ -341,10 +341,10 @@ def plan_rows(  # noqa: PLR0917 - a step, and what it is checked against
     rollback: Rollback | None = None,
     leaving: Sequence[KnownRequest] = (),
 ) -> RunningRows:
-    """Return what the running rows of a step will do; `leaving` must not be among them.
+    """Check the running rows of a step and return them; none may be of a request in `leaving`.
 
     Raises:
-        RequestError: they contradict each other or what is known.
+        RequestError: they contradict each other or the manager's state.
     """
     if running is EMPTY_RUNNING:
         return NO_ROWS
@@ -392,7 +392,7 @@ def plan_rows(  # noqa: PLR0917 - a step, and what it is checked against
 
 
 def _rows_after(table: RequestTable, rollback: Rollback) -> npt.NDArray[np.int32]:
-    """Return the columns of all rows as they are once failed steps are taken back."""
+    """Return the columns of all rows as they are after the rollback."""
     rows: npt.NDArray[np.int32] = table.rows.copy()
     for row in rollback.rows:
         rows[row.known.slot, COMPUTED], rows[row.known.slot, TOKENS] = (
@@ -406,7 +406,7 @@ def _rows_after(table: RequestTable, rollback: Rollback) -> npt.NDArray[np.int32
     return rows
 
 
-def _explain(  # noqa: PLR0917 - a step, and what it is checked against
+def _explain(  # noqa: PLR0917 - a step and the state to check it against
     where: str,
     running: RunningRequests,
     client: ClientSteps,
@@ -414,7 +414,7 @@ def _explain(  # noqa: PLR0917 - a step, and what it is checked against
     limits: ModelLimits,
     leaving: Sequence[KnownRequest],
 ) -> NoReturn:
-    """Say which rule the compiled check found broken: the first one, rows one by one."""
+    """Raise the error of the first rule that the compiled check found broken."""
     counts = _token_counts(where, running)
     _require_token_ids(where, running)
     _check_slots(where, running.slots, rows, client)
@@ -431,7 +431,7 @@ def _explain(  # noqa: PLR0917 - a step, and what it is checked against
 
 
 def _token_counts(where: str, running: RunningRequests) -> npt.NDArray[np.int64]:
-    """Return how many tokens each row appends; refuse counts that do not fit each other."""
+    """Return how many tokens each row appends; refuse inconsistent counts."""
     offsets, token_ids = running.token_offsets.astype(np.int64), running.token_ids
     counts = offsets[1:] - offsets[:-1]
     first, last = int(offsets[0]), int(offsets[-1])
@@ -450,7 +450,7 @@ def _token_counts(where: str, running: RunningRequests) -> npt.NDArray[np.int64]
 
 
 def _require_token_ids(where: str, running: RunningRequests) -> None:
-    """Refuse what is no token id."""
+    """Refuse negative token ids."""
     for name in ("token_ids", "draft_token_ids"):
         ids = getattr(running, name)
         if np.count_nonzero(ids < 0):
@@ -463,7 +463,7 @@ def _require_token_ids(where: str, running: RunningRequests) -> None:
 def _check_slots(
     where: str, slots: Int32Array, rows: npt.NDArray[np.int32], client: ClientSteps
 ) -> None:
-    """Refuse slots that do not exist, are named twice, or that this client does not run."""
+    """Refuse slots that do not exist, appear twice, or do not run a request of this client."""
     outside = slots[(slots < 0) | (slots >= len(rows))]
     if len(outside):
         raise RequestError(
@@ -511,7 +511,7 @@ def _check_lengths(
     tokens: npt.NDArray[np.int64],
     limits: ModelLimits,
 ) -> None:
-    """Refuse rows longer than the model takes, and forwards beyond a row's own tokens."""
+    """Refuse rows longer than `max_model_len`, and forwards beyond a row's own tokens."""
     slots, num_new, most = running.slots, running.num_new_tokens, limits.max_model_len
     remedy = f"the model takes {most} tokens, schedule fewer"
     _refuse(where, slots, num_new > most - settled, "num_new_tokens", num_new, remedy)

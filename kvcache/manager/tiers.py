@@ -1,7 +1,7 @@
-"""The tiers below the device, as one manager knows them: whom to ask, how to load, whom to tell.
+"""The connection between a manager and the tiers below the device.
 
-Where whoever runs the tiers is connected with a manager, once, before anybody asks it for anything.
-Without tiers nobody is asked. Refuses to know what a tier is.
+The owner of the tiers connects them once, before the manager is first used. A manager without tiers
+calls no hooks. Nothing here knows how a tier works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 
 class SwapHooks(Protocol):
-    """Who keeps what preempted requests would lose. Never blocks."""
+    """Keeps the content that preempted requests would lose. Never blocks."""
 
     def on_swap_out(
         self,
@@ -38,20 +38,23 @@ class SwapHooks(Protocol):
         num_cached_tokens: int,
         block_ids: tuple[list[int], ...],
     ) -> None:
-        """The engine preempts a request and asks to keep its content: it is about to lose its
-        tables, which are `block_ids`, one per group. The bytes of its first `num_tokens` tokens
-        are complete on every rank; the first `num_cached_tokens` are found by their content."""
+        """Keep the content of a request that the engine preempts with a swap.
+
+        The request is about to lose its tables `block_ids`, one per group. The bytes of its first
+        `num_tokens` tokens are complete on every rank. The first `num_cached_tokens` are in the
+        prefix cache.
+        """
 
 
 class GuardedHooks:
-    """Hooks that a caller handed in, which cannot harm the call that asks or tells them.
+    """A caller's hooks, guarded: their errors are logged and do not reach the manager's calls.
 
-    What they raise is logged. A look-up that raises, or answers anything but an `OffloadHit`, is a
-    miss: the prompt is computed.
+    A look-up that raises, or returns anything but an `OffloadHit`, is a miss: the prompt is
+    computed.
     """
 
     def __init__(self, hooks: OffloadHooks) -> None:
-        """Ask and tell `hooks`."""
+        """Guard `hooks`."""
         self._hooks = hooks
         self._errors = CallbackErrors(logger, "offload_hooks")
 
@@ -62,7 +65,7 @@ class GuardedHooks:
             check_kind("what look_up returned", hit, OffloadHit)
             check_kind("its answer", hit.answer, OffloadAnswer)
         except Exception:
-            self._errors.note("the look-up is a miss: mend look_up")
+            self._errors.note("the look-up is a miss: fix look_up")
             return OffloadHit(OffloadAnswer.MISS)
         return hit
 
@@ -82,15 +85,15 @@ class GuardedHooks:
         try:
             hook(*arguments)
         except Exception:
-            self._errors.note(f"it was not told by {hook.__name__}: mend that")
+            self._errors.note(f"{hook.__name__} missed a call: fix it")
 
 
 class TierLink:
-    """What a manager and its tiers have of each other.
+    """The interface between a manager and its tiers.
 
-    `hooks` are asked before a request is let in, and `swap` is told who is swapped out, None where
-    there are none. `block_sizes` are tokens per block of each KV cache group, and `none_hash` the
-    parent of every first block.
+    The manager asks `hooks` before it admits a request, and tells `swap` which requests are swapped
+    out; both are None without tiers. `block_sizes` are tokens per block of each KV cache group,
+    and `none_hash` is the parent of every first block.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class TierLink:
         block_sizes: tuple[int, ...],
         none_hash: BlockHash,
     ) -> None:
-        """Ask `hooks`, if there are any."""
+        """Connect `hooks`, if there are any."""
         self.hooks = hooks
         self.swap: SwapHooks | None = None
         self.loads = loads
@@ -110,11 +113,11 @@ class TierLink:
         self._events = events
 
     def connect(self, hooks: StepHooks, swap: SwapHooks | None = None) -> None:
-        """Ask `hooks` and tell `swap` from now on. Raises RequestError where others are asked."""
+        """Use `hooks` and `swap` from now on. Raises RequestError if there are hooks already."""
         if self.hooks is not None:
             raise RequestError("this manager has tiers already: make another manager for others")
         self.hooks, self.swap = hooks, swap
 
     def emit(self, event: CacheEvent) -> None:
-        """Tell who listens to the manager what happened in a tier."""
+        """Pass an event of a tier to the manager's event sink."""
         self._events.emit(event)
