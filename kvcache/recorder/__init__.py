@@ -1,10 +1,10 @@
-"""A recorder of all that changes a coordinator's manager, and its replay into a real one.
+"""A recorder of all changes to a coordinator's manager, and their replay into a new one.
 
-    recorder.py        told by the coordinator       recording.py       segments, read back
-    segments.py        files, bounded                replay.py          all of it done again
-    frames.py          length, checksum, payload     replayed_epoch.py  an epoch's manager, again
-    records.py         what a record says            manager_config.py  a manager's settings
-    request_tracer.py  requests as they are served   outcomes.py        what came of it, as digests
+    recorder.py        writes events as records      recording.py       reads segments
+    segments.py        files within a size limit     replay.py          replays a recording
+    frames.py          length, checksum, payload     replayed_epoch.py  replays one epoch
+    records.py         kinds of records              manager_config.py  a manager's settings
+    request_tracer.py  requests as they are served   outcomes.py        digests of results
 
 A recorder writes if a directory is configured. A tracer listens while a client asks it for
 requests. Serving needs neither.

@@ -1,13 +1,13 @@
-"""Records in a file: `length, crc32c, payload`, one after another, nothing in between.
+"""Records in a file: `length, crc32c, payload`, one after another without gaps.
 
-Lowest layer of a recording. Both numbers are 4 bytes, little endian; the checksum (CRC-32C) is the
-payload's. A payload is one msgpack value, so that where it ends is said twice.
+The lowest layer of a recording. Both numbers are 4 bytes, little endian; the checksum (CRC-32C) is
+the payload's. A payload is one msgpack value, so its end can be checked against `length`.
 
     | length | crc32c | payload ...... | length | crc32c | payload ...
     0        4        8                8 + length
 
-A file whose writer died ends with a torn record: it is cut off, never guessed at. Anything else
-that does not add up is damage, and an error that names the byte.
+If the writer dies, the file may end with a torn record, which the reader cuts off. Any other
+inconsistency is damage: an error that names the byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgpack
 from kvcache.base.errors import ExhaustedError, RecordingError
 
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Largest record. Labels of all ranks are the large ones."""
+"""Largest record. The labels of all ranks make the largest records."""
 
 HEAD_BYTES = 8
 _HEAD = struct.Struct("<II")
@@ -31,10 +31,10 @@ _ZEROS_AT_ONCE = 1 << 16
 
 
 def frame(payload: bytes) -> bytes:
-    """Return a record's bytes; raises ExhaustedError for a payload that is too large to be read."""
+    """Return a record's bytes; raises ExhaustedError for a payload too large to be read."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ExhaustedError(
-            f"a record of {len(payload)} bytes, {MAX_PAYLOAD_BYTES} are read: record "
+            f"a record of {len(payload)} bytes, {MAX_PAYLOAD_BYTES} are read at most: record "
             "a smaller cache"
         )
     return _HEAD.pack(len(payload), google_crc32c.value(payload)) + payload
@@ -50,7 +50,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class TornTail:
-    """What was cut off the end of a file: the last `num_bytes` bytes, from `offset` on."""
+    """The torn end of a file: its last `num_bytes` bytes, from `offset` on."""
 
     path: Path
     offset: int
@@ -58,10 +58,10 @@ class TornTail:
 
 
 class FrameReader:
-    """Reads the records of one file in order. `tail` is what was cut off, known at the end."""
+    """Reads the records of one file in order. At the end, `tail` is the torn record, if any."""
 
     def __init__(self, file: BinaryIO, path: Path, size_bytes: int) -> None:
-        """Read the first `size_bytes` of `file`, which stands at its beginning."""
+        """Read the first `size_bytes` of `file`, whose position must be 0."""
         self._file = file
         self._path = path
         self._size_bytes = size_bytes
@@ -77,7 +77,7 @@ class FrameReader:
         """Return the next record, None at the end.
 
         Raises:
-            RecordingError: damaged, or the file cannot be read.
+            RecordingError: the file is damaged or cannot be read.
         """
         try:
             return self._next()
@@ -115,7 +115,7 @@ class FrameReader:
         return None
 
     def _is_empty_from(self, offset: int) -> bool:
-        """Say whether nothing but zeros follows: a crash may leave those where data was to be."""
+        """Return whether only zeros follow, which a crash may leave in place of data."""
         self._file.seek(offset)
         while offset < self._size_bytes:
             data = self._file.read(min(_ZEROS_AT_ONCE, self._size_bytes - offset))
@@ -126,7 +126,7 @@ class FrameReader:
 
 
 def _is_beginning(payload: bytes) -> bool:
-    """Say whether a payload stops before its value ends, as a torn one does, zeros behind it."""
+    """Return whether a payload, without zeros at its end, stops before its value ends."""
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(payload)))
     unpacker.feed(payload.rstrip(b"\0"))
     try:

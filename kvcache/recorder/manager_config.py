@@ -1,7 +1,6 @@
-"""What a manager is made from, as plain values: enough to make the same one elsewhere.
+"""The settings of a manager as plain values, from which an equal manager can be made.
 
-In the first record of every segment, and where a coordinator's own managers come from. Refuses
-values that no manager can be made from, wherever they come from.
+The first record of every segment has them, and a coordinator makes its own managers from them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvcache.specs import KVCacheConfig
 
 @dataclass(frozen=True)
 class ManagerConfig:
-    """The settings of a coordinator's manager, all but its epoch; `KVCacheManager` explains each.
+    """The settings of a coordinator's manager except its epoch; `KVCacheManager` explains each.
 
     `kv_cache_config` is the plan with the groups of the whole model.
     """
@@ -52,11 +51,12 @@ class ManagerConfig:
         publish_all_groups: bool = False,
         core_factory: CoreFactory = FlatCore,
     ) -> KVCacheManager:
-        """Return a manager with an empty cache, which keeps commands for workers; `event_sink`
-        hears what is cached. `core_factory` makes its core.
+        """Return a manager with an empty cache, which keeps commands for workers.
+
+        `event_sink` receives its cache events. `core_factory` makes its core.
 
         Raises:
-            ConfigurationError: a value cannot be meant.
+            ConfigurationError: a value is invalid.
         """
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         return KVCacheManager(
@@ -77,11 +77,11 @@ class ManagerConfig:
 
     @classmethod
     def from_dict(cls, data: object) -> ManagerConfig:
-        """Return what `to_dict` made `data` from; raises MalformedMessageError."""
+        """Return the settings that `to_dict` wrote; raises MalformedMessageError."""
         known = {field.name: field for field in fields(cls)}
         if isinstance(data, dict):
-            data = {"tenants": None, **data}  # recordings from before there were tenants
-            data.pop("core", None)  # and from when there was more than one core
+            data = {"tenants": None, **data}  # recordings older than tenants
+            data.pop("core", None)  # recordings with a choice of cores
         if not isinstance(data, dict) or set(data) != set(known):
             names = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
             raise MalformedMessageError(f"no settings of a manager: {names}")
@@ -101,4 +101,4 @@ class ManagerConfig:
 
 _MADE_OF_PARTS = frozenset({"kv_cache_config", "tenants"})
 _PLAIN_TYPES: dict[Any, type[Any]] = {"int": int, "bool": bool, "str": str, "float": float}
-"""By what a field's annotation says."""
+"""The type by a field's annotation."""

@@ -1,8 +1,8 @@
-"""What came of an operation, short enough to be written down each time: a digest of each part.
+"""The outcome of an operation, as a digest of each part: short enough to record every time.
 
-Made when recording and again when replaying, where equal digests mean equal parts, and different
-ones name the part: a field of the answer, or one of the commands. Refuses values that have no
-obvious bytes.
+The recorder computes the digests, and the replay computes them again. A digest that differs names
+its part: a field of the answer, or one of the commands. Values without an obvious byte form are
+refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.protocol.step import StepResult
 from kvcache.protocol.step_delivery import StepAnswer
 
 Digests = tuple[tuple[str, int], ...]
-"""The parts of something in order, by name."""
+"""Digests of named parts, in order."""
 
 _LOAD_PARTS = ("load_id", "num_device_tokens", "num_tokens", "columns", "block_ids")
 _IDENTITY = ("client_id", "step", "epoch", "seq")
@@ -36,15 +36,15 @@ _ANSWER_PARTS: Mapping[type[Any], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one operation: digests of the answer's fields that are not empty, and of the
-    commands in order; or the error it ended with."""
+    """The outcome of one operation: digests of the answer's fields that are not empty, and of the
+    commands in order; or the error."""
 
     answer: Digests = ()
     commands: Digests = ()
     error: str = ""
 
     def difference(self, other: Outcome) -> str:
-        """Say how `other` differs from this one, empty if it does not."""
+        """Return how `other` differs from this one, empty if it does not."""
         if self.error != other.error:
             return f"{_ending(other.error)}, recorded: {_ending(self.error)}"
         names = self.changed_parts(other)
@@ -60,13 +60,13 @@ class Outcome:
         return ""
 
     def changed_parts(self, other: Outcome) -> list[str]:
-        """Return the parts of the answer that `other` has otherwise."""
+        """Return the names of the answer's parts that differ in `other`."""
         answer, others = dict(self.answer), dict(other.answer)
         return [name for name in answer | others if answer.get(name) != others.get(name)]
 
 
 def outcome_of(answer: StepAnswer | Exception, commands: Sequence[Command]) -> Outcome:
-    """Return the error, or digests of an answer and its commands without who asked and when."""
+    """Return the error, or digests of the commands and of the answer without its sender's ids."""
     if isinstance(answer, Exception):
         return Outcome(error=f"{type(answer).__name__}: {answer}")
     parts = []
@@ -83,14 +83,14 @@ def digests_of_commands(commands: Sequence[Command]) -> Digests:
 
 
 def digests_of_load(load: PrefixLoad | None) -> Digests:
-    """Return the digest of each part of what a load has got; nothing if there was no room."""
+    """Return the digest of each part of a load; empty if it got no room."""
     if load is None:
         return ()
     return tuple((name, digest_of(getattr(load, name))) for name in _LOAD_PARTS)
 
 
 def digest_of(value: object) -> int:
-    """Return 64 bits over a value. Fast, not safe against an adversary."""
+    """Return a 64-bit digest of a value: fast, but not safe against an adversary."""
     hasher = xxhash.xxh3_64()
     _fold(hasher, value)
     digest: int = hasher.intdigest()
@@ -98,7 +98,7 @@ def digest_of(value: object) -> int:
 
 
 def digests_of_state(manager: KVCacheManager) -> dict[str, str]:
-    """Return hex digests over all of a manager's books by part, the core's parts by their own."""
+    """Return hex digests of a manager's state by part, with each part of the core separate."""
     parts: dict[str, object] = {}
     for name, value in manager.dump_state().items():
         if name == "core" and isinstance(value, dict):
@@ -109,7 +109,7 @@ def digests_of_state(manager: KVCacheManager) -> dict[str, str]:
 
 
 def digest_of_digests(digests: Mapping[str, str]) -> str:
-    """Return one hex digest for all parts."""
+    """Return one hex digest of all parts."""
     return sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
@@ -124,7 +124,7 @@ class _Hasher(Protocol):
 
 
 def _fold(hasher: _Hasher, value: Any) -> None:
-    """Add a value: a letter for its kind, its length where it has one, and what it holds."""
+    """Add a value: a letter for its kind, its length if it has one, and its content."""
     kind = type(value)
     if kind is np.ndarray:
         if value.dtype.kind not in "biu":

@@ -1,4 +1,4 @@
-"""FileStepRecorder: writes down all that happens to a coordinator's managers, to be replayed.
+"""FileStepRecorder: records all operations on a coordinator's managers, for a replay.
 
 It makes a record of each event of the coordinator and puts it into a buffer, which goes to disk
 when it is full, or at a tick. When the disk fails, the recorder stops, logs that once, counts what
@@ -53,13 +53,13 @@ from kvcache.recorder.segments import OpenFile, SegmentLimits, SegmentWriter, cr
 logger = get_logger(__name__)
 
 MAX_BUFFER_BYTES = 1 << 20
-"""What waits for a tick at most; one record more may be added before it goes to disk."""
+"""Size of the buffer. One more record may exceed it before the buffer goes to disk."""
 
 
 @dataclass(frozen=True)
 class RecorderLimits:
-    """Where and how much is written. `flush_s`: how long a record waits at most for a tick to write
-    it. `is_synced`: every write waits until the disk has it."""
+    """The limits of what is written. A tick writes records that have waited for `flush_s`.
+    `is_synced`: every write waits until the disk has it."""
 
     segments: SegmentLimits
     flush_s: float = 1.0
@@ -68,7 +68,7 @@ class RecorderLimits:
 
 @dataclass(frozen=True)
 class RecordingOrigin:
-    """Whose managers are recorded; see `SegmentHead`."""
+    """The origin of a recording; see `SegmentHead`."""
 
     recording_id: str
     fingerprint: str
@@ -78,13 +78,13 @@ class RecordingOrigin:
 
 
 class RememberingClock:
-    """The clock of a recorded manager: pins run out by it, so its readings are in the records.
+    """The clock of a recorded manager. Pins expire by it, so its readings are recorded.
 
-    It keeps them until the next record takes them.
+    It keeps readings until the next record takes them.
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Say what `clock` says."""
+        """Read `clock`."""
         self._clock = clock
         self._readings: list[float] = []
 
@@ -95,7 +95,7 @@ class RememberingClock:
         return now_s
 
     def take(self) -> list[float]:
-        """Return what was said since the last time."""
+        """Return the readings since the last call."""
         readings, self._readings = self._readings, []
         return readings
 
@@ -103,7 +103,7 @@ class RememberingClock:
 class FileStepRecorder(StepRecorder):
     """Writes segments. Owned by the coordinator's thread.
 
-    `clock` is for the managers that are recorded: what it tells them is in the records.
+    The recorded managers must use `clock`: its readings are recorded.
     Invariant: a record has the next number whether it is written or lost.
     """
 
@@ -130,7 +130,7 @@ class FileStepRecorder(StepRecorder):
         self._num_lost = self._num_written = self._num_in_buffer = self._num_failures = 0
 
     def record(self, event: Event) -> None:
-        """Record an event; tiers' calls go into the record of the operation they are part of."""
+        """Record an event; calls of tiers become part of the record of their operation."""
         match event:
             case EpochBegun():
                 self._begin_epoch(event)
@@ -145,12 +145,12 @@ class FileStepRecorder(StepRecorder):
                 self._write(lambda number: self._made_of(number, event))
 
     def on_tick(self) -> None:
-        """Write what has waited for long enough."""
+        """Write the buffer if it has waited for `flush_s`."""
         if self._buffer and self._real_clock.now() - self._flushed_s >= self._limits.flush_s:
             self._guarded(self._flush)
 
     def close(self) -> None:
-        """Record digests of the manager's books, if one is left, and close the segment."""
+        """Record digests of the manager's state, if there is a manager, and close the segment."""
         manager = self._manager
         if manager is not None:
             self._write(lambda number: records.StateReached(number, digests_of_state(manager)))
@@ -192,7 +192,7 @@ class FileStepRecorder(StepRecorder):
         self._guarded(begin)
 
     def _end_epoch(self) -> None:
-        """Write what waits, and let go of the manager."""
+        """Write the buffer, and drop the manager."""
         self._guarded(self._flush)
         self._manager = None
         self._problem = self._problem or "no epoch runs"
@@ -231,7 +231,7 @@ class FileStepRecorder(StepRecorder):
     # --- writing
 
     def _take_meanwhile(self) -> tuple[tuple[float, ...], tuple[TierCall, ...]]:
-        """Return what the manager was told of time, and called of tiers, since the last time."""
+        """Return the clock readings and calls of tiers since the last call."""
         calls, self._calls = tuple(self._calls), []
         return tuple(self.clock.take()), calls
 
@@ -242,7 +242,7 @@ class FileStepRecorder(StepRecorder):
             self._num_lost += 1
             return
         self._guarded(lambda: self._append(make(number)))
-        if self._next_number == number:  # it could not be made
+        if self._next_number == number:  # making or adding it failed
             self._next_number += 1
             self._num_lost += 1
 
@@ -256,7 +256,7 @@ class FileStepRecorder(StepRecorder):
             self._flush()
 
     def _flush(self) -> None:
-        """Write the buffer, into the next segment where this one is full."""
+        """Write the buffer, to a new segment if this one is full."""
         self._flushed_s = self._real_clock.now()
         if not self._buffer:
             return
@@ -287,12 +287,12 @@ class FileStepRecorder(StepRecorder):
         self._num_in_buffer = 0
 
     def _guarded(self, work: Callable[[], None], *, even_when_stopped: bool = False) -> None:
-        """Do it unless recording has stopped. Whatever goes wrong, the coordinator goes on."""
+        """Do `work` unless recording has stopped. An error stops recording, but not service."""
         if self._problem and not even_when_stopped:
             return
         try:
             work()
-        except Exception as error:  # a full disk, or our own mistake: neither may stop service
+        except Exception as error:  # neither a full disk nor a bug may stop service
             self._stop(f"{type(error).__name__}: {error}")
 
     def _stop(self, problem: str) -> None:

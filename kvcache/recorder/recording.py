@@ -1,8 +1,8 @@
-"""A recording, read back: segments put in order, their records one by one.
+"""Reading a recording: its segments in order, and their records one by one.
 
-Between the files and the replay. One file, or all of a directory, which may hold the recordings of
-several coordinators, one after another. Refuses to read on behind damage, and to hide what is not
-there: what was cut off, left out or is missing becomes a note.
+A recording is one file, or all files of a directory, which may hold the recordings of several
+coordinators, one after another. Reading stops at damage. Everything cut off, left out or missing
+becomes a note.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.recorder.segments import SEGMENT_SUFFIX, number_of, segment_paths
 
 @dataclass(frozen=True)
 class Segment:
-    """One file of a recording, as long as it was when it was opened."""
+    """One file of a recording, with its size when it was opened."""
 
     path: Path
     head: SegmentHead
@@ -30,7 +30,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class PlacedRecord:
-    """A record, where it stands, and how many bytes of the recording have been read with it."""
+    """A record, its position, and how many bytes of the recording were read up to its end."""
 
     record: Record
     segment: Segment
@@ -39,10 +39,10 @@ class PlacedRecord:
 
 
 class Recording:
-    """The segments of a recording in order. `notes` grow while it is read."""
+    """The segments of a recording in order. Reading adds to `notes`."""
 
     def __init__(self, segments: Sequence[Segment], notes: Sequence[str] = ()) -> None:
-        """Read these."""
+        """Read these segments."""
         self.segments = tuple(segments)
         self.notes = list(notes)
 
@@ -55,7 +55,7 @@ class Recording:
         """Yield the records of all segments in order.
 
         Raises:
-            RecordingError: damaged, unreadable, or of another version; names file and byte.
+            RecordingError: it is damaged, unreadable, or of another version; names file and byte.
         """
         bytes_before = 0
         for segment in self.segments:
@@ -81,7 +81,7 @@ def open_recording(path: Path) -> Recording:
     """Return the recording in a file, or in all segments of a directory.
 
     Raises:
-        RecordingError: there is none, or it cannot be read.
+        RecordingError: there is no recording, or it cannot be read.
     """
     try:
         is_directory = path.is_dir()
@@ -137,7 +137,7 @@ def _open(path: Path) -> Segment | None:
 
 
 def _in_order(segments: Sequence[Segment]) -> list[Segment]:
-    """Return the segments, recording by recording as these were begun, each in its own order."""
+    """Return the segments by recording, oldest recording first, each in its own order."""
     begun: dict[str, int] = {}
     for segment in segments:
         number = number_of(segment.path)

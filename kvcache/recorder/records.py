@@ -1,13 +1,14 @@
-"""What a record says: one class for each kind, and its bytes.
+"""The kinds of records: one class for each, and its bytes.
 
 A payload is a msgpack array, `[kind, number, field, ...]`. Every segment begins with a
-`SegmentHead`, which says what the manager is made from; the others say what happened to it, in
-order, numbered without gaps through all segments of a recording, so that what is missing is seen.
+`SegmentHead`, which has the manager's settings. The other records are the operations on the
+manager, in order. Their numbers have no gaps across the segments of a recording, so a missing
+record is noticed.
 
     segment 1:  SegmentHead · EpochBegun · Executed · Executed · Released · Executed ...
     segment 2:  SegmentHead · Executed · Executed ... · StateReached
 
-Refuses records of another version, and whatever has a right checksum and makes no sense.
+Records of an unknown version, and invalid ones with a right checksum, raise errors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvcache.recorder.outcomes import Digests, Outcome
 from kvcache.requests.request import Request
 
 RECORD_VERSION = 2
-"""Version 1 knew no tiers: heads without `has_tiers`, operations without `calls`, no loads."""
+"""Version 1 had no tiers: no `has_tiers` in heads, no `calls` in operations, no loads."""
 
 READ_VERSIONS = (1, RECORD_VERSION)
 
@@ -46,10 +47,10 @@ _ARRAYS = frozenset({"block_ids", "groups", "slots", "token_counts", "token_ids"
 class SegmentHead:
     """The first record of a segment, without a number of its own.
 
-    `first_number` is that of the next record. `epoch` was running when the segment began.
-    `recording_id` tells the recordings of one directory apart, `segment_index` orders the segments.
-    `configuration` is the cluster's, as JSON, for people; `fingerprint` is its plan's. `has_tiers`:
-    the manager asked tiers below the device.
+    `first_number` is the next record's. `epoch` was running when the segment began. `recording_id`
+    tells the recordings of one directory apart, and `segment_index` orders their segments.
+    `configuration` is the cluster's as JSON, for human readers; `fingerprint` is its plan's.
+    `has_tiers`: the manager was connected to tiers below the device.
     """
 
     recording_id: str
@@ -64,7 +65,7 @@ class SegmentHead:
 
 @dataclass(frozen=True)
 class EpochBegun:
-    """A new manager; restored from `label_sets` where there are any, and then `commands` taken."""
+    """A new manager, restored from `label_sets` if there are any; then `commands` were taken."""
 
     number: int
     epoch: int
@@ -75,9 +76,10 @@ class EpochBegun:
 
 @dataclass(frozen=True)
 class Executed:
-    """A step or call, as the bytes of its message, and what came of it.
+    """A step or call, as the bytes of its message, and its outcome.
 
-    `readings_s` are the times the manager was told meanwhile, `calls` those of its tiers.
+    `readings_s` are the manager's clock readings since the last operation, `calls` its calls of
+    tiers.
     """
 
     number: int
@@ -89,7 +91,7 @@ class Executed:
 
 @dataclass(frozen=True)
 class Released:
-    """Everything a client had was freed."""
+    """All requests of a client were freed."""
 
     number: int
     client_id: str
@@ -99,7 +101,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Held:
-    """What is cached of requests is held for a client: they stand in `message`, a step's bytes."""
+    """Cached prefixes are held for a client. `message`: a step with their requests."""
 
     number: int
     message: bytes
@@ -108,7 +110,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LetGo:
-    """Nothing is held for a client any more."""
+    """The prefixes held for a client were released."""
 
     number: int
     client_id: str
@@ -116,7 +118,7 @@ class LetGo:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """Blocks were forgotten outside steps, and then `commands` taken."""
+    """Blocks were forgotten outside steps; then `commands` were taken."""
 
     number: int
     block_ids: tuple[int, ...]
@@ -127,8 +129,8 @@ class Withdrawn:
 class LoadBegun:
     """Tiers asked for blocks for the first `num_tokens` tokens of a request, outside steps.
 
-    It stands in `message`, a step's bytes, and is of `model_epoch`; without a message it is the one
-    that the manager knows under this name. `load` are digests of what was given, none if nothing.
+    `message` is a step with the request, which is of `model_epoch`. Without a message, it is the
+    request that the manager knows by this id. `load` has digests of the blocks, if it got any.
     """
 
     number: int
@@ -143,7 +145,7 @@ class LoadBegun:
 
 @dataclass(frozen=True)
 class LoadFinished:
-    """What was loaded was cached."""
+    """A load was finished: its blocks were cached."""
 
     number: int
     load_id: int
@@ -159,7 +161,7 @@ class LoadReleased:
 
 @dataclass(frozen=True)
 class StateReached:
-    """How the manager's books stood: a digest of each part."""
+    """The manager's state: a digest of each part."""
 
     number: int
     digests: Mapping[str, str] = field(default_factory=dict)

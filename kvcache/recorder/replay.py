@@ -1,9 +1,9 @@
-"""RecordReplay: all that happened to a recorded manager, done again to a new one.
+"""RecordReplay: repeats all operations of a recorded manager on a new one.
 
-Makes the manager that the recording says, executes record after record through the coordinator's
-own `StepServer`, and compares what comes of each with what was written down. Stops at the first
-difference: everything behind it would differ too. Refuses to begin in the middle: what stands
-before the first beginning of an epoch, or behind a gap, is left out and said.
+The replay makes the recorded manager, executes each record through the coordinator's own
+`StepServer`, and compares the outcome with the recorded one. It stops at the first difference,
+because later records would differ too. A replay can only start where an epoch begins: it leaves out
+records before the first epoch or behind a gap, and notes that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PROGRESS_INTERVAL = 64
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """The first thing that came out otherwise: of which record, and whose step or call it was.
+    """The first difference: its record, and the client and step of the operation.
 
-    `client_id` and `step` are empty and 0 where it belongs to no client.
+    `client_id` is empty and `step` 0 if the record belongs to no client.
     """
 
     number: int
@@ -48,11 +48,11 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class RecordReplayReport:
-    """What a replay has done so far.
+    """The results of a replay so far.
 
-    `state_digest` is of the manager's books at the end, empty if there was none;
-    `recorded_state_digest` is what was written down then, empty if nothing was.
-    `num_skipped_records` stand where no manager can be made for them; `notes` say why.
+    `state_digest` is the digest of the manager's state at the end, empty before that;
+    `recorded_state_digest` is the recorded one, empty if there is none. `num_skipped_records`
+    records were left out because their manager cannot be made; `notes` say why.
     """
 
     bytes_read: int = 0
@@ -69,7 +69,7 @@ class RecordReplayReport:
 
     @property
     def is_identical(self) -> bool:
-        """Whether everything that was replayed came out as recorded."""
+        """Whether all replayed records had the recorded outcome."""
         return self.difference is None
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,22 +81,22 @@ OnProgress = Callable[[RecordReplayReport], None]
 
 
 class RecordReplay:
-    """One replay of one recording. `manager` is the present one, None before the first epoch."""
+    """One replay of one recording. `manager` is the current one, None before the first epoch."""
 
     def __init__(self, recording: Recording, on_progress: OnProgress | None = None) -> None:
-        """Replay nothing yet. `on_progress` is told now and then how far it has got."""
+        """Replay nothing yet. `on_progress` receives the report from time to time."""
         self.manager: KVCacheManager | None = None
         self._recording = recording
         self._on_progress = on_progress
         self._epoch: ReplayedEpoch | None = None
         self._recording_id = ""
         self._next_number = 0
-        self._skipped: list[int] = []  # the first and the last of a row of them
+        self._skipped: list[int] = []  # the first and last of a series
         self._report = RecordReplayReport()
         self._notes: list[str] = []
 
     def run(self) -> RecordReplayReport:
-        """Replay all of it, or up to the first difference.
+        """Replay the recording, or its records up to the first difference.
 
         Raises:
             RecordingError: the recording cannot be read, or holds no beginning of an epoch.
@@ -122,7 +122,7 @@ class RecordReplay:
         return self._report
 
     def _take(self, placed: PlacedRecord) -> ReplayDifference | None:
-        """Replay one record, or leave it out; return what came out otherwise."""
+        """Replay one record, or leave it out; return the difference, if any."""
         record, head = placed.record, placed.segment.head
         self._follow(record, head.recording_id)
         if isinstance(record, EpochBegun):
@@ -155,7 +155,7 @@ class RecordReplay:
         )
 
     def _look_at(self, record: Record, epoch: ReplayedEpoch) -> None:
-        """Count a step or call, and note the state that was written down."""
+        """Count a step or call, and note the recorded state."""
         if isinstance(record, Executed):
             self._count(
                 num_steps=not epoch.is_call,
@@ -167,7 +167,7 @@ class RecordReplay:
             self._report = replace(self._report, recorded_state_digest=digest)
 
     def _follow(self, record: Record, recording_id: str) -> None:
-        """Note a gap before `record`: what follows cannot be replayed before the next epoch."""
+        """Note a gap before `record`: the replay can only go on at the next epoch."""
         if recording_id != self._recording_id:
             self._tell_skipped()
             self._recording_id, self._epoch = recording_id, None

@@ -1,8 +1,8 @@
-"""ReplayedEpoch: one recorded epoch's manager, made again, and told everything once more.
+"""ReplayedEpoch: repeats the operations of one recorded epoch on a new manager.
 
-Below the replay, which reads the records. Operations go through the coordinator's own `StepServer`,
-which records the outcome of each as it did then. Clock and tiers say again what they said then.
-Refuses what this release cannot make sense of.
+The replay reads the records and passes them here. Operations go through the coordinator's own
+`StepServer`, which records their outcomes as it did then. Clock and tiers repeat their recorded
+answers. Records that this release cannot read raise errors.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ MISS = OffloadHit(OffloadAnswer.MISS)
 
 
 class ReplayedEpoch:
-    """One epoch's manager, made again. `replay` returns what came out otherwise, empty if nothing.
+    """One epoch's manager, made again. `replay` returns the difference, empty if there is none.
 
-    `client_id` and `step` say whose record was replayed last.
+    `client_id` and `step` are those of the last replayed record.
     """
 
     def __init__(self, head: SegmentHead, number: int) -> None:
@@ -72,10 +72,10 @@ class ReplayedEpoch:
         self._seen = _Seen()
         self._tiers: RepeatingTiers | None = None
         self._server: StepServer | None = None
-        self._nobody = ClientLedger("", 1, 1, 0.0)
+        self._no_client = ClientLedger("", 1, 1, 0.0)
 
     def _begin(self, record: EpochBegun, placed: PlacedRecord) -> str:
-        """Make the manager, and restore it if it was."""
+        """Make the manager, and restore it if the recorded one was restored."""
         try:
             manager = self._head.manager_config.make(self._clock, record.model_epoch)
             if self._head.has_tiers:
@@ -92,7 +92,7 @@ class ReplayedEpoch:
         return Outcome(commands=record.commands).difference(Outcome(commands=commands))
 
     def replay(self, placed: PlacedRecord) -> str:
-        """Do what a record says."""
+        """Repeat the operation of a record."""
         record = placed.record
         self.client_id, self.step = "", 0
         match record:
@@ -131,22 +131,22 @@ class ReplayedEpoch:
         seen.outcome = None
         self._expect(record)
         try:
-            server.serve(self._nobody, message)
+            server.serve(self._no_client, message)
         except Exception:
-            if seen.outcome is None:  # it has not reached the manager: a mistake of the replay
+            if seen.outcome is None:  # the step never reached the manager: a bug of the replay
                 raise
         what = record.outcome.difference(seen.outcome or Outcome())
         return self._tier_difference() or what or self._clock_difference(record.readings_s)
 
     def _release(self, record: Released) -> str:
-        """Free what a client had."""
+        """Free the requests of a client."""
         self.client_id = record.client_id
         self._expect(record)
         self._running().release(record.client_id)
         return self._tier_difference() or self._clock_difference(record.readings_s)
 
     def _hold(self, record: Held, placed: PlacedRecord) -> str:
-        """Hold what is cached of requests."""
+        """Hold the cached prefixes of requests."""
         message = _decoded(record.message, placed)
         if not isinstance(message, StepRequest):
             raise _unreadable(placed, f"it holds a {type(message).__name__}, no requests")
@@ -179,11 +179,11 @@ class ReplayedEpoch:
         return f"the load of {record.request_id} has another {what}" if names else ""
 
     def _compare_state(self, record: StateReached) -> str:
-        """Compare the manager's books part by part."""
+        """Compare the manager's state part by part."""
         mine = digests_of_state(self._running().manager)
         names = mine | dict(record.digests)
         parts = sorted(name for name in names if mine.get(name) != record.digests.get(name))
-        return f"the manager's books differ in {', '.join(parts)}" if parts else ""
+        return f"the manager's state differs in {', '.join(parts)}" if parts else ""
 
     def _running(self) -> StepServer:
         if self._server is None:
@@ -192,7 +192,7 @@ class ReplayedEpoch:
         return self._server
 
     def _expect(self, record: Executed | Released) -> None:
-        """Have clock and tiers say what they said then."""
+        """Make clock and tiers repeat their recorded answers."""
         self._clock.expect(record.readings_s)
         if self._tiers is not None:
             self._tiers.expect(record.calls)
@@ -216,7 +216,7 @@ class _Seen(StepRecorder):
         self.num_held_tokens = 0
 
     def record(self, event: events.Event) -> None:
-        """Keep digests of an outcome, and how many tokens are held."""
+        """Keep the digests of an outcome, or the number of held tokens."""
         match event:
             case events.Executed():
                 self.outcome = outcome_of(event.outcome, event.commands)
@@ -225,16 +225,16 @@ class _Seen(StepRecorder):
 
 
 class RepeatingClock:
-    """A clock that says what another one said. `num_invented` counts readings beyond those."""
+    """A clock that repeats recorded readings. `num_invented` counts readings beyond those."""
 
     def __init__(self) -> None:
-        """Know no reading yet."""
+        """Begin without readings."""
         self._readings: deque[float] = deque()
         self._last_s = 0.0
         self.num_invented = 0
 
     def now(self) -> float:
-        """Return the next reading; without one the last again, which is counted."""
+        """Return the next reading; without one, count that and repeat the last."""
         if self._readings:
             self._last_s = self._readings.popleft()
         else:
@@ -242,43 +242,43 @@ class RepeatingClock:
         return self._last_s
 
     def expect(self, readings: Sequence[float]) -> None:
-        """Say these next, whatever is left of those before."""
+        """Repeat these readings next; drop unused earlier ones."""
         self._readings = deque(readings)
         self.num_invented = 0
 
     @property
     def num_left(self) -> int:
-        """Readings that were not asked for."""
+        """Recorded readings that were not used."""
         return len(self._readings)
 
 
 class RepeatingTiers:
-    """Both hooks of a replayed manager: what its tiers answered and did then, they do again.
+    """Both hooks of a replayed manager, which repeat the recorded answers and actions of tiers.
 
-    `expect` the calls of an operation before it, and ask afterwards what was different. A question
-    that was not asked then is a difference, and is answered as by tiers that have nothing.
+    Call `expect` with the calls of an operation before it, and read `difference` afterwards. A
+    call that was not recorded is a difference; an unrecorded look-up is a miss.
     """
 
     def __init__(self, loads: PrefixLoads) -> None:
-        """Know no call yet; `loads` are the manager's."""
+        """Begin without calls; `loads` are the manager's."""
         self._loads = loads
         self._expected: deque[TierCall] = deque()
         self._difference = ""
 
     def expect(self, calls: Sequence[TierCall]) -> None:
-        """These are the next ones, whatever is left of those before."""
+        """Expect these calls next; drop unused earlier ones."""
         self._expected = deque(calls)
         self._difference = ""
 
     @property
     def difference(self) -> str:
-        """How the calls since `expect` were others; empty if they were not."""
+        """How the calls since `expect` differ from the recorded ones; empty if they do not."""
         if not self._difference and self._expected:
             return f"the tiers were not called, recorded: {_told(self._expected[0])}"
         return self._difference
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
-        """Answer as it was answered then."""
+        """Return the recorded answer."""
         call = self._next(LookedUp(request.request_id, num_device_tokens, MISS))
         return call.answer if isinstance(call, LookedUp) else MISS
 
@@ -289,11 +289,11 @@ class RepeatingTiers:
         num_cached_tokens: int,
         block_ids: tuple[list[int], ...],
     ) -> None:
-        """Keep nothing: what comes back is in other records."""
+        """Check the call only: other records have the loads of swapped-out content."""
         self._next(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
 
     def on_request_finished(self, request_id: str) -> None:
-        """Release what was released then."""
+        """Release the loads that were released then."""
         call = self._next(Gone(request_id))
         for load_id in call.released_loads if isinstance(call, Gone) else ():
             try:
@@ -302,7 +302,7 @@ class RepeatingTiers:
                 self._difference = self._difference or str(error)
 
     def _next(self, call: TierCall) -> TierCall | None:
-        """Return the recorded call in the place of this one; None where it was another."""
+        """Return the recorded call in the place of this one; None if they differ."""
         recorded = self._expected.popleft() if self._expected else None
         if recorded is not None and _question(recorded) == _question(call):
             return recorded
@@ -312,7 +312,7 @@ class RepeatingTiers:
 
 
 def _question(call: TierCall) -> tuple[object, ...]:
-    """Return all of a call but what the tiers answered and did."""
+    """Return a call without the tiers' answers and actions."""
     match call:
         case LookedUp():
             return LookedUp, call.request_id, call.num_device_tokens
@@ -343,7 +343,7 @@ def _decoded(data: bytes, placed: PlacedRecord) -> Message:
 
 
 def _request_of(record: LoadBegun, placed: PlacedRecord) -> Request:
-    """Return a request of the content that tiers loaded for."""
+    """Return the request of a recorded load."""
     message = _decoded(record.message, placed)
     if not isinstance(message, StepRequest) or len(message.new) != 1:
         raise _unreadable(placed, f"it holds a {type(message).__name__}, no request")
@@ -354,7 +354,7 @@ def _request_of(record: LoadBegun, placed: PlacedRecord) -> Request:
 
 
 def _refusal(act: Callable[[int], None], load_id: int) -> str:
-    """Do something to a load; say why that is refused, if it is."""
+    """Do something to a load; return why that is refused, or an empty text."""
     try:
         act(load_id)
     except RequestError as error:

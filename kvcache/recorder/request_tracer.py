@@ -40,7 +40,7 @@ SALT_BYTES = 32
 
 @dataclass(frozen=True)
 class TracerLimits:
-    """How much waits to be taken, in requests and prompt tokens, and how long for anybody."""
+    """How many requests and prompt tokens wait to be taken, and for how long a silent client."""
 
     most_held: int = 4_096
     most_requests: int = 16_384
@@ -50,9 +50,9 @@ class TracerLimits:
 
 @dataclass(frozen=True, eq=False)
 class SeenRequest:
-    """A request that was served: when it was admitted, what it asked, how much it got.
+    """A served request: its time of admission, its content and the number of its output tokens.
 
-    `num_output_tokens` are those that the coordinator was told of: usually all but the last.
+    `num_output_tokens` counts those that reached the coordinator: usually all but the last.
     """
 
     arrival_s: float
@@ -62,7 +62,7 @@ class SeenRequest:
 
 @dataclass(frozen=True, eq=False)
 class SeenRequests:
-    """What was taken at once. `num_lost` requests found no room since the recording began."""
+    """The requests of one call. `num_lost` requests found no room since the recording began."""
 
     requests: tuple[SeenRequest, ...]
     num_lost: int
@@ -70,7 +70,7 @@ class SeenRequests:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that has not been given out. `is_void`: it never ran, and comes again."""
+    """A request that was not handed out yet. `is_void`: its step failed, and it comes again."""
 
     arrival_s: float
     request: NewRequest
@@ -80,14 +80,14 @@ class _Open:
 
 
 class RequestTracer:
-    """Hears of steps, and keeps what was asked in them for one listener at a time.
+    """Keeps the requests of executed steps for one listener at a time.
 
     Invariant: every value of `_running` and `_slots` that is not void waits in `_waiting`, or was
-    given out before its end.
+    handed out before its end.
     """
 
     def __init__(self, clock: Clock, limits: TracerLimits | None = None) -> None:
-        """Keep nothing before somebody asks."""
+        """Keep nothing before the first listener asks."""
         self._clock = clock
         self._limits = TracerLimits() if limits is None else limits
         self._listener = ""
@@ -95,9 +95,9 @@ class RequestTracer:
         self._forget()
 
     def take(self, listener: str, most: int) -> SeenRequests:
-        """Return up to `most` requests that are known to their end, in order of admission.
+        """Return up to `most` ended requests, in order of admission.
 
-        The first call begins. Raises AlreadyRunningError while another listener is there.
+        The first call starts tracing. Raises AlreadyRunningError while there is another listener.
         """
         now_s = self._clock.now()
         if self._listener and self._listener != listener:
@@ -112,7 +112,7 @@ class RequestTracer:
         return SeenRequests(tuple(self._given_out(most)), self._num_lost)
 
     def finish(self, listener: str) -> SeenRequests:
-        """Return all that waits, whether it has ended or not, and listen no more."""
+        """Return all waiting requests, ended or not, and stop tracing."""
         if listener != self._listener:
             return SeenRequests((), 0)
         for waiting in self._waiting:
@@ -123,7 +123,7 @@ class RequestTracer:
         return seen
 
     def executed(self, step: StepRequest, result: StepResult) -> None:
-        """Take note of a step that was executed."""
+        """Note an executed step."""
         if not self._listener or result.error:
             return
         now_s = self._clock.now()
@@ -136,12 +136,12 @@ class RequestTracer:
         self._admit(step, result, now_s)
 
     def released(self, client_id: str) -> None:
-        """Take note that all requests of a client have ended."""
+        """Note that all requests of a client have ended."""
         for key in [key for key in self._running if key[0] == client_id]:
             self._running.pop(key).is_done = True
 
     def end_epoch(self) -> None:
-        """Take note that nothing runs any more."""
+        """Note that all requests have ended."""
         for running in self._running.values():
             running.is_done = True
         self._running.clear()
@@ -196,7 +196,7 @@ class RequestTracer:
             self._slots.pop(slot, None)
 
     def _sit(self, slot: int, row: _Open | None) -> None:
-        """Whatever sat in the slot before has left it."""
+        """Put a row into a slot, whose earlier request has left it."""
         self._slots.pop(slot, None)
         if row is not None:
             self._slots[slot] = row
@@ -239,7 +239,7 @@ class TracedRecorder(StepRecorder):
                 self._tracer.end_epoch()
 
     def on_tick(self) -> None:
-        """Have the recorder look at the clock."""
+        """Pass a tick on to the recorder."""
         self._recorder.on_tick()
 
     def close(self) -> None:
@@ -247,17 +247,17 @@ class TracedRecorder(StepRecorder):
         self._recorder.close()
 
     def statistics(self) -> RecorderStatistics | None:
-        """Return the recorder's."""
+        """Return the recorder's statistics."""
         return self._recorder.statistics()
 
 
-# --- what leaves the coordinator
+# --- requests that leave the coordinator
 
 
 @dataclass(frozen=True)
 class RecordedRequest:
-    """A request without its tokens. `digests` has `DIGEST_BYTES` for each block, the last one,
-    partly filled, included."""
+    """A request without its tokens. `digests` has `DIGEST_BYTES` for each block, including a partly
+    filled last one."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -268,9 +268,9 @@ class RecordedRequest:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """What a coordinator says when it is asked for requests.
+    """A coordinator's answer to a client that records requests.
 
-    `num_lost` found no room since the recording began; `block_size` is tokens per block.
+    `num_lost` requests found no room since the recording began; `block_size` is tokens per block.
     """
 
     requests: tuple[RecordedRequest, ...]
@@ -279,7 +279,7 @@ class RecordedBatch:
 
 
 def record_request(seen: SeenRequest, block_size: int, salt: bytes) -> RecordedRequest:
-    """Return what may be told of a request; `salt` is the recording's secret."""
+    """Return the parts of a request that may leave; `salt` is the recording's secret."""
     request = seen.request
     return RecordedRequest(
         arrival_s=seen.arrival_s,

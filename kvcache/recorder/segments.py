@@ -1,8 +1,8 @@
-"""The files of a recording: numbered segments in one directory, together within a bound.
+"""The files of a recording: numbered segments in one directory, with a limit on their total size.
 
-Below the recorder, which decides what is written. To stay within the bound, whole segments are
-removed, the oldest first, but none of the present epoch: what is kept begins where a replay can.
-When the epoch alone fills the bound, writing is refused.
+To stay within the limit, the writer removes whole segments, oldest first, but none of the current
+epoch: so the remaining records begin where a replay can begin. If the current epoch alone reaches
+the limit, writing fails.
 
     00000001-5f0c….kvrec  00000002-5f0c….kvrec  00000003-9a41….kvrec
     `- removed first                            `- another process, later
@@ -22,10 +22,10 @@ SEGMENT_SUFFIX = ".kvrec"
 
 
 class SegmentFile(Protocol):
-    """What of a file is needed. All of it may raise OSError."""
+    """The methods that a file must have. All of them may raise OSError."""
 
     def write(self, data: memoryview, /) -> int:
-        """Append `data`, all or part of it; return how many bytes."""
+        """Append all or part of `data`; return how many bytes."""
 
     def truncate(self, size: int, /) -> int:
         """Cut the file to `size` bytes."""
@@ -34,14 +34,14 @@ class SegmentFile(Protocol):
         """Return the descriptor."""
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
 
 
 OpenFile = Callable[[Path], SegmentFile]
 
 
 def create_file(path: Path) -> SegmentFile:
-    """Create a file that only its owner reads: prompts are in it. Raises OSError if it exists."""
+    """Create a file that only its owner can read, since it holds prompts. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     return os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
 
@@ -53,14 +53,14 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def number_of(path: Path) -> int:
-    """Return the number in a segment's name, 0 for a file that is named otherwise."""
+    """Return the number in a segment's name, 0 for any other name."""
     digits = path.name.partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdecimal() else 0
 
 
 @dataclass(frozen=True)
 class SegmentLimits:
-    """Where segments lie, how large one gets, and all in the directory together, in bytes."""
+    """The directory of segments, and the size limits of one and of all of them, in bytes."""
 
     directory: Path
     segment_bytes: int
@@ -90,14 +90,14 @@ class SegmentWriter:
         self.written_bytes = 0
 
     def end_epoch(self) -> None:
-        """Let go of the segments of the epoch: they may be removed from now on. Raises OSError."""
+        """Allow the removal of this epoch's segments from now on. Raises OSError."""
         self._own.clear()
         self.close()
 
     def has_room(self, num_bytes: int) -> bool:
-        """Say whether the open segment takes so many bytes; False without one.
+        """Return whether the open segment has room for so many bytes; False if none is open.
 
-        One that holds nothing yet takes all: a segment is as large as what is written at once.
+        An empty segment has room for any write, so a single write may exceed `segment_bytes`.
         """
         if self._file is None:
             return False
@@ -109,7 +109,7 @@ class SegmentWriter:
 
         Raises:
             OSError: the directory cannot be used.
-            ExhaustedError: the segments of this epoch fill the bound already.
+            ExhaustedError: the segments of this epoch reach the limit already.
         """
         self.close()
         directory = self._limits.directory
@@ -126,11 +126,11 @@ class SegmentWriter:
         self._head_bytes = len(head)
 
     def append(self, data: bytes | bytearray) -> None:
-        """Append whole records to the open segment, all or nothing as far as the disk lets us.
+        """Append whole records to the open segment. After an error, a partial write is cut off.
 
         Raises:
             OSError: it cannot be written.
-            ExhaustedError: the segments of this epoch fill the bound.
+            ExhaustedError: the segments of this epoch reach the limit.
         """
         self._make_room(len(data))
         file, left = self._file, memoryview(bytes(data))
@@ -148,25 +148,25 @@ class SegmentWriter:
         self.written_bytes += len(data)
 
     def sync(self) -> None:
-        """Have the disk take what was written. Raises OSError."""
+        """Wait until the disk has all written data. Raises OSError."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the open segment, if there is one. Raises OSError; it is closed all the same."""
+        """Close the open segment, if there is one, even if this raises OSError."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def _look(self, directory: Path) -> None:
-        """Count what is in the directory; others than our own epoch's may be removed."""
+        """List the directory: its size, and the segments of other epochs, which may be removed."""
         self._kept_bytes, self._others = 0, []
         own = set(self._own)
         for path in segment_paths(directory):
             try:
                 size_bytes = path.stat().st_size
             except FileNotFoundError:
-                continue  # somebody else has just removed it
+                continue  # another process has just removed it
             self._number = max(self._number, number_of(path))
             self._kept_bytes += size_bytes
             if path not in own:
@@ -184,7 +184,7 @@ class SegmentWriter:
             self._kept_bytes -= size_bytes
 
     def _cut_back(self, file: SegmentFile) -> None:
-        """Take a half-written record off the end; what cannot be is found when it is read."""
+        """Cut off a half-written record. If that fails, readers detect the record."""
         try:
             file.truncate(self._size_bytes)
         except OSError:

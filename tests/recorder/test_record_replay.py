@@ -152,7 +152,7 @@ def test_differences_of_the_final_state_are_named_part_by_part(copied: list[Path
     )
     report = replay(copied[0].parent)
     assert report.difference is not None
-    assert report.difference.what == "the manager's books differ in core.free, requests"
+    assert report.difference.what == "the manager's state differs in core.free, requests"
     assert report.state_digest != report.recorded_state_digest
 
 

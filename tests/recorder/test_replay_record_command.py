@@ -45,8 +45,8 @@ def test_a_difference_is_shown_and_exit_code_1(copied: list[Path]) -> None:
     shown, _ = run(copied[0].parent, exit_code=1)
     assert re.search(r"outcome +│ DIFFERENT", shown)
     assert re.search(
-        rf"first difference: record \d+ \(epoch 2; {copied[-1]}, byte \d+\): the manager's books "
-        "differ in cache, clients, core",
+        rf"first difference: record \d+ \(epoch 2; {copied[-1]}, byte \d+\): the manager's state "
+        "differs in cache, clients, core",
         shown,
     )
     report = json.loads(run(copied[0].parent, "--json", exit_code=1)[0])
