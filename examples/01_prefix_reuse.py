@@ -1,16 +1,16 @@
-"""Prefix reuse in one process: no Ray, no tensors, only the books of a KV cache.
+"""Prefix reuse in one process: no Ray, no tensors, only the tables of a KV cache.
 
 A KV cache is cut into *blocks* of a few tokens each. A request holds a list of block ids, its
-*block table*. A full block is named by a hash of its tokens and of all tokens before it, so that a
-second request that starts with the same tokens finds the first one's blocks, and need not compute
+*block table*. A full block is identified by a hash of its tokens and of all tokens before it. A
+second request that starts with the same tokens finds the first one's blocks and need not compute
 them again.
 
-`KVCacheManager` keeps these books. This example plans a tiny cache of 15 blocks, then shows
+`KVCacheManager` keeps these tables. This example plans a tiny cache of 15 blocks, then shows
 
     1. a first request, which finds nothing,
     2. a second one with the same beginning: the hit, and why it is exactly as long as it is,
     3. what happens when there is no room,
-    4. eviction: unused blocks stay cached until somebody needs their place,
+    4. eviction: unused blocks stay cached until another request needs them,
     5. pins, which keep a prefix from being evicted.
 
     .venv/bin/python examples/01_prefix_reuse.py
@@ -37,12 +37,12 @@ MAX_MODEL_LEN = 32
 MEMORY_BYTES = 8 * 1024
 
 SYSTEM_PROMPT = list(range(100, 116))
-"""What every conversation here starts with: 16 tokens, four full blocks."""
+"""The start of every conversation here: 16 tokens, four full blocks."""
 
 
 def main() -> None:
     config = plan_cache()
-    clock = VirtualClock()  # pins run out by this clock; leave it out to use the machine's
+    clock = VirtualClock()  # pins expire by this clock; leave it out to use the system's
     manager = KVCacheManager(config, MAX_MODEL_LEN, clock=clock)
 
     first_request_finds_nothing(manager)
@@ -143,7 +143,7 @@ def pins_survive_pressure(manager: KVCacheManager, clock: VirtualClock) -> None:
     pin = manager.pin_prefix(SYSTEM_PROMPT, ttl_s=60.0)
     print(f"  {pin.num_tokens} tokens in {pin.num_blocks} blocks are pinned for 60 s")
     fill(manager, first_token=2000)
-    promise(hit_tokens(manager) == 16, "what is pinned survives")
+    promise(hit_tokens(manager) == 16, "pinned blocks survive")
     print("  the same pressure as before: the system prompt is still there")
 
     clock.advance(61.0)
@@ -154,7 +154,7 @@ def pins_survive_pressure(manager: KVCacheManager, clock: VirtualClock) -> None:
 
 
 def start(manager: KVCacheManager, request: Request) -> int:
-    """Let a request in and compute its prompt; return how many tokens were found in the cache."""
+    """Admit a request and compute its prompt; return how many tokens were found in the cache."""
     hit_blocks, num_hit = manager.get_computed_blocks(request)
     num_new = request.num_tokens - num_hit
     blocks = manager.allocate_slots(request, num_new, num_hit, hit_blocks)
@@ -183,13 +183,13 @@ def fill(manager: KVCacheManager, first_token: int) -> None:
 
 
 def hit_tokens(manager: KVCacheManager) -> int:
-    """Return how much of the system prompt a request would find now. Changes nothing."""
+    """Return how many tokens of the system prompt a request would hit now. Changes nothing."""
     _, num_hit = manager.get_computed_blocks(Request("probe", [*SYSTEM_PROMPT, 0]))
     return num_hit
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

@@ -1,19 +1,20 @@
-"""A cluster on Ray: one coordinator that decides, two workers that hold the bytes, one client.
+"""A cluster on Ray: a coordinator that decides, two workers that hold the bytes, and one client.
 
-An engine talks to the coordinator once per scheduling step. In a `StepRequest` it says who is new,
-who runs on with which tokens, and who has finished. In the `StepResult` it learns who was let in
-and into which *slot* (a row of the workers' block tables), how much of a prompt was found in the
-cache, and which blocks are new. All workers get the same commands, one message per step.
+An engine calls the coordinator once per scheduling step. Its `StepRequest` names the new requests,
+the running ones with their tokens, and the finished ones. The `StepResult` says which requests were
+admitted and into which *slot* (a row of the workers' block tables), how many tokens of a prompt
+were found in the cache, and which blocks are new. All workers get the same commands, one message
+per step.
 
-The engine below is as small as one can be: it computes prompts in chunks, decodes, and finishes.
-Its tokens are made up, there is no model. Instead the workers run *content-checked forwards*: they
-write into every block what its tokens demand, and compare every byte that a later step reads.
+The engine below is minimal: it computes prompts in chunks, decodes, and finishes. It has no model;
+its tokens are made up. Instead the workers run *content-checked forwards*: they write into every
+block the bytes that belong to its tokens, and compare every byte that a later step reads.
 (03_embed_in_your_engine.py runs a real, tiny model.)
 
     .venv/bin/python examples/02_ray_cluster.py
 
-It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
-starts one, and ends it again.
+It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names. If there is none, it
+starts one and ends it again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ CHUNK_TOKENS = 48
 """Most tokens of one request that are computed in one step."""
 
 SYSTEM_PROMPT = list(range(1000, 1064))
-"""What every conversation starts with: 64 tokens, four blocks of 16."""
+"""The start of every conversation: 64 tokens, four blocks of 16."""
 
 
 def main() -> None:
@@ -57,12 +58,12 @@ def main() -> None:
         engine.run([first])
         promise(first.num_hit == 0, "an empty cache has nothing to offer")
 
-        print("\nIts user asks on, and at the same time somebody else starts a conversation")
+        print("\nIts user asks on, and at the same time another user starts a conversation")
         follow_up = Conversation("follow-up", [*first.token_ids, *range(200, 220)], 3)
         stranger = Conversation("stranger", [*SYSTEM_PROMPT, *range(300, 330)], 3)
         engine.run([follow_up, stranger])
         print(f"\n  follow-up: {follow_up.num_hit} tokens found: the prompt of 108, and 4 that")
-        print("    were decoded. What is computed is cached, block by block, for all requests.")
+        print("    were decoded. Every full block that is computed is cached for all requests.")
         print(f"  stranger: {stranger.num_hit} tokens found: the system prompt")
         print("  Blocks that were found are entered in the new tables too: 7 + 2 and 4 + 2.")
         promise(follow_up.num_hit == 112, "the first prompt and its answer are found")
@@ -108,7 +109,7 @@ class Conversation:
 
 
 class TinyEngine:
-    """Runs requests to their end, all at once, one step after the other."""
+    """Runs all requests together to their end, one step after the other."""
 
     def __init__(self, client: KVCacheClient) -> None:
         self._client = client
@@ -116,7 +117,7 @@ class TinyEngine:
         self._finished: list[Conversation] = []
 
     def run(self, waiting: Sequence[Conversation]) -> None:
-        """Let all of `waiting` in and step until they are done; the last step gives them back."""
+        """Admit all of `waiting` and step until they are done; the last step frees them."""
         running: list[Conversation] = []
         new = list(waiting)
         while new or running or self._finished:
@@ -134,7 +135,7 @@ class TinyEngine:
             running = [request for request in running if not request.is_done]
 
     def _schedule(self, running: list[Conversation], new: list[Conversation]) -> StepResult:
-        """Ask for the next step and write down what was granted."""
+        """Ask for the next step and note its result."""
         result = self._client.step(
             StepRequest(
                 completed_step=self._completed_step,
@@ -154,7 +155,7 @@ class TinyEngine:
         print(f"  step {result.step}: {num_blocks} block(s) entered in block tables")
         for request in self._finished:
             print(f"    {request.request_id}: finished, its blocks may be reused or found again")
-        promise(bool(result.running_scheduled.all()), "there is room: otherwise preempt somebody")
+        promise(bool(result.running_scheduled.all()), "there is room: otherwise preempt a request")
         for request in running:
             advance(request, request.num_next)
         promise(result.no_room == (), "there is room: otherwise try again later")
@@ -168,7 +169,7 @@ class TinyEngine:
 
 
 def running_rows(running: Sequence[Conversation]) -> RunningRequests:
-    """Return the running requests as a step wants them: one row per request."""
+    """Return the running requests as a step takes them: one row per request."""
     return RunningRequests.from_rows(
         [
             RunningRow(request.slot, request.num_next, tuple(request.token_ids[request.num_told :]))
@@ -206,7 +207,7 @@ def show_status(cluster: KVCacheCluster) -> None:
 
 
 def is_running(name: str) -> bool:
-    """Say whether a cluster of this name can be found."""
+    """Return whether a cluster of this name can be found."""
     try:
         KVCacheCluster.connect(name)
     except NotRunningError:
@@ -215,7 +216,7 @@ def is_running(name: str) -> bool:
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

@@ -13,9 +13,9 @@ In an engine the process that runs a rank of the model also holds that rank's KV
     worker.end_forward(epoch, seq)
 
 The model is random but seeded, of two layers of full attention; each rank has half of the heads.
-The driver schedules, embeds, adds up what the ranks return for each layer, and decodes greedily.
-Then the same prompts are run without any cache, every token from the start each time: the output
-must be the same, although parts of the prompts were never computed but found.
+The driver schedules, embeds, adds up the ranks' results for each layer, and decodes greedily. Then
+it runs the same prompts without a cache, every token from the start each time. The output must be
+the same, although parts of the prompts were found instead of computed.
 
     .venv/bin/python examples/03_embed_in_your_engine.py
 """
@@ -67,7 +67,7 @@ FORWARD_TIMEOUT_S = 20.0
 
 
 def make_config() -> ClusterConfig:
-    """Return the cluster's configuration. Could be a YAML file: see configs/."""
+    """Return the cluster's configuration. It could be a YAML file: see configs/."""
     return parse_config(
         {
             "name": "embedded-example",
@@ -94,7 +94,7 @@ def make_config() -> ClusterConfig:
 
 
 class Model:
-    """The weights, the same in every process because the seed is, and what is not attention."""
+    """The model without attention. Equal seeds give equal weights in every process."""
 
     def __init__(self, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -238,7 +238,7 @@ class Generation:
     """A request as the driver sees it.
 
     `token_ids` holds prompt and output; the coordinator has been told the first `num_told`, and
-    `num_computed` are in the cache. `logits`: the scores of which the last token is the best.
+    `num_computed` are in the cache. `logits`: the scores that chose the last token.
     """
 
     request_id: str
@@ -308,7 +308,7 @@ class Driver:
             )
         )
         is_room = not result.no_room and bool(result.running_scheduled.all())
-        promise(is_room, "there is room: otherwise wait, or preempt somebody")
+        promise(is_room, "there is room: otherwise wait, or preempt a request")
         for index, request in enumerate(new):
             request.slot = int(result.admitted_slots[index])
             request.num_hit = request.num_computed = int(result.num_hit_tokens[index])
@@ -352,7 +352,7 @@ class Driver:
             request.token_ids.append(int(request.logits.argmax()))
 
     def _finish(self, done: Sequence[Generation]) -> None:
-        """Let requests go: their blocks stay cached until others need the place.
+        """Free requests: their blocks stay cached until others need them.
 
         Such a step computes nothing, so it needs no forward and is complete at once. (It could
         also ride on the next step, as in 02_ray_cluster.py.)
@@ -371,7 +371,7 @@ class Driver:
 
 
 def running_rows(running: Sequence[Generation]) -> RunningRequests:
-    """Return the running requests as a step wants them: one row per request."""
+    """Return the running requests as a step takes them: one row per request."""
     return RunningRequests.from_rows(
         [
             RunningRow(request.slot, request.num_next, tuple(request.token_ids[request.num_told :]))
@@ -385,7 +385,7 @@ def as_int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
 
 
-# --- what is shown
+# --- the demonstration
 
 
 def main() -> None:
@@ -410,7 +410,7 @@ def main() -> None:
 
 
 def compare(driver: Driver) -> None:
-    """Run conversations with the cache, and compare each with what comes out without."""
+    """Run conversations with the cache, and compare each with its output without one."""
     random = np.random.default_rng(seed=1)
     system, *questions = (random.integers(VOCABULARY_SIZE, size=n).tolist() for n in (70, 9, 6, 12))
 
@@ -429,11 +429,11 @@ def compare(driver: Driver) -> None:
 
     total = sum(request.num_computed for request in [*first, *second])
     print(f"\nOf {total} tokens {driver.num_computed_tokens} were computed, the others found.")
-    promise(driver.num_computed_tokens == total - 48 - 80 - 64, "what is found is not computed")
+    promise(driver.num_computed_tokens == total - 48 - 80 - 64, "found tokens are not computed")
 
 
 def report(requests: Sequence[Generation]) -> None:
-    """Print what came out, and compare it with the same model without a cache."""
+    """Print the output, and compare it with the same model without a cache."""
     model = Model()
     for request in requests:
         expected, logits = generate_without_cache(model, request.token_ids[: request.num_prompt])
@@ -453,7 +453,7 @@ def report(requests: Sequence[Generation]) -> None:
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

@@ -1,12 +1,12 @@
-"""Tiers below the device: what the pool has no room for comes back from host memory and files.
+"""Tiers below the device: blocks evicted from the pool come back from host memory and files.
 
-The pool below holds 64 blocks, which is one long prompt. Ten prompts are played, so that each
-pushes the one before out of the device. What a completed step has sealed is copied to host memory
-at once, and from there to files when host memory gets full. When the first prompt comes again, its
-request is told to wait (`waiting_for_load`): its blocks are fetched, loaded into free ones and
-checked, and the next step finds them like any other cached prefix. Nothing is computed again.
+The pool below holds 64 blocks, one long prompt. The example runs ten prompts, and each evicts the
+one before from the device. Blocks that a completed step has sealed are copied to host memory at
+once, and from there to files when host memory gets full. When the first prompt comes again, its
+request has to wait (`waiting_for_load`): its blocks are fetched, loaded into free ones and checked,
+and the next step finds them like any other cached prefix. Nothing is computed again.
 
-Then the cluster ends, and another one begins with the same directory: the files are taken over.
+Then the cluster ends, and another one starts with the same directory and takes over the files.
 
     .venv/bin/python examples/04_offload.py
 
@@ -72,7 +72,7 @@ def config_of(directory: str) -> ClusterConfig:
             "cache": {"memory_per_rank": 65 * block},
             "offload": {
                 "host_memory_per_rank": 256 * block,
-                "spare_share": 0.5,  # of host memory, ready for what comes next
+                "spare_share": 0.5,  # of host memory, kept free for new blocks
                 "disk": {"directory": directory, "capacity_per_rank": 1024 * block},
             },
             "content_check": {"enabled": True},
@@ -81,7 +81,7 @@ def config_of(directory: str) -> ClusterConfig:
 
 
 def play(client: KVCacheClient, name: str, prompt: np.ndarray) -> int:
-    """Let one request in, compute it and finish it; return how much of it was cached."""
+    """Admit one request, compute it and finish it; return how many of its tokens were cached."""
     new = NewRequest(name, prompt, max_new_tokens=len(prompt))
     give_up_s = time.monotonic() + PATIENCE_S
     num_waits = 0
@@ -93,7 +93,7 @@ def play(client: KVCacheClient, name: str, prompt: np.ndarray) -> int:
         completed = step
         if result.admitted_slots[0] >= 0:
             break
-        promise(time.monotonic() < give_up_s, f"{name} is let in")
+        promise(time.monotonic() < give_up_s, f"{name} is admitted")
         num_waits += 1
         time.sleep(0.01)
     num_hit = int(result.num_hit_tokens[0])
@@ -107,7 +107,7 @@ def play(client: KVCacheClient, name: str, prompt: np.ndarray) -> int:
 
 
 def show(cluster: LocalCluster) -> None:
-    """Print what went where."""
+    """Print how many blocks each tier has."""
     statistics = cluster.coordinator.statistics().offload
     if statistics is None:
         sys.exit("not as promised: there are tiers")
@@ -121,7 +121,7 @@ def show(cluster: LocalCluster) -> None:
 
 
 def promise(holds: bool, what: str) -> None:
-    """Say what has been shown, or end with an error."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

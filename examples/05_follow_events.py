@@ -1,12 +1,12 @@
-"""Following what is cached: events, as routers read them, and an index that is never wrong.
+"""Following a cache: events, as routers read them, and an exact index of the cached blocks.
 
-A cluster with `events: {enabled: true}` publishes what its cache stores and removes. Whoever
-follows it asks for the state when it joins, and again for whatever it misses; so its picture is
-exact, and can prove it: publisher and follower have a checksum of the state, which is the same at
-the same number. Shown here:
+A cluster with `events: {enabled: true}` publishes the blocks that its cache stores and removes. A
+follower asks for the full state when it joins, and later for any event it missed, so its index is
+exact. Checksums prove that: publisher and follower have the same checksum of the state at the same
+number. Shown here:
 
     1   a prompt is computed, and its blocks appear           4   another follower joins, late
-    2   others need its place, and it is evicted              5   the coordinator is lost
+    2   others need its blocks, and it is evicted             5   the coordinator is lost
     3   the same again, but salted                                and another one goes on
 
     .venv/bin/python examples/05_follow_events.py
@@ -59,15 +59,15 @@ def main() -> None:
                 play(client, f"more-{i}", prompts[i])
             become_exact(cluster, subscriber)
             promise(cached(index, prompts[3]) == 20, "the last one is cached")
-            promise(cached(index, prompts[0]) < 20, "the first one had to give way")
+            promise(cached(index, prompts[0]) < 20, "the first one was evicted")
 
             print("\nA prompt with a salt is found by the same salt only:")
             play(client, "salted", prompts[4], salt="tenant-7")
             become_exact(cluster, subscriber)
-            promise(cached(index, prompts[4], "tenant-7") == 20, "who has the salt finds it")
+            promise(cached(index, prompts[4], "tenant-7") == 20, "a prompt with the salt finds it")
             promise(cached(index, prompts[4]) == 0, "no other prompt does")
 
-        print("\nSomebody joins late, and is told everything at once:")
+        print("\nA follower joins late, and gets the whole state at once:")
         with KVEventSubscriber(*endpoints_of(cluster), on_update=describe) as late:
             become_exact(cluster, late)
             promise(late.statistics().num_restatements == 1, "the whole state came as one batch")
@@ -76,8 +76,8 @@ def main() -> None:
         before, blocks = subscriber.last_seq, subscriber.statistics().num_blocks
         cluster.restart_coordinator()
         become_exact(cluster, subscriber)
-        promise(before is not None, "something was known before")
-        promise(subscriber.last_seq is not None, "something is known now")
+        promise(before is not None, "there were events before")
+        promise(subscriber.last_seq is not None, "there are events now")
         promise((subscriber.last_seq or 0) > (before or 0), "its numbers go on above")
         promise(subscriber.statistics().num_blocks == blocks, "every block is known as before")
         with cluster.client("again") as client:
@@ -124,8 +124,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def endpoints_of(cluster: LocalCluster) -> tuple[str, str]:
-    """Where the publisher is: the live stream, and where it can be asked. `kvcache status --json`
-    shows the same."""
+    """Return the publisher's addresses: the live stream, and the one for missed events.
+
+    `kvcache status --json` shows the same.
+    """
     statistics = cluster.coordinator.statistics().events or {}
     return statistics["endpoint"], statistics["replay_endpoint"]
 
@@ -142,8 +144,8 @@ def play(client: KVCacheClient, name: str, prompt: np.ndarray, salt: str | None 
 
 
 def become_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> None:
-    """Follow until this is the state that the publisher has, at the same number, and it is what the
-    coordinator's own books say."""
+    """Follow until the state equals the publisher's at the same number, and the coordinator's own
+    tables."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         cluster.pump()
@@ -163,12 +165,12 @@ def become_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> None:
 
 
 def cached(index: PrefixIndex, prompt: np.ndarray, salt: str | None = None) -> int:
-    """How many leading blocks of a prompt the replica has."""
+    """Return how many leading blocks of a prompt the replica has."""
     return index.match(prompt, cache_salt=salt)[0].storage_blocks
 
 
 def describe(update: Update) -> None:
-    """Print what a batch says, heartbeats left out."""
+    """Print the events of a batch, without heartbeats."""
     said = []
     for event in update.batch.events:
         if isinstance(event, StoredEvent):
@@ -182,7 +184,7 @@ def describe(update: Update) -> None:
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

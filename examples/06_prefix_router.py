@@ -1,12 +1,12 @@
-"""Two replicas, and who is asked matters: prompts go where their prefix is cached.
+"""Prefix-aware routing to two replicas: prompts go where their prefix is cached.
 
-Six documents, and questions about them. A replica has room for three documents. Asked in turn, both
-see all six, and each pushes out what will be asked for next. `PrefixRouter` follows the events of
-both, knows which blocks each has, and ranks them:
+There are questions about six documents, and a replica has room for three. Asked in turn, both
+replicas see all six documents, and each evicts those that are needed next. `PrefixRouter` follows
+the events of both, knows which blocks each has, and ranks them:
 
     score = overlap_weight * blocks that have to be computed + load
 
-Requests that it is told of (`begin`, `end`) are load; they also spread unknown prompts.
+The caller reports requests (`begin`, `end`), which count as load and spread unknown prompts.
 
     .venv/bin/python examples/06_prefix_router.py
 
@@ -48,7 +48,7 @@ class Replica:
         self.client: KVCacheClient = stack.enter_context(self.cluster.client())
 
     def endpoints(self) -> tuple[str, str]:
-        """Where it publishes what it caches."""
+        """Return the addresses at which it publishes cache events."""
         statistics = self.cluster.coordinator.statistics().events or {}
         return statistics["endpoint"], statistics["replay_endpoint"]
 
@@ -84,7 +84,7 @@ def main() -> None:
             return best.name
 
         def has_heard(request_id: str, prompt: np.ndarray, name: str) -> None:
-            """A request has ended; a moment later its blocks are known."""
+            """Report the end of a request, and wait until the router knows its blocks."""
             router.end(request_id)
             wait_until(lambda: knows(router, name, prompt))
 
@@ -145,7 +145,7 @@ def ask(
     choose: Choose,
     on_end: Callable[[str, np.ndarray, str], None] = lambda *ignored: None,
 ) -> float:
-    """Have every prompt computed by the chosen replica; return the share that was cached."""
+    """Compute every prompt on the chosen replica; return the share of cached tokens."""
     num_hit = 0
     for number, prompt in enumerate(prompts):
         request_id = f"{prompts[0][0]}-{number}"
@@ -156,13 +156,13 @@ def ask(
 
 
 def knows(router: PrefixRouter, name: str, prompt: np.ndarray) -> bool:
-    """Whether the router has heard that a replica has a prompt."""
+    """Return whether the router knows that a replica has a prompt."""
     (found,) = router.rank(prompt, among=[name])
     return found.device_blocks == len(prompt) // 16
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Events are on their way; they take a few milliseconds."""
+    """Wait for events, which take a few milliseconds."""
     give_up_s = time.monotonic() + PATIENCE_S
     while not holds():
         promise(time.monotonic() < give_up_s, "the router hears of it")
@@ -170,7 +170,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

@@ -1,20 +1,20 @@
 """The engine's process dies, and another one goes on with a warm cache.
 
-Here the coordinator is no actor: it runs inside the process that schedules, so that a step needs no
-hop to reach it. What is worth keeping is not there, though. Blocks, and what each of them is known
-to hold, are with the workers, which are detached actors. This example starts an engine's process,
-has it compute a prompt, kills it with SIGKILL, and takes the cluster over:
+Here the coordinator is no actor: it runs inside the process that schedules, so a step needs no hop
+to reach it. The state to keep is elsewhere: blocks and their labels are with the workers, which are
+detached actors. This example starts an engine's process, which computes a prompt, kills it with
+SIGKILL, and takes the cluster over:
 
     EmbeddedCluster.launch(config)        the first process
     EmbeddedCluster.take_over(name)       the next one: a new epoch, fenced, rebuilt from the labels
 
-A coordinator that is taken over from while it still lives, because it only hung, is no longer
-obeyed: its next call raises SupersededError.
+If the old coordinator only hung and still lives, workers no longer obey it: its next call raises
+SupersededError.
 
     .venv/bin/python examples/07_take_over.py
 
-It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
-starts one, and ends it again.
+It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names. If there is none, it
+starts one and ends it again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def be_the_first() -> None:
-    """Launch, compute, say so, and wait for what comes."""
+    """Launch, compute, print the cluster's name, and wait."""
     cluster = EmbeddedCluster.launch(CONFIG_PATH)
     compute(cluster.client(), "first")
     print(cluster.name, flush=True)
@@ -94,7 +94,7 @@ def compute(client: KVCacheClient, request_id: str) -> int:
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the example with exit status 1 unless `what` was promised holds."""
+    """End the example with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
 

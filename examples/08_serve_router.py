@@ -1,15 +1,15 @@
-"""Ray Serve with replicas whose caches are known: requests go where their prefix is cached.
+"""Prefix-aware routing in Ray Serve: requests go where their prefix is cached.
 
 The same documents and questions as in 06_prefix_router.py, this time as a Serve deployment of two
-replicas, each with a cluster inside. A replica says in its metadata where it publishes events;
+replicas, each with a cluster inside. A replica's metadata has the address of its events;
 `PrefixCacheRequestRouter`, in every process that has a handle, follows them and ranks replicas.
-For comparison a router that takes turns is played first.
+For comparison, the example first runs a router that takes turns.
 
     pip install 'kvcache[serve]'
     .venv/bin/python examples/08_serve_router.py
 
-It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
-starts one, and ends it again.
+It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names. If there is none, it
+starts one and ends it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATIENCE_S = 60.0
 
 
 class EitherRouter(PrefixCacheRequestRouter):
-    """By prefix, or in turn if the request says so: what an example compares with."""
+    """Routes by prefix, or in turn if the request says so, for comparison."""
 
     async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
         """Return the replicas, the one to ask first."""
@@ -136,8 +136,11 @@ def config_of(name: str) -> ClusterConfig:
 
 
 def follow_replicas(handle: DeploymentHandle) -> None:
-    """Compute prompts until each replica had one that came back to it every time: what nobody knows
-    goes to one after the other, so this process's router follows both by then."""
+    """Compute prompts until this process's router follows both replicas.
+
+    Unknown prompts go to the replicas in turn. A prompt that always goes to the same replica shows
+    that the router knows that replica's blocks.
+    """
     give_up_s = time.monotonic() + PATIENCE_S
     homes: set[str] = set()
     number = 0

@@ -1,4 +1,4 @@
-"""A real model on the cache: an engine whose every token is what it would be without one.
+"""A real model on the cache: an engine with the same output, token by token, as without one.
 
 `examples/engine/` is a small inference engine: it schedules continuous batches, asks the
 coordinator with one call per step, and its decoder keeps keys and values nowhere but in the pages
@@ -39,7 +39,7 @@ def main() -> None:
         show_model(name)
     print("\nOne prompt of 200 tokens, continued in different ways (Llama):")
     show_ways()
-    print("\nA pool that is too small for six requests, and host memory beside it (Llama):")
+    print("\nA pool that is too small for six requests, with host memory (Llama):")
     show_pressure()
     print("\nTwo ranks as Ray actors; after a few steps the coordinator's process is killed:")
     show_loss()
@@ -112,7 +112,7 @@ def show_pressure() -> None:
         )
         num_preemptions = engine.statistics().num_preemptions
         print(f"  {num_preemptions} times a request gave way and came back: the same text")
-        promise(num_preemptions > 0, "somebody gave way")
+        promise(num_preemptions > 0, "a request was preempted")
 
 
 def show_loss() -> None:

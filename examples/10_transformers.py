@@ -5,7 +5,7 @@ Three people ask a question each after the same system prompt; then one of them 
 same conversation. Every answer is compared with what the model says by itself.
 
     store = PagedCacheStore(model, ...)                 blocks for this model
-    with store.open(ids) as cache:                      what is cached of the prompt
+    with store.open(ids) as cache:                      finds the cached prefix
         model.generate(ids, past_key_values=cache)      computes the rest
 
     .venv/bin/python examples/10_transformers.py        needs pip install 'kvcache[transformers]'

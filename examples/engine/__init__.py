@@ -1,4 +1,4 @@
-"""A small inference engine on the KV-cache coordinator: see README.md beside this file."""
+"""A small inference engine on the KV-cache coordinator: see README.md in this directory."""
 
 from examples.engine.config import EngineConfig
 from examples.engine.dense import DenseModel

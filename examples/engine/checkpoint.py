@@ -1,4 +1,4 @@
-"""A Llama checkpoint of Hugging Face's format: `config.json` beside files of safetensors.
+"""A Llama checkpoint of Hugging Face's format: `config.json` and safetensors files.
 
 Read are config, names and shapes as published models have them; a rank reads the files lazily, one
 weight at a time. Refuses what the decoder would compute otherwise: other architectures, biases,

@@ -71,7 +71,7 @@ class Sample:
         return self.reason is not None
 
     def output(self, error: str = "") -> Output | None:
-        """Return what is new since the last time, None if nothing is."""
+        """Return the new output since the last call; None if there is none."""
         if not (self.new_tokens or self.reason):
             return None
         sequence = self.sequence

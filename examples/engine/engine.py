@@ -99,7 +99,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.model.max_model_len,
                 boundary_tokens=executor.boundary_tokens,
-                # A state cannot be computed ahead without a place for it beside the newest one.
+                # A state cannot be computed ahead without a place for it next to the newest one.
                 can_guess=config.is_pipelined and not self.model.keeps_states,
                 is_swapping=config.preemption == "swap",
             )
@@ -281,7 +281,7 @@ class Engine:
         return _Asked(number, plan)
 
     def _settle(self, asked: _Asked) -> tuple[int, int, int, tuple[ScheduledRow, ...]]:
-        """Wait for the answer; return its step, epoch, seq, and what is to be computed."""
+        """Wait for the answer; return its step, epoch, seq, and the sequences to compute."""
         start_s = self._now_s()
         result = self.executor.client.wait_result(asked.number)
         self._tally.coordinator_s += self._now_s() - start_s
@@ -409,7 +409,7 @@ class Engine:
             "clients hold",
         )
 
-    # --- books
+    # --- state
 
     def statistics(self) -> EngineStatistics:
         """Return the statistics of this engine, frozen."""

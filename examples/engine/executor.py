@@ -48,7 +48,7 @@ class Executor(Protocol):
         """Forget what was submitted, once no rank runs any of it; connect the ranks again."""
 
     def attach(self) -> None:
-        """Be known to a coordinator as somebody who runs nothing. Raises what a client raises."""
+        """Attach to a coordinator without running anything. Raises as a client does."""
 
     def shutdown(self) -> None:
         """Give everything back. Repeatable."""

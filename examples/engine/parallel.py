@@ -1,9 +1,9 @@
 """How ranks of one model talk: sums within a stage, hidden states from stage to stage.
 
-A `ProcessGroup` of PyTorch's own (gloo on CPU, NCCL on CUDA), made directly and held by whoever
-uses it: nothing global, so that ranks may be threads of one process, and a group can be given up
-and made again after one of them has failed. They meet at a store on loopback, on a port that the
-system chooses. It never waits without end: every operation has a deadline.
+Each user makes and owns a `ProcessGroup` of PyTorch (gloo on CPU, NCCL on CUDA). Without global
+state, ranks may be threads of one process, and a group can be dropped and made again after a rank
+has failed. Ranks connect through a store on loopback, on a port that the system chooses. Every
+operation has a deadline.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RankGroup:
             self._everybody = _make_group(everybody, rank, num_ranks, timeout, device)
             self._stage = _make_group(stage, place.tensor_rank, place.tensor_size, timeout, device)
         except RuntimeError as error:
-            raise ClusterError(f"rank {rank} of {num_ranks} met nobody: {error}") from error
+            raise ClusterError(f"rank {rank} of {num_ranks} reached no other: {error}") from error
         self._device = device
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:

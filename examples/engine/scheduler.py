@@ -51,10 +51,10 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A running sequence: `num_new` positions, of which the last are `drafts`, or one is a token
-    that is not known yet (`is_guess`). `told` are the tokens that the coordinator learns, and
-    `num_rejected` the drafts it takes back. As it is when the step is planned: while the step is
-    under way, the one before it may end, and the sequence with it."""
+    """A running sequence: `num_new` positions. The last ones are `drafts`, or one is a token that
+    is not known yet (`is_guess`). The step tells the coordinator the tokens `told`, and that
+    `num_rejected` drafts were rejected. The values are those of planning: during the step, the step
+    before it may end, and the sequence with it."""
 
     sequence: Sequence
     num_new: int
@@ -133,7 +133,7 @@ class Scheduler:
         self._returning = 0  # as many of `waiting` come back from an epoch that is over
         self._must_preempt = False  # a running sequence found no room in the last step
         self._is_refused = False  # the first in line found no room: it goes in before all others
-        self._has_room_come = False  # somebody has gone since then
+        self._has_room_come = False  # a sequence has ended since then
         self.num_fruitless = 0  # steps in a row that changed nothing
         self.num_preemptions = 0
 
@@ -197,7 +197,7 @@ class Scheduler:
         return StepPlan(request, finished, preempted, forks, rows, in_order)
 
     def _is_held_up(self) -> bool:
-        """Whether beams wait for one that finds no room beside them."""
+        """Return whether beams wait for one that finds no room with them."""
         is_waiting = self._is_refused and self.num_fruitless > 1
         return is_waiting and all(sequence.is_held for sequence in self.running)
 
@@ -313,7 +313,7 @@ class Scheduler:
     # --- what came of it
 
     def settle(self, plan: StepPlan, result: StepResult) -> tuple[ScheduledRow, ...]:
-        """Write down what the coordinator granted; return what is to be computed, in order."""
+        """Note what the coordinator granted; return the sequences to compute, in order."""
         for sequence in plan.finished:
             sequence.is_known = False
         scheduled = []

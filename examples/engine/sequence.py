@@ -4,7 +4,7 @@
     told             ......|              as many the coordinator knows
     computed           ......|            as many are computed, or scheduled to be
 
-Mutable books of the scheduler; decides nothing.
+Mutable state of the scheduler; it decides nothing.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
          ◀──SSE──                                                                             ▼
                             EngineReplica 0 or 1: an engine, its coordinator and worker inside
 
-A request goes to the replica whose cache has most of its prompt, as its cache events say. Who goes
-away has their request aborted. A demonstration: the model has random weights, and nobody is asked
-for a key.
+A request goes to the replica whose cache has most of its prompt, according to cache events. If a
+client disconnects, its request is aborted. This is a demonstration: the model has random weights,
+and the server needs no key.
 
     pip install 'kvcache[serve]'
     .venv/bin/python -m examples.engine.server --port 8000

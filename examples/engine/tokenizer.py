@@ -14,7 +14,7 @@ class Detokenizer(Protocol):
     """Makes text of one sample's tokens as they come."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return what these tokens add to the text; what is not a whole letter yet comes later."""
+        """Return the text that these tokens add. An incomplete letter is kept for the next call."""
 
 
 class Tokenizer(Protocol):
@@ -35,7 +35,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new decoder, which replaces what is no UTF-8."""
+        """Return a new decoder, which replaces invalid UTF-8."""
         return _ByteDetokenizer()
 
 
