@@ -1,9 +1,9 @@
-"""The rows of one batch and their blocks: opened, extended, taken back, chosen among.
+"""The rows of one batch and their blocks: opening, extending, cropping and selecting rows.
 
-Between the cache, which speaks `transformers`, and the memory, which speaks requests. All that can
-be refused is refused before anything is changed.
+The rows connect the cache, which has the interface of `transformers`, with the memory, which works
+on requests. Every check precedes the first change.
 
-    open ─▶ extend (slots, tables) ─▶ the model's forward ─▶ settle (found by others from now on)
+    open ─▶ extend (slots, tables) ─▶ the model's forward ─▶ settle (others find it from now on)
                                         crop, select ─▶ rows that share, copies before writes
 """
 
@@ -22,7 +22,7 @@ from kvcache.specs import KVCacheGroupSpec
 
 @dataclass(frozen=True)
 class GroupPlaces:
-    """Places of one group: block id and offset in the block, each an int64 tensor.
+    """Positions of one group: block id and offset in the block, each an int64 tensor.
 
     `read_*` are `(rows of the batch, columns)` for columns `[first_column, length + new)`; the
     `written_*` are flat, with the batch row and the new column that each is written from.
@@ -40,8 +40,8 @@ class GroupPlaces:
 class Forward:
     """A forward of `num_new` columns behind `length`, by `batch_size` rows.
 
-    Row i of the batch stands for row `i // repeats` of the cache: `generate` repeats every prompt
-    for each beam or sequence, and its keys and values are kept once. `groups` are by layer name.
+    Row i of the batch is row `i // repeats` of the cache: `generate` repeats every prompt for each
+    beam or sequence, but its keys and values are stored once. `groups` are by layer name.
     """
 
     length: int
@@ -59,7 +59,7 @@ def first_column(window: int | None, length: int) -> int:
 def plan_forward(
     memory: PagedMemory, rows: Sequence[Row], length: int, num_new: int, repeats: int
 ) -> Forward:
-    """Return where everything is, as the worker's block tables are now."""
+    """Return the positions of a forward, from the worker's current block tables."""
     slots = [memory.slot_of(row.request) for row in rows]
     groups = {}
     for index, group in enumerate(memory.config.kv_cache_groups):
@@ -101,14 +101,14 @@ def _group_places(
 
 @dataclass
 class Row:
-    """A row of the batch. `request.num_computed_tokens` are confirmed: never taken back by a crop.
+    """A row of the batch. `request.num_computed_tokens` are confirmed: no crop removes them.
 
     Attributes:
         request: its tokens and, once it is seated, its blocks.
         pad: columns before its first token.
         num_held: tokens [0, n) whose keys and values are in blocks; drafts included.
-        num_known: tokens [0, n) that are what they are; those of a forward that failed are not.
-        num_published: tokens [0, n) of `num_held` that lie in blocks which others can find.
+        num_known: tokens [0, n) that are certain; those of a failed forward are not.
+        num_published: tokens [0, n) of `num_held` in blocks that other requests can find.
     """
 
     request: Request
@@ -118,15 +118,15 @@ class Row:
     num_published: int = 0
 
     def tokens_at(self, length: int) -> int:
-        """How many of its tokens lie in the first `length` columns."""
+        """Return how many of its tokens are in the first `length` columns."""
         return max(0, length - self.pad)
 
 
 class BatchRows:
     """Rows that advance together. `length`: columns of the batch whose tokens are in blocks.
 
-    While `is_recording`, columns behind `num_confirmed` are drafts: they may be taken back, and
-    no other request finds them. `has_settled`: a forward was completed.
+    While `is_recording`, columns behind `num_confirmed` are drafts: they may be cropped, and no
+    other request finds them. `has_settled`: a forward was completed.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class BatchRows:
         self._windows = sorted({window for window in windows if window is not None})
 
     def open(self, tokens: Sequence[Sequence[int]], pads: Sequence[int]) -> int:
-        """Make rows, and adopt what is cached of them; return how many tokens are not computed.
+        """Make rows and adopt their cached prefixes; return how many tokens need not be computed.
 
-        The batch goes on behind the last column for which every row has what it needs.
+        The batch continues behind the last column up to which every row is cached.
 
         Raises:
-            OutOfBlocksError: more rows than there may be; nothing was changed.
+            OutOfBlocksError: there are too many rows; nothing was changed.
         """
         hits = [self._memory.find(row, self._scope) for row in tokens]
         length = self._agree(tokens, pads, hits)
@@ -164,18 +164,18 @@ class BatchRows:
         return sum(row.tokens_at(length) for row in rows)
 
     def start(self, tokens: Sequence[Sequence[int]], pads: Sequence[int]) -> None:
-        """Make rows that look nothing up."""
+        """Make rows without a look-up."""
         self.rows = [
             Row(self._memory.new_request(row, self._scope), pad, 0, len(row))
             for row, pad in zip(tokens, pads, strict=True)
         ]
 
     def _agree(self, tokens: Sequence[Sequence[int]], pads: Sequence[int], hits: list[int]) -> int:
-        """Return the column to go on behind; shorten `hits` where they are of no use.
+        """Return the number of columns to skip; shorten hits that cannot be used.
 
-        A row that has more tokens cached computes some of them again with the others, and does not
-        write them. With windows it cannot: what precedes them is not kept. Then all hits must end
-        with the same column.
+        A row with more cached tokens computes some of them again with the other rows, and does not
+        write them. With windows it cannot, since the tokens before the window are not kept. Then
+        all hits must end with the same column.
         """
         while True:
             length = min(pad + hit for pad, hit in zip(pads, hits, strict=True))
@@ -192,7 +192,7 @@ class BatchRows:
     # A forward.
 
     def extend(self, tokens: Sequence[Sequence[int]], num_new: int, repeats: int) -> None:
-        """Give each row slots for `num_new` columns, of which these are its tokens, pads left out.
+        """Give each row slots for `num_new` columns; `tokens` are its tokens in them, without pads.
 
         Afterwards each row is to become `repeats` rows, see `settle`.
 
@@ -221,7 +221,7 @@ class BatchRows:
                 )
 
     def _set_tokens(self, row: Row, first: int, new: Sequence[int]) -> None:
-        """Let a row's tokens be what is known of them, then `new` from `first` on."""
+        """Set a row's tokens to its known ones, followed by `new` from `first` on."""
         known = row.num_known
         tail = list(new[max(0, known - first) :])
         if known:
@@ -232,9 +232,9 @@ class BatchRows:
             row.request = self._memory.new_request(tail, self._scope)
 
     def settle(self, num_new: int, repeats: int) -> int:
-        """The forward is over: its tokens are held. Return how many of them were written.
+        """End a forward: its tokens are in blocks. Return how many of them were written.
 
-        With `repeats` above 1 each row becomes so many, which share its blocks.
+        With `repeats` above 1, each row becomes `repeats` rows that share its blocks.
         """
         self.length += num_new
         self.has_settled = True
@@ -251,7 +251,7 @@ class BatchRows:
         return num_written
 
     def confirm(self) -> None:
-        """No token is a draft any more: let others find them."""
+        """Make all drafts ordinary tokens that other requests can find."""
         self.num_confirmed = self.length
         for row in self.rows:
             if not row.num_held:
@@ -263,11 +263,11 @@ class BatchRows:
     # Rows as a whole.
 
     def select(self, indices: Sequence[int]) -> None:
-        """Let row i be what row `indices[i]` was; rows that are wanted twice share blocks.
+        """Replace row i by row `indices[i]`; a row selected twice shares its blocks.
 
         Raises:
             RequestError: there is no such row; nothing was changed.
-            OutOfBlocksError: more rows than there may be; nothing was changed.
+            OutOfBlocksError: there are too many rows; nothing was changed.
         """
         wrong = [index for index in indices if not 0 <= index < len(self.rows)]
         if wrong:
@@ -296,7 +296,7 @@ class BatchRows:
         self.rows = chosen
 
     def _copy(self, row: Row) -> Row:
-        """Return a row that shares the blocks of `row`, or its tokens where it has none."""
+        """Return a row that shares the blocks of `row`, or only its tokens without blocks."""
         known = row.request.all_token_ids[: row.num_known].tolist()
         if not row.num_held:
             return Row(self._memory.new_request(known, self._scope), row.pad, 0, len(known))
@@ -305,10 +305,10 @@ class BatchRows:
         return Row(child, row.pad, row.num_held, row.num_known, row.num_published)
 
     def crop(self, num_columns: int) -> None:
-        """Take the last `num_columns` back, and confirm what remains.
+        """Remove the last `num_columns` columns, and confirm the rest.
 
-        Blocks that others can find are never written again: a row that is cut inside of them goes
-        on in a copy.
+        Blocks that other requests can find are never written again: a row cut inside such a block
+        continues in a copy.
 
         Raises:
             RequestError: there are fewer columns, or a window has moved on; nothing was changed.
@@ -360,7 +360,7 @@ class BatchRows:
         row.num_known = num_tokens
 
     def free(self) -> None:
-        """Give all blocks back; what is cached of them can be found."""
+        """Free all blocks; cached ones can still be found."""
         if self.is_recording:
             self.confirm()
         for row in self.rows:

@@ -1,8 +1,8 @@
-"""What a call of the model says: tokens, mask, positions; checked before the cache believes it.
+"""The arguments of a call of the model: tokens, mask and positions, checked before the cache acts.
 
-Between the hook of the model's forward and the cache. Blocks are found again by tokens alone, so
-whatever else would change keys and values is refused: embeddings and images in place of tokens,
-positions that are not those of the tokens, pads that are not on the left.
+The hook of the model's forward passes them to the cache. Blocks are found by tokens alone, so all
+other input that changes keys and values is refused: embeddings and images instead of tokens,
+positions that do not match the tokens, pads that are not on the left.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelCall:
         """Read the arguments of the model's forward.
 
         Raises:
-            RequestError: blocks could not be told apart by tokens, or a shape cannot be meant.
+            RequestError: tokens alone would not identify blocks, or a shape is invalid.
         """
         for name in _CONTENT_BESIDE_TOKENS:
             if arguments.get(name) is not None:
@@ -118,7 +118,7 @@ class ModelCall:
         return pads, tokens
 
     def begins_at_front(self, pads: Sequence[int]) -> bool:
-        """Say whether its positions are those of the first columns."""
+        """Return whether its positions are those of the first columns."""
         positions = self.position_ids
         return positions is not None and self._are_positions(positions, pads, 0)
 

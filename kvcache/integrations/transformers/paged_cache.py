@@ -1,7 +1,8 @@
 """The cache that a stock model is called with: `generate(..., past_key_values=cache)`.
 
-Above rows and below the store, which announces each call of the model before it runs. Refuses what
-would let a wrong byte be found: a closed cache, another batch, other tokens than were announced.
+The store announces each call of the model before it runs, and the cache passes it to its rows. It
+refuses calls that could cache wrong bytes: a closed cache, another batch, other tokens than
+announced.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class ForwardSource(Protocol):
 
     @property
     def length(self) -> int:
-        """Columns that are in the cache."""
+        """How many columns are in the cache."""
 
     @property
     def open_forward(self) -> Forward:
-        """The forward that runs.
+        """The running forward.
 
         Raises:
-            RequestError: none does.
+            RequestError: no forward runs.
         """
 
 
@@ -64,15 +65,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         self._written: Forward | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the tensors were allocated with the store."""
+        """Do nothing: the store has allocated the tensors."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values; return all that they may see, themselves included.
+        """Write new keys and values; return all that they may see, with themselves.
 
-        Both are `(batch, heads, new tokens, head size)`; what is returned is
-        `(batch, heads, get_mask_sizes(new tokens)[0], head size)`, a copy.
+        Both are `(batch, heads, new tokens, head size)`. The result is a copy,
+        `(batch, heads, get_mask_sizes(new tokens)[0], head size)`.
 
         Raises:
             RequestError: no forward was announced, or the shapes are another model's.
@@ -87,12 +88,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return self._read(0, places), self._read(1, places)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many columns `update` will return, and the first of them."""
+        """Return how many columns `update` will return, and the first one."""
         start = first_column(self.window, self._source.length)
         return self._source.length + query_length - start, start
 
     def get_seq_length(self) -> int:
-        """Return the columns in the cache; of a forward that runs, once this layer has them."""
+        """Return the number of columns, with a running forward's once this layer has them."""
         length = self._source.length
         written = self._written
         if written is not None and written.length == length:
@@ -100,11 +101,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return length
 
     def get_max_length(self) -> int:
-        """Return the window, -1 where there is none."""
+        """Return the window, -1 without one."""
         return -1 if self.window is None else self.window
 
     def settle(self) -> None:
-        """The forward is over, one way or the other."""
+        """Note that the forward has ended or failed."""
         self._written = None
 
     def _write(self, part: int, states: torch.Tensor, places: GroupPlaces) -> None:
@@ -115,7 +116,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return self._pages[places.read_blocks, part, places.read_offsets].transpose(1, 2)
 
     def _require(self, states: torch.Tensor, forward: Forward) -> None:
-        """Refuse what does not fit the pages, before anything is written."""
+        """Refuse tensors that do not fit the pages, before anything is written."""
         num_heads, head_size = self._pages.shape[3:]
         wanted = (forward.batch_size, num_heads, forward.num_new, head_size)
         if tuple(states.shape) != wanted or states.dtype != self.dtype:
@@ -134,12 +135,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for it
     """Keys and values of one batch, in blocks of a `PagedCacheStore`, which makes them.
 
-    Close it, or use it as a context manager: its blocks are held until then, and can be found by
-    others (and evicted) from then on.
+    Close it, or use it as a context manager. It keeps its blocks until then; afterwards other
+    requests can find them, and they can be evicted.
     """
 
     def __init__(self, store: PagedCacheStore, scope: ContentScope) -> None:
-        """Made by `PagedCacheStore.open`."""
+        """Use `PagedCacheStore.open` instead."""
         self._store = store
         self._rows = BatchRows(store.memory, scope, store.layers.windows)
         self._forward: Forward | None = None
@@ -174,7 +175,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
 
     @property
     def is_closed(self) -> bool:
-        """Whether its blocks were given back."""
+        """Whether its blocks were freed."""
         return self._is_closed
 
     @property
@@ -210,7 +211,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
     # What the store calls.
 
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-        """Make the rows of a batch and adopt what is cached of them."""
+        """Make the rows of a batch and adopt their cached prefixes."""
         call = ModelCall.of({"input_ids": input_ids, "attention_mask": attention_mask})
         pads, tokens = call.rows()
         counters = self._store.counters
@@ -260,7 +261,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
     def finish(self) -> None:
         """The announced call is over: its tokens are in the cache."""
         forward = self.open_forward
-        self.abandon()  # what is written stays; settled, it counts
+        self.abandon()  # written bytes stay; settling counts them
         num_written = self._rows.settle(forward.num_new, forward.repeats)
         self._store.counters.num_computed_tokens += num_written
 

@@ -202,7 +202,7 @@ class PagedMemory:
         return branch
 
     def free(self, request: Request) -> None:
-        """Give a request's blocks back; what is cached of them stays so. Unseated: no effect."""
+        """Free a request's blocks; cached ones stay cached. No effect without a slot."""
         self.manager.free(request)
 
     def slot_of(self, request: Request) -> int | None:
@@ -256,7 +256,7 @@ class PagedMemory:
         self.worker.close()
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books of manager or worker do not add up."""
+        """Raise `InvariantError` if the tables of manager or worker do not add up."""
         self.manager.check()
         self.worker.check()
 

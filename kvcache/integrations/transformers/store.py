@@ -9,15 +9,15 @@
         with store.open(**inputs) as cache:  # what both begin with is not computed again
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
 
-First thing a user meets. The store listens to the model's own forward (hooks, removed by `close`):
-so it knows the tokens of every column, and what is computed can be found by them later. Output is
-that of the model without a store; it differs in where keys and values lie. Works with greedy and
+Users start here. The store hooks into the model's own forward (`close` removes the hooks), so it
+knows the tokens of every column, and later calls find computed blocks by them. The output is that
+of the model without a store; only the place of keys and values differs. It works with greedy and
 sampled decoding, beams, several sequences for a prompt, assisted decoding, batches padded on the
-left, chunked prefill, and several turns on one cache. Refuses what blocks of tokens cannot tell
-apart (see model_call.py) and models that keep other things (see model_layers.py).
+left, chunked prefill, and several turns on one cache. It refuses input that token blocks cannot
+tell apart (see model_call.py), and models with other caches (see model_layers.py).
 
-A copy is made of all that a forward reads, for every layer, as `transformers`' own dynamic cache
-does: what is saved is computation and memory of shared prefixes, not the reading.
+Every layer of a forward copies all keys and values that it reads, as `transformers`' own dynamic
+cache does. The store saves computation and the memory of shared prefixes, but no reading.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StoreStatistics:
 
     Blocks without the null block: every one is in use by an open cache, or cached and evictable, or
     free and empty. `num_asked_tokens` were opened with, `num_hit_tokens` of these were not computed
-    again. `num_computed_tokens`: of which keys and values were written.
+    again. `num_computed_tokens`: tokens whose keys and values were written.
     """
 
     num_blocks: int
@@ -228,7 +228,7 @@ class PagedCacheStore:
         is_shared: bool = True,
         **others: object,
     ) -> PagedCache:
-        """Return a cache for this batch; it begins with what is cached of its prompts.
+        """Return a cache for this batch, which begins with the cached prefixes of its prompts.
 
         Args:
             input_ids: `(batch, tokens)`, as passed to `generate`: not repeated for beams. Without
@@ -236,7 +236,7 @@ class PagedCacheStore:
             attention_mask: likewise; pads on the left.
             lora: the adapter that is active while this cache is used.
             cache_salt: only caches of the same salt share.
-            is_shared: False: look nothing up, and let no request hit what is computed.
+            is_shared: False: look nothing up, and let no request hit the computed blocks.
             others: what else a tokenizer says of the batch, `token_type_ids`; not looked at.
 
         Raises:
@@ -286,7 +286,7 @@ class PagedCacheStore:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if the books do not add up."""
+        """Raise `InvariantError` if the tables do not add up."""
         self.memory.check()
 
     def close(self) -> None:
