@@ -4,10 +4,10 @@
 
 C1: one empty step from the engine to the coordinator actor, to the workers, acknowledged by all of
 them, back to the engine; and the same step with 256 requests that decode a token each, both with
-the processor time of the engine, the coordinator and one worker. C2: empty
-steps pipelined, in steps a second. The peer is what one would write without sockets: driver ->
-async coordinator actor -> workers -> back, the very bytes of the same messages as arguments. All
-sides alternate in one run; printed are medians and their ratios.
+the processor time of the engine, the coordinator and one worker. C2: pipelined empty steps, in
+steps a second. The peer is plain Ray calls without sockets: driver -> async coordinator actor ->
+workers -> back, with the bytes of the same messages as arguments. All sides alternate in one run.
+The benchmark prints medians and their ratios.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Copies of blocks beside a plain memcpy of as many bytes, and steps beside transfers. Rows C3.
+"""Copies of blocks against a plain memcpy of as many bytes, and steps during transfers. Rows C3.
 
     python -m bench.bench_copies [--smoke] [--json FILE]
 
 A page is all of a block's bytes here. Contiguous: blocks and slots in ascending order. Scattered:
-blocks in no order, host slots as they come; on both sides: slots in no order either. The peer is
-`numpy.copyto` of one array of the same bytes, in turns with the others. Printed is the share of its
-speed. Behind them: a step of one worker, over a socket, with and without transfers under way, and
-beside a process that copies all the time; these say something only where a core is left for the
-process that copies.
+blocks in random order, host slots in ascending order; on both sides: slots in random order, too.
+The peer is `numpy.copyto` of one array of the same bytes, alternating with the others; results are
+shares of its speed. Other rows time a step of one worker, over a socket, with and without
+transfers, and next to a process that copies all the time. They mean something only if there is a
+free core for the copying process.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def as_row(what: str, ours: Figure, plain: Figure) -> Row:
 
 
 def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
-    """Measure steps beside transfers against steps without, in turns: beside transfers that never
-    pause (the median step), beside some before every `RARE` steps (the mean step), and beside a
+    """Measure steps during transfers against steps without, in turns: during transfers that never
+    pause (the median step), during some before every `RARE` steps (the mean step), and beside a
     process that has nothing to do with it."""
     rows: list[Row] = []
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
@@ -212,7 +212,7 @@ def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
 
 
 def cadence_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
-    """Measure steps at an engine's pace, beside transfers that never end and without, in turns."""
+    """Measure steps at an engine's pace, with transfers that never pause and without, in turns."""
     rows: list[Row] = []
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
         size = f"blocks of {block_bytes >> 10} KiB"

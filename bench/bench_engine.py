@@ -1,9 +1,9 @@
-"""What the cache is worth to an engine, and what it costs one. Row E1.
+"""The benefit and the cost of the cache for an engine. Row E1.
 
-The example engine with a Llama of some size, in one process: time to the first token of a prompt of
-which a long prefix is cached, next to the same engine without prefix caching; requests that share a
-prefix, next to the same; and how much of a step the engine spends on the coordinator, messages
-encoded and decoded, next to the whole step. All of it in one thread, whose processor time is taken.
+The example engine runs a Llama in one process. Measured against the same engine without
+prefix caching: the time to the first token of a prompt with a long cached prefix, and requests that
+share a prefix. Measured against the whole step: the engine's time for the coordinator, including
+the coding of messages. Everything runs in one thread, and times are its processor time.
 """
 
 from __future__ import annotations

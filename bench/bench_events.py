@@ -1,4 +1,4 @@
-"""What publishing costs a step, and how fast blocks get to a subscriber. Rows C5.
+"""The cost of publishing in a step, and the rate of blocks at a subscriber. Rows C5.
 
 Steps with 256 decodes through a real cluster, with events and without, alternating. Blocks a second
 through the encoder alone, and from a publisher's process into a subscriber that ends up with the

@@ -1,8 +1,8 @@
 """Copies between a GPU and pinned host memory, against one plain copy of as many bytes. Row GPU.
 
-Pages of 4 KiB to 4 MiB, 16 to 50,000 of them, here and there; both layouts; by copy units and by
-the kernel; beside a matrix product and alone, and what that product loses. Only where there is a
-GPU. `python -m bench.bench_gpu_copies [--smoke] [--write FILE]`.
+Pages of 4 KiB to 4 MiB, 16 to 50,000 of them, contiguous and scattered; both layouts; by copy
+engines and by the kernel; alone and during a matrix product, with the slowdown of that product.
+Needs a GPU. `python -m bench.bench_gpu_copies [--smoke] [--write FILE]`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Case:
         return cls(layout, page_bytes, device_ids, int32_array(rng.permutation(num_pages)), pairs)
 
     def measure(self, direction: str, way: str, engine: CopyEngine, product: _Product) -> GpuRow:
-        """Copy alone, plainly, and beside matrix products."""
+        """Copy alone, plainly, and during matrix products."""
         is_up = direction == "host to device"
         num_bytes = self.page_bytes * len(self.host_ids)
         seconds = _least(lambda: self._copy(engine, is_up=is_up))

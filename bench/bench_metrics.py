@@ -1,8 +1,8 @@
-"""What metrics cost: the same steps with meters around everything and without, alternating.
+"""The cost of metrics: the same steps with and without meters, alternating.
 
-A coordinator and its manager in this process, and one rank that answers at once: what a step costs
-the coordinator's thread, messages decoded already. And churn in a manager alone, where contents
-come and go. Collecting and exporting run beside the steps, every few seconds.
+One part runs a coordinator and its manager in this process, with one rank that answers at once: it
+times a step in the coordinator's thread, with decoded messages. The other runs churn in a manager
+alone. Collecting and exporting run between the steps, every few seconds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The coordinator killed over a full cache: how long until a prompt hits again. Row C4.
 
 A cluster with 100,000 cached blocks; its coordinator's process is killed, Ray starts it again, and
-the client attaches again and looks up a prompt that was computed before. What Ray needs for itself
-is measured beside it, in the same minutes: a bare actor that is killed and asked until it answers.
-Printed is the difference, and the share of the sealed blocks that is still there.
+the client attaches again and looks up a prompt that was computed before. The same run measures
+Ray's own share: a bare actor is killed and called until it answers. The benchmark prints the
+difference, and the share of the sealed blocks that survived.
 """
 
 from __future__ import annotations

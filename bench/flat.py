@@ -2,8 +2,8 @@
 
     step by step    64 new requests, those of earlier steps decode a token, some finish
 
-A prompt is a piece of one of few trunks, cut anywhere, and a fresh end, so that what is cached
-branches, is evicted and grows together again all the time.
+A prompt is a piece of one of a few trunks, cut anywhere, followed by fresh tokens. So the cache
+constantly branches, evicts and grows again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts that branch off one trunk everywhere; W9. Runs in either environment.
 
-Every operation is a whole request: look up, allocate the rest, free, with all the hashing it
-needs. The branches are fresh, so that nothing but the trunk is ever found.
+Every operation is a whole request: look up, allocate the rest and free, with all the hashing. The
+branches are fresh, so only the trunk is ever hit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing things beside each other, on a machine that is never quiet.
+"""Timing the sides of a comparison on a noisy machine.
 
 Only ratios count: the sides alternate within one run, and the medians and their spread are printed.
 Each side times itself; `stopwatch.py` says by which clock those of the manager do.

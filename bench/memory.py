@@ -1,4 +1,4 @@
-"""What a process holds in memory. Runs in either environment."""
+"""The memory of a process. Runs in either environment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import psutil
 
 
 def anonymous_bytes() -> int:
-    """Return what the process holds in memory, files that are mapped into it left out.
+    """Return the memory of the process without mapped files.
 
-    A forked process maps those only when it first needs them, which is no growth.
+    A forked process maps files only when it first needs them, which is no growth.
     """
     memory = psutil.Process().memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))

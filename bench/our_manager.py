@@ -89,7 +89,7 @@ class OurManager:
         _ = request.block_hashes
 
     def prepare(self, request: Request) -> None:
-        """Nothing: what is cached is found by its tokens."""
+        """Do nothing: cached blocks are found by their tokens."""
 
     def look_up(self, request: Request) -> Any:
         return self._manager.get_computed_blocks(request)

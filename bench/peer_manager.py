@@ -67,7 +67,7 @@ class PeerManager:
         return tokens.tolist()
 
     def new_request(self, tokens: Any) -> Request:
-        """Make a request; arrays become lists here, outside of what is timed."""
+        """Make a request; arrays become lists here, outside the timer."""
         self._count += 1
         as_list = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
         return Request(str(self._count), as_list, self._sampling, None)

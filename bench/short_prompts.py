@@ -1,11 +1,11 @@
-"""Prompts of a few blocks, by what is cached of them; W10. Runs in either environment.
+"""Prompts of a few blocks, by their cached part; W10. Runs in either environment.
 
     fresh       nothing
     cached      every block; one token more is new
     repeated    every block, and nothing is new: a hit never covers the last token, so the last
                 block is computed again
 
-The pool is always full: what was used least recently makes room.
+The pool is always full: the least recently used blocks are evicted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A worker in a process of its own, one step after the other, with and without transfers beside.
+"""A worker in its own process, one step after the other, with and without transfers.
 
-What is timed is what a coordinator sees: from the message that leaves to the acknowledgement that
-arrives, the worker's forward begun and ended in between. Messages go over a socket, because a
-worker that waits for one has to get Python's lock back from the thread that copies.
+A step is timed as a coordinator sees it: from sending the message to receiving the acknowledgement,
+with the worker's forward in between. Messages go over a socket, because a worker that waits for one
+has to get Python's lock back from the copying thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ INCARNATION = "bench"
 
 
 class OtherCopies:
-    """A process that has nothing to do with the worker and copies all the time: what a step costs
-    beside it is the memory's and the processors' doing. A context manager."""
+    """An unrelated process that copies all the time. It slows steps down only through the memory
+    and the processors. A context manager."""
 
     def __enter__(self) -> OtherCopies:
         context = multiprocessing.get_context("spawn")
@@ -210,7 +210,7 @@ class StepBesideCopies:
         return took
 
     def _start_copies(self) -> None:
-        """Start what is missing of a store and a load."""
+        """Start a load and a store unless two copies are under way."""
         if len(self._open_jobs) < 2:
             commands = [self._job_command(is_store=bool(i)) for i in range(2)]
             self._await(self._send("", *commands))
@@ -226,8 +226,8 @@ class StepBesideCopies:
                 self._take(self._wire.receive())
 
     def _job_command(self, *, is_store: bool) -> Command:
-        """Load from the first slots into the first blocks, or store the next blocks to slots that
-        nobody uses: of stores there are never three under way."""
+        """Load from the first slots into the first blocks, or store the next blocks to unused
+        slots: there are never three stores under way."""
         self._job += 1
         self._open_jobs.add(self._job)
         size = self._job_blocks

@@ -1,9 +1,8 @@
 """The clock of the sides. Runs in either environment.
 
-All sides compute on one thread and wait for nothing, so what they cost is the processor's time. The
-time on the wall is not: where others use the machine, a call that is longer than the scheduler's
-time slice is interrupted in its middle, a shorter one is not, and the slower side looks slower
-still.
+All sides compute on one thread and wait for nothing, so their cost is processor time. Wall time
+would distort it: on a shared machine, the scheduler interrupts calls longer than its time slice but
+not shorter ones, so the slower side would look even slower.
 """
 
 from __future__ import annotations

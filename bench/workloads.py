@@ -1,4 +1,4 @@
-"""What is timed of a manager, the same for both sides. Runs in either environment.
+"""The timed operations of a manager, equal for both sides. Runs in either environment.
 
 Every function returns the seconds of one repetition, by `stopwatch`, and leaves the manager as it
 found it. Only what a scheduler would pay for is inside the timer.
