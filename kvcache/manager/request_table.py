@@ -141,7 +141,7 @@ class RequestTable:
     def admit(
         self, request: Request, client_index: int, num_computed: int, num_encoder_tokens: int = 0
     ) -> KnownRequest:
-        """Give a new or preempted request the lowest free slot, of which there must be one.
+        """Give a new or preempted request the lowest free slot. One must be free.
 
         `num_computed` of its positions are computed or scheduled, without drafts.
         """

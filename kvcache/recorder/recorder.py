@@ -58,7 +58,7 @@ MAX_BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RecorderLimits:
-    """The limits of what is written. A tick writes records that have waited for `flush_s`.
+    """The limits of a recorder. A tick writes records that have waited for `flush_s`.
     `is_synced`: every write waits until the disk has it."""
 
     segments: SegmentLimits

@@ -223,7 +223,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         """Announce a call of the model; return the arguments to call it with.
 
         These are the given ones, but where the whole sequence was passed again (assisted generation
-        does, in its first call): then only what is not in the cache.
+        does, in its first call): then only the uncached part.
 
         Raises:
             RequestError: the call does not go on where the cache ends; nothing was changed.
