@@ -19,8 +19,9 @@ import ray
 from ray.util.placement_group import placement_group_table
 from typer.testing import CliRunner
 
-from actors import KVCacheCluster, WorkerActor, cluster_access
+from actors import KVCacheCluster, WorkerActor
 from actors.cli import app
+from actors.clusters import access
 from actors.clusters.launch import Launch, LaunchOptions
 from actors.clusters.placement import wait_until
 from kvcache.base.errors import (
@@ -223,7 +224,7 @@ def test_a_launch_refuses_what_it_cannot_use_before_anything_starts(
 def test_a_cluster_whose_coordinator_hangs_is_stopped(
     ray_cluster: str, make_config: Any, traces: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_access, "CALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(access, "CALL_TIMEOUT_S", 2.0)
     cluster = KVCacheCluster.launch(make_config(), detached=True)
     coordinator = cluster.status().coordinator_process_id
     os.kill(coordinator, signal.SIGSTOP)

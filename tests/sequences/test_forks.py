@@ -267,7 +267,7 @@ def test_parents_without_blocks_and_children_with_them_are_refused() -> None:
         manager.fork(stranger, Request("child", list(range(6))))
     parent = Request("parent", list(range(6)))
     manager.allocate_slots(parent, 6)
-    with pytest.raises(RequestError, match="nothing is computed: set its num_computed_tokens"):
+    with pytest.raises(RequestError, match="no computed tokens: set its num_computed_tokens"):
         manager.fork(parent, Request("child", list(range(6))))
     parent.num_computed_tokens = 6
     with pytest.raises(RequestError, match="parent is to be forked from parent but known already"):
