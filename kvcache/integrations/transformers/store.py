@@ -14,7 +14,7 @@ knows the tokens of every column, and later calls find computed blocks by them. 
 of the model without a store; only the place of keys and values differs. It works with greedy and
 sampled decoding, beams, several sequences for a prompt, assisted decoding, batches padded on the
 left, chunked prefill, and several turns on one cache. It refuses input that token blocks cannot
-tell apart (see model_call.py), and models with other caches (see model_layers.py).
+tell apart (see model_call.py), and models with other caches (see `ModelLayers`).
 
 Every layer of a forward copies all keys and values that it reads, as `transformers`' own dynamic
 cache does. The store saves computation and the memory of shared prefixes, but no reading.
