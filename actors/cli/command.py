@@ -72,7 +72,7 @@ def command(work: Callable[..., None]) -> Callable[..., None]:
         "verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VerboseOption
     )
     signature = inspect.signature(work, eval_str=True)
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # typer reads it
         parameters=[*signature.parameters.values(), option]
     )
     return run
