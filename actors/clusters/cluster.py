@@ -4,9 +4,9 @@
         with cluster.client() as client:
             result = client.step(StepRequest(...))
 
-The only entrance for engines and for the command line, but for a coordinator in the engine's own
-process: embedded/cluster.py. What happens inside is in launch.py and shutdown.py; refuses to share
-a name between two clusters.
+Engines and the command line use this class. A coordinator in the engine's own process has another
+one, in embedded/cluster.py. launch.py and shutdown.py do the work. Two clusters cannot share a
+name.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -143,15 +143,7 @@ class TierCounts:
             num_held=int(np.count_nonzero(is_ready & is_held)),
             num_dirty=int(np.count_nonzero(table.is_dirty)),
             num_quarantined_slots=int(np.count_nonzero(is_forgotten.any(axis=1))),
-            num_hits=self.num_hits,
-            num_misses=self.num_misses,
-            num_stored=self.num_stored,
-            num_failed_stores=self.num_failed_stores,
-            num_loaded=self.num_loaded,
-            num_evicted=self.num_evicted,
-            num_forgotten=self.num_forgotten,
-            num_skipped=self.num_skipped,
-            num_refused=self.num_refused,
+            **asdict(self),
             stored_bytes=self.num_stored * options.block_bytes,
             loaded_bytes=self.num_loaded * options.block_bytes,
             tenants=tenants,
