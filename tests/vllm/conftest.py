@@ -191,13 +191,17 @@ def processes_of_session(session: int) -> list[int]:
 
 
 def shared_files_of(process_id: int) -> set[Path]:
-    """Return a process's mappings of /dev/shm, except those of removed files."""
+    """Return the files in /dev/shm that a process maps.
+
+    By inode: the name in a semaphore's mapping is one under which its file was made and removed.
+    """
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     except OSError:
         return set()
-    paths = [line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line]
-    return {Path(path) for path in paths if not path.endswith(" (deleted)")}
+    inodes = {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    with os.scandir("/dev/shm") as entries:
+        return {Path(entry.path) for entry in entries if entry.inode() in inodes}
 
 
 class Starter:
