@@ -35,7 +35,11 @@ def setting_of(**changes: Any) -> Any:
             enable_prefix_caching=True, prefix_caching_hash_algo="sha256", cache_dtype="auto"
         ),
         parallel_config=SimpleNamespace(
-            world_size=2, pipeline_parallel_size=1, data_parallel_size=1
+            world_size=2,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_index=0,
+            data_parallel_rank=0,
         ),
         model_config=SimpleNamespace(
             model="m", revision=None, quantization=None, dtype="f", compute_hash=lambda: "h"
@@ -59,7 +63,6 @@ def setting_of(**changes: Any) -> Any:
         ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, "),
-        ({"parallel_config__data_parallel_size": 4}, "data_parallel_size is 4, "),
         ({"lora_config": object()}, "remove --enable-lora"),
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
         (
@@ -94,6 +97,7 @@ def test_what_cannot_be_served_is_refused_with_a_remedy(
             {"offload": {"disk": {"directory": "/d", "capacity_per_rank": "1GiB"}}},
             "offload: disk is set, but host_memory_per_rank is not",
         ),
+        ({"replica": -1}, "replica: -1: "),
         ([1], "kv_connector_extra_config is [1]: write an object"),
     ],
 )
@@ -122,3 +126,17 @@ def test_weights_models_and_layouts_have_fingerprints_of_their_own() -> None:
     assert len(set(found)) == len(found)
     assert setting_of(**{extra: {"name": "b"}}).fingerprint("layers") == found[0]
     assert len(found[0]) == 64
+
+
+def test_an_engine_is_the_replica_that_is_set_or_vllms_own() -> None:
+    extra = "kv_transfer_config__kv_connector_extra_config"
+    parallel = {
+        "parallel_config__data_parallel_size": 4,
+        "parallel_config__data_parallel_index": 3,
+    }
+    assert setting_of().replica == 0
+    assert setting_of(**parallel).replica == 3
+    assert setting_of(**{extra: {"replica": 0}}, **parallel).replica == 0
+    replicas = [setting_of(**{extra: {"replica": i}}) for i in (1, 2)]
+    assert [each.replica for each in replicas] == [1, 2]
+    assert len({each.fingerprint("layers") for each in replicas}) == 1

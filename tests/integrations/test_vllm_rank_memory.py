@@ -51,7 +51,7 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
 
 
-def setting_of(name: str, revision: str = "", **offload: Any) -> EngineSetting:
+def setting_of(name: str, revision: str = "", *, replica: int = 0, **offload: Any) -> EngineSetting:
     is_asynchronous = offload.pop("is_asynchronous", True)
     options = ConnectorOptions.parse(
         {
@@ -61,7 +61,7 @@ def setting_of(name: str, revision: str = "", **offload: Any) -> EngineSetting:
             "offload": {"host_memory_per_rank": "1MiB", **offload},
         }
     )
-    return EngineSetting(options, f"model {revision}", 4, num_blocks=NUM_BLOCKS, num_ranks=1)
+    return EngineSetting(options, f"model {revision}", 4, NUM_BLOCKS, num_ranks=1, replica=replica)
 
 
 def caches(fill: float = 0.0) -> dict[str, torch.Tensor]:
@@ -234,6 +234,24 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
+def test_replicas_have_memory_and_files_of_their_own(name: str, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memories = [RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
+    for memory in memories:
+        store(memory, (0, 1, 2), (5, 6, 7))
+        seal(memory, 0, 1)
+        move(memory, "spills", (0, 1))
+    memories[1].obey(StepCommands(forgotten_slots=(0,), forgotten_keys=DIGESTS[1] + bytes(4)))
+    for memory in memories:
+        memory.close()
+    found = [
+        RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)).inventory()
+        for i in (0, 1)
+    ]
+    assert [set(each.digests) for each in found] == [{0, 1}, {1}]
+    assert [len(each.file_keys) for each in found] == [2, 1]
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
@@ -298,9 +316,10 @@ def test_a_name_that_a_living_engine_has_is_refused(
         with pytest.raises(AlreadyRunningError) as refused:
             RankMemory(setting_of(name), 0, caches())
         assert str(refused.value) == (
-            f"process {other.pid} has the host memory of rank 0 of {name!r}: end that engine, or "
-            "give this one another name"
+            f"process {other.pid} has the host memory of rank 0 of {name!r}, replica 0: end that "
+            "engine, or give this one another replica"
         )
+        RankMemory(setting_of(name, replica=1), 0, caches()).close()
         other.communicate()
     RankMemory(setting_of(name), 0, caches()).close()
 

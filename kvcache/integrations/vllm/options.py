@@ -41,6 +41,7 @@ SERVED_OFFLOAD_KEYS = frozenset(
 )
 """Of the section `offload`, what the connector obeys. Any other key that is set is refused."""
 
+MAX_REPLICA = 9999
 _HASHES = ("sha256", "sha256_cbor")
 _NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
@@ -48,7 +49,8 @@ _NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*
 class ConnectorOptions(Section):
     """What stands in `kv_connector_extra_config`.
 
-    `name`: of the engine on its node; the next engine of that name adopts the memory.
+    `name`: of the engine on its node; the next engine of that name adopts the memory. `replica`:
+    which of the engines of that name it is; without one, vLLM's data parallel index.
     `weight_revision`: change it whenever weights change under the same model name. `offload`: as in
     a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
     of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
@@ -56,6 +58,7 @@ class ConnectorOptions(Section):
     """
 
     name: Annotated[str, _NAME] = "vllm"
+    replica: Annotated[int, Field(ge=0, le=MAX_REPLICA)] | None = None
     weight_revision: Annotated[str, Field(max_length=200)] = ""
     offload: OffloadConfig = OffloadConfig()
     idle_memory_s: Seconds = 3600.0
@@ -95,6 +98,7 @@ class EngineSetting:
     block_tokens: int
     num_blocks: int
     num_ranks: int
+    replica: int = 0
 
     def fingerprint(self, layers: str) -> str:
         """Return the hex digest under which a rank's memory is believed: of another model, weight
@@ -144,7 +148,6 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         )
     for flag in (
         "pipeline_parallel_size",
-        "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
@@ -182,7 +185,17 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         block_tokens=int(spec.block_size),
         num_blocks=int(kv_cache_config.num_blocks),
         num_ranks=int(parallel.world_size),
+        replica=_replica(options, parallel),
     )
+
+
+def _replica(options: ConnectorOptions, parallel: Any) -> int:
+    """Return the replica that is set, or vLLM's number of this engine under data parallelism.
+
+    That is `data_parallel_index`: vLLM sets `data_parallel_rank` to 0 in replicas that compute
+    independently.
+    """
+    return options.replica if options.replica is not None else int(parallel.data_parallel_index)
 
 
 def _require_one_group(kv_cache_config: Any) -> None:

@@ -123,7 +123,7 @@ class RankMemory:
         if offload.disk is not None:
             self._num_files = offload.disk.capacity_per_rank // pool.layout.block_bytes
             try:
-                tiers = _open_files(setting.options.name, offload.disk, self._host, rule)
+                tiers = _open_files(setting, offload.disk, self._host, rule)
             except BaseException:
                 self._host.close()
                 raise
@@ -310,9 +310,11 @@ class RankMemory:
         return tuple(keys), ""
 
 
-def service_address(name: str) -> MemoryServiceAddress:
-    """Return where the memory service of the engine `name` of this user listens on this node."""
-    return MemoryServiceAddress(f"unix:@kvcache-vllm-{os.getuid()}-{name}", name)
+def service_address(name: str, replica: int = 0) -> MemoryServiceAddress:
+    """Return where the memory service of the engines `name` of this user listens on this node, and
+    how it names the memory of a replica's ranks: `name/rank0`, `name/replica1/rank0`."""
+    address = f"unix:@kvcache-vllm-{os.getuid()}-{name}"
+    return MemoryServiceAddress(address, f"{name}/replica{replica}" if replica else name)
 
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:
@@ -326,10 +328,11 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
         digest_bytes=DIGEST_BYTES,
         max_block_tokens=MAX_BLOCK_TOKENS,
     )
-    service = service_address(options.name) if options.offload.keeps_memory else None
-    if service is not None:
+    service = None
+    if options.offload.keeps_memory:
+        service = service_address(options.name, setting.replica)
         ensure_service(service.address, options.idle_memory_s)
-        _await_free(service, rank)
+        _await_free(service, setting, rank)
     try:
         segment = open_segment(shape, service)
     except NotEnoughMemoryError as error:
@@ -342,7 +345,9 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
     return HostPool(segment, is_pinned=False)
 
 
-def _open_files(name: str, disk: DiskConfig, host: HostPool, rule: ChecksumRule) -> Tiers:
+def _open_files(
+    setting: EngineSetting, disk: DiskConfig, host: HostPool, rule: ChecksumRule
+) -> Tiers:
     """Return the tiers with the rank's directory of files; raises ConfigurationError."""
     location = Location.of(disk.directory)
     block_bytes = host.slot_bytes
@@ -354,8 +359,9 @@ def _open_files(name: str, disk: DiskConfig, host: HostPool, rule: ChecksumRule)
         )
     settings = FileTierSettings(
         location.root,
-        name,
+        setting.options.name,
         below=location.below,
+        replica=setting.replica,
         threads=disk.num_threads,
         max_queued_blocks=MAX_QUEUED_BLOCKS,
         max_bytes=files_bound(disk.capacity_per_rank, num_files, MAX_BLOCK_TOKENS),
@@ -407,7 +413,7 @@ def _num_slots(setting: EngineSetting, slot_bytes: int) -> int:
     return num_bytes // slot_bytes
 
 
-def _await_free(service: MemoryServiceAddress, rank: int) -> None:
+def _await_free(service: MemoryServiceAddress, setting: EngineSetting, rank: int) -> None:
     """Wait until no process has the rank's memory; raises AlreadyRunningError if one keeps it.
 
     The ranks of an engine that was killed live a moment longer than it.
@@ -426,7 +432,7 @@ def _await_free(service: MemoryServiceAddress, rank: int) -> None:
             return
         if time.monotonic() > give_up_s:
             raise AlreadyRunningError(
-                f"process {owner} has the host memory of rank {rank} of {service.cluster!r}: end "
-                "that engine, or give this one another name"
+                f"process {owner} has the host memory of rank {rank} of {setting.options.name!r}, "
+                f"replica {setting.replica}: end that engine, or give this one another replica"
             )
         time.sleep(_LOOK_S)

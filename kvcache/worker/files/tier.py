@@ -3,6 +3,7 @@
 Each cluster, layout and rank has its own directory, so files that cannot be exchanged never meet:
 
     root / cluster / layout fingerprint / rank<k> / about
+    root / cluster / layout fingerprint / replica<n> / rank<k> / about    (from replica 1 on)
 
 `about` says what the directory holds, and is locked by the process that uses it. A directory with
 another description, or of another living process, is refused.
@@ -57,7 +58,8 @@ class FileTierSettings:
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
     cannot be used does not start, or, unless `must_work`, starts without it and says why in every
-    job for it. `access` says how it reaches the disk. The other fields are `StoreLimits`.
+    job for it. `replica`: which of several engines with the same ranks. `access` says how it
+    reaches the disk. The other fields are `StoreLimits`.
     """
 
     root: Path
@@ -70,11 +72,12 @@ class FileTierSettings:
     must_work: bool = True
     access: DiskAccess = DiskAccess()
     below: str = ""
+    replica: int = 0
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_queued_blocks"):
             require_count(name, getattr(self, name))
-        for name in ("max_bytes", "max_set_aside"):
+        for name in ("max_bytes", "max_set_aside", "replica"):
             require_count(name, getattr(self, name), at_least=0)
         if self.sync not in get_args(Sync):
             raise ConfigurationError(
@@ -107,8 +110,10 @@ class FileTier:
 
         Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
         """
-        cluster = settings.root / settings.below / settings.cluster
-        self.directory = cluster / shape.layout_fingerprint / f"rank{shape.rank}"
+        place = settings.root / settings.below / settings.cluster / shape.layout_fingerprint
+        if settings.replica:
+            place /= f"replica{settings.replica}"
+        self.directory = place / f"rank{shape.rank}"
         if not os.path.isdir(settings.root):  # a sick disk raises nothing here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
