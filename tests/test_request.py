@@ -342,24 +342,6 @@ def test_digests_need_a_block_hasher_and_one_can_be_attached_once():
     assert list(request.block_hashes) == hashes
 
 
-@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxh3_128"])
-def test_a_digest_can_be_had_from_tokens_that_the_request_lacks(algorithm):
-    tokens = np.arange(12, dtype=np.int32)
-    hasher = get_request_block_hasher(4, get_hash_fn(algorithm))
-    request = Request("r1", tokens[:3], block_hasher=hasher)
-    for start in (0, 4, 8):
-        parent = request.known_block_hashes[-1] if start else hasher.none_hash
-        token_bytes = tokens[start : start + 4].astype("<i4").tobytes()
-        for digest in hasher.hash_all_plain([parent], [token_bytes]):
-            request.note_next_digest(digest)
-    assert request.num_tokens == 3
-    assert list(request.known_block_hashes) == list(
-        Request("r2", tokens, block_hasher=hasher).block_hashes
-    )
-    request.append_output_token_ids(tokens[3:])
-    assert len(request.block_hashes) == 3
-
-
 def test_a_request_says_what_it_is():
     request = Request("r1", [1, 2])
     request.append_output_token_ids([3])

@@ -61,12 +61,6 @@ def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) ->
     return types.Array(getattr(types, dtype), num_dimensions, "C", readonly=is_read)
 
 
-def tuple_type(item: Signature, count: int) -> Signature:
-    """Return the type of a tuple of `count` items of one type."""
-    make: Any = types.UniTuple
-    return make(item, count)
-
-
 def compiled(
     *signatures: Signature, family: str = "", **options: Any
 ) -> Callable[[_Function], _Function]:

@@ -23,7 +23,6 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import InvariantError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.manager.step_ledger import StepsUnderWay
@@ -32,6 +31,7 @@ from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
 from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.protocol.commands import Store
 from kvcache.requests.request import Request
+from kvcache.specs import NULL_BLOCK_ID
 
 MAX_HOST_SHARE = 4
 """One in this many slots of host memory may hold tails."""

@@ -41,7 +41,6 @@ from kvcache.base.errors import (
     OutOfBlocksError,
     RequestError,
 )
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.audit import check_list, check_nodes
 from kvcache.core.columns import (
     BLANK,
@@ -69,7 +68,7 @@ from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_pol
 from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
-from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
+from kvcache.specs import NULL_BLOCK_ID, FullAttentionSpec, SlidingWindowSpec
 
 PREFIX, WINDOWED = range(2)
 """The two groups of the columns: blocks that need those before them, and blocks that do not."""

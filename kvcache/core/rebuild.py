@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import BlockError, MalformedMessageError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.columns import NODE, PARENT, ROWS, columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.machine import (
@@ -44,6 +43,7 @@ from kvcache.requests.request_content import (
     namespace_name,
     parse_namespace_name,
 )
+from kvcache.specs import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore

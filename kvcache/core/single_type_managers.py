@@ -23,7 +23,6 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.arrays import Ids
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core.block_pool import BlockPool
 from kvcache.core.interface import ReferenceKind, Reservation
 from kvcache.core.kinds.registry import longest_hit
@@ -31,6 +30,7 @@ from kvcache.requests.hashing import BlockHash
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.specs import (
+    NULL_BLOCK_ID,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,

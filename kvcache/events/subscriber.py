@@ -27,7 +27,6 @@ from kvcache.events.subscription import (
     Update,
 )
 
-_TOPIC: Final = b"kv@"
 _WAIT_S: Final = 0.1
 _LINGER_MS: Final = 0
 _RECEIVE_BATCHES: Final = 20_000

@@ -16,9 +16,9 @@ import numpy as np
 from kvcache.base.arguments import MAX_INT32, as_integers, as_tuple, check_kind
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import InvalidInputError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core import CacheHit
 from kvcache.requests.request import Request
+from kvcache.specs import NULL_BLOCK_ID
 
 _Ids: TypeAlias = "Sequence[int] | Int32Array"
 

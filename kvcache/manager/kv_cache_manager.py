@@ -33,7 +33,6 @@ from kvcache.base.arguments import (
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError, shown
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.base.logs import CallbackErrors, get_logger
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core import (
@@ -67,7 +66,7 @@ from kvcache.protocol.labels import LabelSet, SealedContents
 from kvcache.protocol.step import StepRequest, StepResult, checked_step
 from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import LoRARequest, Request, RequestView, TokenIds, check_request
-from kvcache.specs import KVCacheConfig
+from kvcache.specs import NULL_BLOCK_ID, KVCacheConfig
 
 logger = get_logger(__name__)
 

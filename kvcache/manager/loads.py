@@ -24,14 +24,13 @@ import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import RequestError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core import ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.requests.request import BlockHasher, Request, copy_request
-from kvcache.specs import ceil_div
+from kvcache.specs import NULL_BLOCK_ID, ceil_div
 
 
 @dataclass(frozen=True, eq=False)

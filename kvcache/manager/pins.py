@@ -14,9 +14,9 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.errors import InvariantError, PinLimitError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.core import CacheHit
 from kvcache.requests.request import Namespace
+from kvcache.specs import NULL_BLOCK_ID
 from kvcache.tenants import TenantAccount, TenantLedger
 
 _SPARE_EXPIRIES = 64

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arguments import MAX_INT32, as_byte_strings, as_int, as_integers
-from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.arguments import MAX_INT32, as_byte_strings, as_integers
+from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import InvalidInputError, shown
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 
@@ -93,14 +93,6 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
     @staticmethod
     def medium() -> str:
         return DEVICE_MEDIUM
-
-    def first_offsets(self, blocks_per_host_block: int) -> Int32Array:
-        """Return, per group, how many device blocks of its first host block are skipped.
-
-        Raises InvalidInputError for less than one device block in a host block.
-        """
-        size = as_int("blocks_per_host_block", blocks_per_host_block, 1, MAX_INT32)
-        return int32_array(self.block_indices % size)
 
 
 class HostLoadStoreSpec(BlockIDsLoadStoreSpec):

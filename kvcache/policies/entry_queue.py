@@ -62,10 +62,6 @@ class EntryQueue:
         insert_behind(self._after, self._before, self._end, _as_array(entries))
         self._length += len(entries)
 
-    def pop_first(self) -> int | None:
-        """Remove and return the int at the front; None if the queue is empty."""
-        return self.pop_many(1).item() if self._length else None
-
     def pop_many(self, count: int) -> IndexArray:
         """Remove and return up to `count` ints from the front."""
         taken: IndexArray = np.empty(min(count, self._length), dtype=np.intp)

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LabelSet
+from kvcache.specs import NULL_BLOCK_ID
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -68,15 +68,6 @@ class HashFn(ABC):
         `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
         """
 
-    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
-        """Digest of the one block whose tokens are `token_bytes`, without extra keys."""
-        return self.hash_block(BlockHash(parent), token_bytes)
-
-    def hash_units(self, units: list[bytes]) -> list[bytes]:
-        """Digests of single blocks without extra keys, each from a parent's digest and tokens."""
-        size = self.digest_bytes
-        return [self.hash_plain(unit[:size], unit[size:]) for unit in units]
-
     def _chain_at_once(
         self, parent: bytes, token_bytes: bytes, block_size: int, num_blocks: int
     ) -> list[BlockHash]:
@@ -124,13 +115,6 @@ class _Sha256(HashFn):
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
 
-    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
-        return hashlib.sha256(parent + token_bytes).digest()
-
-    def hash_units(self, units: list[bytes]) -> list[bytes]:
-        sha256 = hashlib.sha256
-        return [sha256(unit).digest() for unit in units]
-
     def chain(
         self,
         parent: BlockHash,
@@ -153,13 +137,6 @@ class _Xxh3(HashFn):
 
     def digest(self, data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)
-
-    def hash_plain(self, parent: bytes, token_bytes: bytes) -> bytes:
-        return xxhash.xxh3_128_digest(parent + token_bytes)
-
-    def hash_units(self, units: list[bytes]) -> list[bytes]:
-        xxh3 = xxhash.xxh3_128_digest
-        return [xxh3(unit) for unit in units]
 
     def chain(
         self,

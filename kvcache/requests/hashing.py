@@ -9,10 +9,9 @@ tenant: look-ups separate them by namespace.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, cast
+from typing import NewType
 
 from kvcache.base.arguments import as_bytes, as_int, as_text, as_tuple, check_kind
 from kvcache.base.errors import ConfigurationError, InvalidInputError, RequestError, shown
@@ -68,13 +67,6 @@ class RequestBlockHasher:
         """Digests of the request's full blocks that follow the `known` ones. Changes nothing."""
         parent = known[-1] if known else self.none_hash
         return self.digests(request, len(known), request.num_tokens // self.block_size, parent)
-
-    def hash_all_plain(
-        self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
-    ) -> list[BlockHash]:
-        """Digests of one block after each of `parents`, with these tokens and no extra keys."""
-        units = list(map(operator.add, parents, token_bytes))
-        return cast("list[BlockHash]", self.hash_fn.hash_units(units))
 
     def digests(
         self, request: Request, first: int, last: int, parent: BlockHash

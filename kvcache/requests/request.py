@@ -68,14 +68,6 @@ class BlockHasher(Protocol):
     ) -> list[BlockHash]:
         """Digests of the full blocks `[first, last)`; `parent` is the one before. No mutation."""
 
-    def hash_all_plain(
-        self, parents: Sequence[BlockHash], token_bytes: Sequence[bytes]
-    ) -> list[BlockHash]:
-        """Digests of one block after each of `parents`, with these int32 tokens and no extra keys.
-
-        No mutation.
-        """
-
 
 def _read_at_once(made: type[Request]) -> type[Request]:
     """Let properties that only read an attribute do so without a Python call, because each of the
@@ -275,13 +267,6 @@ class Request:
         tokens: bytes = self._tokens[start : min(end, self._num_tokens)].tobytes()
         return tokens
 
-    def leading_token_bytes(self, end: int) -> bytes:
-        """Return bytes that begin with tokens `[0, end)`, as far as they exist; more may follow.
-
-        Faster than `token_bytes` if nothing was appended.
-        """
-        return self.token_bytes(0, end) if self._prompt_bytes is None else self._prompt_bytes
-
     def append_output_token_ids(self, ids: TokenIds) -> None:
         """Append output tokens, or none if one of them is not a token id.
 
@@ -397,10 +382,6 @@ class Request:
             "block_hasher=get_request_block_hasher(block_size, hash_fn)"
         )
 
-    def note_next_digest(self, digest: BlockHash) -> None:
-        """Store the digest of the next full block, even if its tokens are not appended yet."""
-        self._block_hashes.append(digest)
-
 
 class RequestView(Request):
     """A read-only snapshot of another caller's request.
@@ -446,9 +427,6 @@ class RequestView(Request):
 
     def truncate_tokens(self, num_tokens: int) -> None:
         self._refuse("truncate it")
-
-    def note_next_digest(self, digest: BlockHash) -> None:
-        self._refuse("note a digest")
 
     def _refuse(self, what: str) -> NoReturn:
         raise RequestError(
@@ -498,7 +476,7 @@ def _check_hasher(request_id: str, block_hasher: BlockHasher) -> None:
     if type(size) is int and size > 0 and callable(block_hasher):
         return
     what = f"request {request_id}: block hasher"
-    check_methods(what, block_hasher, ("__call__", "digests", "hash_all_plain"), RequestError)
+    check_methods(what, block_hasher, ("__call__", "digests"), RequestError)
     as_int(f"{what}: block size", size, 1, error=RequestError)
 
 

@@ -73,11 +73,6 @@ class SequenceCache:
         """The hasher of this allocator's blocks."""
         return self._held.hasher
 
-    @property
-    def all_block_ids(self) -> frozenset[int]:
-        """The ids of all blocks."""
-        return self._held.block_ids
-
     def get_num_total_blocks(self) -> int:
         """Return how many blocks there are."""
         return len(self._held.block_ids)

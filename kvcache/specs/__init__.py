@@ -16,6 +16,7 @@ from kvcache.specs.attention import (
 )
 from kvcache.specs.cache_config import (
     LAYOUTS,
+    NULL_BLOCK_ID,
     SPEC_KINDS,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -34,6 +35,7 @@ __all__ = [
     "DTYPE_SIZES_BYTES",
     "LAYOUTS",
     "MAMBA_CACHE_MODES",
+    "NULL_BLOCK_ID",
     "SPEC_KINDS",
     "AttentionSpec",
     "ChunkedLocalAttentionSpec",

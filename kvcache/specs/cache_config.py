@@ -27,6 +27,9 @@ from kvcache.specs.attention import (
 from kvcache.specs.spec import KVCacheSpec, as_specs
 from kvcache.specs.state import MambaSpec
 
+NULL_BLOCK_ID = 0
+"""The null block's index in the pool: it is never allocated."""
+
 SPEC_KINDS: Mapping[str, type[KVCacheSpec]] = MappingProxyType(
     {
         spec.kind: spec

@@ -339,19 +339,9 @@ class TenantLedger:
         for account, count in self._counts(block_ids):
             account.num_evicted += count
 
-    def evicted_of(self, account: TenantAccount, num_blocks: int) -> None:
-        """Do the same as `evicted`, for a number of blocks of one tenant."""
-        self.served.num_evicted_for += num_blocks
-        account.num_evicted += num_blocks
-
     def count_unheld(self, account: TenantAccount, change: int) -> None:
         """Count blocks of the tenant that came out of use, or went into use (negative)."""
         self._move(account, 0, change)
-
-    def note_unheld(self, block_ids: Sequence[int] | IndexArray, sign: int) -> None:
-        """Count blocks that came out of use (1), or went into use or were evicted (-1)."""
-        for account, count in self._counts(block_ids):
-            self._move(account, 0, sign * count)
 
     def clear(self) -> None:
         """Make every block free and empty."""

@@ -94,7 +94,6 @@ def offload_subject() -> Subject:
         group_sizes=COUNTS.without(None),
         block_indices=COUNTS.without(None),
     )
-    gpu.method("first_offsets", {"blocks_per_host_block": 2}, blocks_per_host_block=POSITIVE)
     file.made({"keys": KEYS}, keys=KEY_LIST)
     context = Builder(ReqContext)
     context.made({"req_id": "r", "params": {"a": 1}}, req_id=TEXT, params=MAPPING)

@@ -271,8 +271,7 @@ EXEMPTIONS: dict[str, str] = {
         SingleTypeKVCacheManager.require_cacheable
     """,
     "of a request, for the manager that serves it": """
-        Request.append_checked_token_ids Request.leading_token_bytes Request.note_next_digest
-        Request.packed_block_hashes Request.token_bytes
+        Request.append_checked_token_ids Request.packed_block_hashes Request.token_bytes
     """,
     "of a block, for its allocator": "PrefixCachingBlock.attach",
     "of a tier, for its hierarchy": "TierManager.adopt",

@@ -283,7 +283,6 @@ def test_a_view_of_a_request_of_steps_refuses_to_be_changed() -> None:
         lambda: view.append_output_token_ids([1]),
         lambda: view.append_checked_token_ids([1]),
         lambda: view.truncate_tokens(6),
-        lambda: view.note_next_digest(view.block_hashes[0]),
         lambda: setattr(view, "num_computed_tokens", 3),
         lambda: setattr(view, "num_preemptions", 3),
     ):

@@ -24,14 +24,6 @@ def test_without_sizes_all_blocks_are_of_one_group() -> None:
     assert spec.block_indices.tolist() == [0]
 
 
-def test_a_host_block_can_be_entered_in_its_middle() -> None:
-    spec = GPULoadStoreSpec([1, 2, 3, 7], group_sizes=[3, 0, 1], block_indices=[6, 0, 3])
-    assert spec.first_offsets(4).tolist() == [2, 0, 3]
-    assert spec.first_offsets(1).tolist() == [0, 0, 0]
-    with pytest.raises(InvalidInputError, match="blocks_per_host_block is 0: pass an integer"):
-        spec.first_offsets(0)
-
-
 def test_sizes_that_do_not_sum_to_the_ids_are_refused() -> None:
     with pytest.raises(InvalidInputError) as caught:
         GPULoadStoreSpec([1, 2, 3], group_sizes=[1, 1])

@@ -19,14 +19,13 @@ import torch
 from kvcache.base.arrays import int32_array
 from kvcache.base.clock import SystemClock
 from kvcache.base.errors import InvariantError, OutOfBlocksError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.manager import KVCacheManager
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.planner import PlanOptions, estimate_max_model_len, get_kv_cache_config
 from kvcache.protocol.commands import Command, Copy
 from kvcache.protocol.messages import Grant, StepCommands
 from kvcache.requests.request import LoRARequest, Request
-from kvcache.specs import KVCacheSpec
+from kvcache.specs import NULL_BLOCK_ID, KVCacheSpec
 from kvcache.worker import KVCacheWorker, WorkerSettings
 
 _NONCE = "in-process"

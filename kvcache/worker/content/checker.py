@@ -24,9 +24,8 @@ import torch
 
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import RequestError, WrongBytesError
-from kvcache.base.ids import NULL_BLOCK_ID
 from kvcache.protocol.commands import WriteExpected
-from kvcache.specs import KVCacheSpec
+from kvcache.specs import NULL_BLOCK_ID, KVCacheSpec
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content.cells import LayerBundle, WrongCell, bundle_layers
 from kvcache.worker.content.rows import (
