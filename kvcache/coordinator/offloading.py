@@ -157,7 +157,7 @@ class Offloading:
             self._pending
             or self._may_store_more
             or self._to_discard
-            or self.tiers.has_discards
+            or self.tiers.discards
             or self.tiers.has_spills
             or self._loading.has_work
         )
@@ -239,7 +239,7 @@ class Offloading:
             case JobKind.FETCH:
                 visible = self.tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
                 if job.has_unread:
-                    self.tiers.rest_disk(self._last_failure, self._clock.now())
+                    self.tiers.disk_use.rest(self._last_failure, self._clock.now())
                 self._loading.on_fetched(job.job_id)
             case JobKind.SPILL:
                 self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
@@ -418,7 +418,7 @@ class Offloading:
         return commands
 
     def _discard(self, told: list[Command]) -> None:
-        gone = self.tiers.take_discards()
+        gone = self.tiers.discards.take()
         if len(gone.addresses):
             told.append(Discard(HOST_MEDIUM, gone.addresses, b""))
         self._to_discard.update(dict.fromkeys(gone.keys))

@@ -93,7 +93,7 @@ class TierAdoption:
             return []
         if report.medium == FILE_MEDIUM and not report.num_blocks:
             problem = f"rank {report.rank} works without files: look into its log"
-            self._tiers.leave_disk(problem)
+            self._tiers.disk_use.leave(problem)
             collection.problem = problem
         asked = collection.on_report(report, now_s)
         self._close_what_is_over()
@@ -133,7 +133,7 @@ class TierAdoption:
         if FILE_MEDIUM in self._open:
             problem = "ranks still read what files there are: none is found before they have"
             logger.warning("epoch %d: the %s tier is late: %s", self._epoch, FILE_MEDIUM, problem)
-            self._tiers.postpone_disk(problem)
+            self._tiers.disk_use.postpone(problem)
 
     def _close_what_is_over(self) -> None:
         for medium in [medium for medium, each in self._open.items() if each.is_over]:

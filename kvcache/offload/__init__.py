@@ -6,6 +6,7 @@ moved by workers.
 
 from __future__ import annotations
 
+from kvcache.core import OffloadAnswer
 from kvcache.offload.canonical import (
     ByteRows,
     CanonicalKVCacheRef,
@@ -14,13 +15,6 @@ from kvcache.offload.canonical import (
 )
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.events import OffloadingEvent, cache_events
-from kvcache.offload.handlers import (
-    HandlerRoute,
-    OffloadingHandler,
-    OffloadingSpec,
-    TransferResult,
-    TransferSpec,
-)
 from kvcache.offload.hierarchy import Discards, TierHierarchy
 from kvcache.offload.hits import Place, TierHits
 from kvcache.offload.jobs import (
@@ -43,7 +37,16 @@ from kvcache.offload.keys import (
     pack_keys,
     unpack_keys,
 )
-from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvcache.offload.manager import (
+    HandlerRoute,
+    OffloadingHandler,
+    OffloadingManager,
+    OffloadingSpec,
+    PrepareStoreOutput,
+    ReqContext,
+    TransferResult,
+    TransferSpec,
+)
 from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.registry import TIERS, TierFactory, make_tier
 from kvcache.offload.specs import (

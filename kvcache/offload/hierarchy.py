@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -27,14 +26,13 @@ from kvcache.base.arguments import (
     as_bool,
     as_integers,
     as_number,
-    as_text,
     as_tuple,
     check_kind,
     check_methods,
 )
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, InvariantError
-from kvcache.base.logs import get_logger
+from kvcache.offload.disk_use import DiskUse
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.hits import Place, PlaceArray, TierHits, locate, look_up
 from kvcache.offload.jobs import (
@@ -50,82 +48,11 @@ from kvcache.offload.jobs import (
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import HierarchyOptions
 from kvcache.offload.slots import NO_ADDRESS, NOTHING, READY
+from kvcache.offload.spills import SpillQueue
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.protocol.commands import Label
 from kvcache.requests.request_content import Namespace
-
-logger = get_logger(__name__)
-
-FIRST_REST_S = 0.25
-LONGEST_REST_S = 30.0
-
-
-class SpillChoice:
-    """The host content to write to disk next, and whether there may be any.
-
-    The next victims must be clean in time: a share of all slots, and as many as the last store
-    lacked. With write-through, everything stored goes to disk as well.
-    """
-
-    def __init__(self, host: TierManager, spare_share: float) -> None:
-        """Keep `spare_share` of the slots of `host` clean or free."""
-        self._host = host
-        self._num_spare_slots = int(spare_share * host.options.num_slots)
-        self._num_missing_slots = 0
-        self._unwritten: dict[OffloadKey, None] = {}
-        self._is_idle = True
-
-    def has_next(self) -> bool:
-        """Return whether `next` may have an answer; cheap while it has none."""
-        if not self._is_idle:
-            ahead = self._host.dirty_ahead(self._num_wanted_slots())
-            self._is_idle = not ahead and not self._unwritten
-        return not self._is_idle
-
-    def pause(self) -> None:
-        """Record that there is no room to spill to until something changes."""
-        self._is_idle = True
-
-    def wake(self) -> None:
-        """Record a change: there may be something to spill."""
-        self._is_idle = False
-
-    def note_shortage(self, num_refused: int) -> None:
-        """Record that a store found no room for `num_keys`."""
-        blocks_per_slot = self._host.options.blocks_per_slot
-        num_slots = -(-num_refused // blocks_per_slot)
-        self._num_missing_slots = min(num_slots, self._host.options.num_slots)
-        self._is_idle = False
-
-    def write_through(self, keys: Iterable[OffloadKey]) -> None:
-        """Request that these keys, which are in the host tier, are soon on disk. Keys that leave
-        the tier are skipped."""
-        self._unwritten.update(dict.fromkeys(keys))
-
-    def next(self, room: int) -> list[OffloadKey]:
-        """Return up to `room` dirty keys that are not being spilled, the most urgent ones first."""
-        if self._is_idle:
-            return []
-        host = self._host
-        wanted = dict.fromkeys(host.dirty_ahead(self._num_wanted_slots())[:room])
-        while self._unwritten and len(wanted) < room:
-            waiting = list(islice(self._unwritten, room - len(wanted)))
-            wanted.update(dict.fromkeys(host.owed(waiting)))
-            for key in waiting:
-                del self._unwritten[key]
-        self._is_idle = not wanted
-        self._num_missing_slots = 0
-        return list(wanted)
-
-    def _num_wanted_slots(self) -> int:
-        wanted = max(self._num_spare_slots, self._num_missing_slots)
-        return max(0, wanted - self._host.num_free_slots)
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        self._unwritten.clear()
-        self._num_missing_slots = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,51 +107,6 @@ class DiscardList:
         return discards
 
 
-class DiskRest:
-    """Rests of a disk that fails, each twice as long as the last, up to `LONGEST_REST_S`.
-
-    Such a disk may return with all its files. A single bad file is dropped instead. `num_rests` so
-    far; `reason` of the last one.
-    """
-
-    def __init__(self) -> None:
-        """Begin awake."""
-        self.num_rests = 0
-        self.reason = ""
-        self._next_s = FIRST_REST_S
-        self._until_s: float | None = None
-        self._is_doubted = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the disk rests."""
-        return self._until_s is not None
-
-    def begin(self, reason: str, now_s: float) -> None:
-        """Begin a rest after a failure. Jobs from before it count no more."""
-        if self.is_on:
-            return
-        self.num_rests += 1
-        self.reason = reason
-        self._is_doubted = True
-        logger.warning("files are left alone for %g s: %s", self._next_s, reason)
-        self._until_s = now_s + self._next_s
-        self._next_s = min(2 * self._next_s, LONGEST_REST_S)
-
-    def look(self, now_s: float) -> None:
-        """End the rest when its time is over."""
-        if self._until_s is not None and now_s >= self._until_s:
-            self._until_s = None
-            logger.info("files are asked again after rest %d", self.num_rests)
-
-    def served(self) -> None:
-        """Record a success: the next rest is a short one."""
-        if self._is_doubted:
-            self._is_doubted = False
-            logger.info("files serve again after rest %d", self.num_rests)
-        self._next_s = FIRST_REST_S
-
-
 class TierHierarchy:
     """Host memory above a disk, or alone. One user, one thread, never blocks.
 
@@ -252,11 +134,11 @@ class TierHierarchy:
         self.disk = disk
         self.options = HierarchyOptions() if options is None else options
         self._transfers = TransferTable(new_job_id, self.options.deadlines)
-        self._spills = SpillChoice(host, self.options.spare_share)
-        self._discards = DiscardList()
-        self._rest = DiskRest()
-        self._disk_problem = ""
-        self._adoption_problem = ""
+        self._spills = SpillQueue(host, self.options.spare_share)
+        self.disk_use = DiskUse()
+        """Whether the disk is used. Callers report what they hear of it."""
+        self.discards = DiscardList()
+        """What workers must drop. None of it is the target of an open job."""
         self.num_without_room = 0
 
     # Questions
@@ -267,14 +149,8 @@ class TierHierarchy:
         return len(self._transfers)
 
     @property
-    def has_discards(self) -> bool:
-        """Whether `take_discards` would return any."""
-        return bool(self._discards)
-
-    @property
     def is_disk_in_use(self) -> bool:
-        """Whether the disk is not used, because it rests, one of its jobs is overdue, or its
-        adoption takes too long."""
+        """Whether the disk answers: it is not resting, lost, late or overdue with a job."""
         return self._answering_disk is not None
 
     @property
@@ -300,7 +176,7 @@ class TierHierarchy:
 
     def see(self, keys: Sequence[OffloadKey]) -> None:
         """Count a request with these blocks, for the store threshold of the host tier."""
-        self.host.see(keys)
+        self.host.sightings.see(keys)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Make keys the most recently used in every tier that has them."""
@@ -312,10 +188,10 @@ class TierHierarchy:
         """Add a request's look-up to the statistics; once per request."""
         check_kind("hits", hits, TierHits)
         num_in_host = int(np.count_nonzero(hits.places <= Place.HOST_PENDING))
-        self.host.count_look_up(num_in_host, hits.num_asked - num_in_host)
+        self.host.counts.add_look_up(num_in_host, hits.num_asked - num_in_host)
         if self.disk is not None:
             num_on_disk = hits.num_keys - num_in_host
-            self.disk.count_look_up(num_on_disk, hits.num_asked - num_in_host - num_on_disk)
+            self.disk.counts.add_look_up(num_on_disk, hits.num_asked - num_in_host - num_on_disk)
 
     # Planning
 
@@ -361,7 +237,7 @@ class TierHierarchy:
         if not len(reserved.positions):
             return None
         stored = [keys[i] for i in reserved.positions.tolist()]
-        self._discards.drop_addresses(reserved.addresses)
+        self.discards.drop_addresses(reserved.addresses)
         job = self._transfers.open(
             JobKind.STORE, stored, reserved.addresses, now_s, is_private=is_private
         )
@@ -383,7 +259,7 @@ class TierHierarchy:
             return None
         reserved = self.host.reserve(
             wanted,
-            labels=self.disk.labels_of(wanted),
+            labels=self.disk.contents.labels_at(self.disk.addresses_of(wanted)),
             spares=keys,
             is_forced=True,
             drops_dirty=False,
@@ -396,7 +272,7 @@ class TierHierarchy:
         if not fetched:
             return None
         self.disk.hold(fetched)
-        self._discards.drop_addresses(reserved.addresses)
+        self.discards.drop_addresses(reserved.addresses)
         job = self._transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
         return FetchJob(job.job_id, job.keys, reserved.addresses)
 
@@ -431,15 +307,14 @@ class TierHierarchy:
         if others:  # one tenant at a time
             self._spills.write_through(wanted[others[0] :])
             wanted = wanted[: others[0]]
-        reserved = disk.reserve(
-            wanted, labels=self.host.labels_of(wanted), is_forced=True, tenant=tenants[0]
-        )
+        labels = self.host.contents.labels_at(self.host.addresses_of(wanted))
+        reserved = disk.reserve(wanted, labels=labels, is_forced=True, tenant=tenants[0])
         if reserved is None or not len(reserved.positions):
             self._spills.pause()
             return None
-        self._discards.add_keys(reserved.evicted_keys)
+        self.discards.add_keys(reserved.evicted_keys)
         spilled = [wanted[i] for i in reserved.positions.tolist()]
-        self._discards.drop_keys(spilled)
+        self.discards.drop_keys(spilled)
         job = self._transfers.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
         return SpillJob(job.job_id, job.keys, job.addresses)
 
@@ -465,7 +340,7 @@ class TierHierarchy:
         if not ok or job.is_private:
             return EMPTY_INT32
         missing = self._not_on_disk(job.keys)
-        self.host.mark_dirty(missing)
+        self._spills.mark_dirty(missing)
         if self.options.disk_write == "on_store":
             self._spills.write_through(missing)
         return self._visible(job)
@@ -498,7 +373,7 @@ class TierHierarchy:
             self.disk.forget(gone)
             self._discard_files(job.keys)
         if good and len(gone) == len(bad) and not job.is_overdue:
-            self._rest.served()  # it answered for every file
+            self.disk_use.served()  # it answered for every file
         self._close(job, is_good=ok)
         return self._visible(job)
 
@@ -518,7 +393,7 @@ class TierHierarchy:
             self.disk.complete_store(bad, success=False)
             self._discard_files(job.keys)
         self._discard_labels(job)
-        self.host.mark_clean(job.keys)
+        self._spills.mark_clean(job.keys)
         self._close(job, is_good=ok)
 
     def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
@@ -533,23 +408,6 @@ class TierHierarchy:
         self._discard_labels(job)
         self._close(job, is_good=ok)
 
-    def rest_disk(self, reason: str, now_s: float) -> None:
-        """Let the disk rest after a failure; its contents are kept.
-
-        Meanwhile they are not found, and nothing is spilled. `expire` ends the rest.
-        """
-        reason = as_text("reason", reason, may_be_empty=True)
-        self._rest.begin(reason, as_number("now_s", now_s))
-
-    def leave_disk(self, problem: str) -> None:
-        """Stop using the disk for good: a rank cannot use its own."""
-        self._disk_problem = as_text("problem", problem, may_be_empty=True)
-
-    def postpone_disk(self, problem: str) -> None:
-        """Do not use the disk until `adopt_disk`: its contents are being read, and requests do not
-        wait for that."""
-        self._adoption_problem = as_text("problem", problem, may_be_empty=True)
-
     def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
         """Mark jobs as overdue; return each once.
 
@@ -558,7 +416,7 @@ class TierHierarchy:
         is not used.
         """
         now_s = as_number("now_s", now_s)
-        self._rest.look(now_s)
+        self.disk_use.look(now_s)
         late = self._transfers.expire(now_s)
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH):
@@ -566,13 +424,6 @@ class TierHierarchy:
             elif job.kind is JobKind.SPILL and self.disk is not None:
                 self.disk.forget(job.keys)
         return tuple(OverdueJob(job.job_id, job.kind, job.keys, job.addresses) for job in late)
-
-    def take_discards(self) -> Discards:
-        """Return the discards for workers since the last call.
-
-        None of them is the target of an open job.
-        """
-        return self._discards.take()
 
     # Dropping and adopting content
 
@@ -582,7 +433,7 @@ class TierHierarchy:
         addresses = self.host.addresses_of(ready)
         self.host.forget(keys)
         is_gone = self.host.addresses_of(ready) == NO_ADDRESS
-        self._discards.add_addresses(addresses[is_gone])
+        self.discards.add_addresses(addresses[is_gone])
         if self.disk is not None:
             self._discard_files(self.disk.forget(keys))
 
@@ -612,9 +463,9 @@ class TierHierarchy:
         refused = self.host.adopt(keys, labels.block_ids, labels)
         kept = self.host.addresses_of(keys)
         stale = labels.block_ids[refused]
-        exists = (stale >= 0) & (stale < self.host.num_addresses)
-        self._discards.add_addresses(stale[exists & ~np.isin(stale, kept)])
-        self.host.mark_dirty(self._not_on_disk(keys))
+        exists = (stale >= 0) & (stale < len(self.host.slots.keys))
+        self.discards.add_addresses(stale[exists & ~np.isin(stale, kept)])
+        self._spills.mark_dirty(self._not_on_disk(keys))
         self._spills.wake()
 
     def adopt_disk(self, labels: Label) -> None:
@@ -628,9 +479,9 @@ class TierHierarchy:
         refused = self.disk.adopt(keys, None, labels)
         is_kept = self.disk.states_of(keys) == READY
         gone = [keys[i] for i in refused.tolist() if not is_kept[i]]
-        self._discards.add_keys(gone)
-        self._adoption_problem = ""
-        self.host.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
+        self.discards.add_keys(gone)
+        self.disk_use.adopted()
+        self._spills.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
         self._spills.wake()
 
     # Statistics
@@ -638,7 +489,7 @@ class TierHierarchy:
     def present_events(self) -> list[OffloadingEvent]:
         """Return events with the whole content of the tiers, by tier."""
         tiers = [tier for tier in (self.host, self.disk) if tier is not None]
-        return [event for tier in tiers if (event := tier.present_event()) is not None]
+        return [event for tier in tiers if (event := tier.contents.present_event()) is not None]
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         """Return the events of tiers since the last call, by tier."""
@@ -654,22 +505,14 @@ class TierHierarchy:
             num_overdue=self._transfers.num_overdue(),
             num_failed_jobs=self._transfers.num_failed,
             num_expired_jobs=self._transfers.num_expired,
-            num_disk_rests=self._rest.num_rests,
-            disk_problem=self._disk_problem
-            or self._adoption_problem
-            or (self._rest.reason if self._rest.is_on else ""),
+            num_disk_rests=self.disk_use.num_rests,
+            disk_problem=self.disk_use.problem,
         )
-
-    def shutdown(self) -> None:
-        """End all use."""
-        self.host.shutdown()
-        if self.disk is not None:
-            self.disk.shutdown()
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
         self.host.check()
-        dirty = self.host.owed(self.host.keys())
+        dirty = self._spills.owed(self.host.keys())
         if self.disk is not None:
             self.disk.check()
         num_clean = len(dirty) - len(self._not_on_disk(dirty))
@@ -681,7 +524,7 @@ class TierHierarchy:
         )
         expected = [(stores + fetches, loads, spills), (spills, fetches, 0)]
         tiers = [self.host] if self.disk is None else [self.host, self.disk]
-        found = [tier.num_jobs() for tier in tiers]
+        found = [tier.slots.num_jobs() for tier in tiers]
         if found != expected[: len(tiers)]:
             raise InvariantError(
                 f"tiers count {found} writes, loads and spills of keys, open jobs make {expected}"
@@ -691,16 +534,9 @@ class TierHierarchy:
 
     @property
     def _answering_disk(self) -> TierManager | None:
-        """The disk; None without one, while it rests or one of its jobs is overdue, or if no
-        request waits for its adoption."""
-        if (
-            self._disk_problem
-            or self._adoption_problem
-            or self._rest.is_on
-            or self._transfers.num_overdue(JobKind.SPILL, JobKind.FETCH)
-        ):
-            return None
-        return self.disk
+        """The disk; None without one, while it is not used, or while one of its jobs is overdue."""
+        is_overdue = self._transfers.num_overdue(JobKind.SPILL, JobKind.FETCH)
+        return None if self.disk_use.is_off or is_overdue else self.disk
 
     def _not_on_disk(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that the disk does not have ready; none without a disk."""
@@ -712,17 +548,17 @@ class TierHierarchy:
     def _discard_labels(self, job: OpenJob) -> None:
         """Discard the labels of keys that a job has read in host memory and that are gone."""
         is_gone = self.host.addresses_of(job.keys) == NO_ADDRESS
-        self._discards.add_addresses(job.addresses[is_gone])
+        self.discards.add_addresses(job.addresses[is_gone])
 
     def _discard_files(self, keys: Sequence[OffloadKey]) -> None:
         """Discard the files of keys that the disk no longer has."""
         if self.disk is not None:
             gone = np.flatnonzero(self.disk.addresses_of(keys) == NO_ADDRESS)
-            self._discards.add_keys([keys[i] for i in gone.tolist()])
+            self.discards.add_keys([keys[i] for i in gone.tolist()])
 
     def _visible(self, job: OpenJob) -> Int32Array:
         """Return those addresses of a finished job that are ready."""
-        return job.addresses[self.host.are_ready_at(job.addresses)]
+        return job.addresses[self.host.slots.states[job.addresses] == READY]
 
     def _close(self, job: OpenJob, *, is_good: bool) -> None:
         self._transfers.close(job, is_good=is_good)

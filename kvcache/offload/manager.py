@@ -1,20 +1,23 @@
-"""The interface of a tier's manager: keys are looked up, stored and loaded, bytes are never seen.
+"""The interface of a tier: a manager, and handlers.
 
-A tier's manager decides on the coordinator's side; handlers (`handlers.py`) copy on the workers'
-side. Between *prepare* and *complete* of a transfer its slots do not change. The tiers of this
+The manager decides on the coordinator's side: keys are looked up, stored and loaded, bytes are
+never seen. Handlers copy bytes on the workers' side, one for every pair of media between which they
+can. Between *prepare* and *complete* of a transfer its slots do not change. The tiers of this
 package are `TierManager`s; external tiers implement this and are registered by name.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvcache.base.arguments import as_text, check_fields, check_kind
 from kvcache.base.errors import InvalidInputError
 from kvcache.core import OffloadAnswer
+from kvcache.offload.canonical import ByteRows, CanonicalKVCaches
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.specs import LoadStoreSpec
@@ -36,9 +39,6 @@ class ReqContext:
     def __post_init__(self) -> None:
         check_fields(self, as_text, "req_id", error=InvalidInputError)
         check_kind("params", self.params, Mapping)
-
-
-__all__ = ["OffloadAnswer", "OffloadingManager", "PrepareStoreOutput"]
 
 
 @dataclass(frozen=True)
@@ -129,3 +129,57 @@ class OffloadingManager(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End all use of this tier."""
+
+
+@dataclass(frozen=True)
+class TransferSpec:
+    """One copy: block `i` of `source` to block `i` of `destination`."""
+
+    source: LoadStoreSpec
+    destination: LoadStoreSpec
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """The result of a copy. `num_bytes` were moved; `detail` describes an error."""
+
+    job_id: int
+    success: bool
+    num_bytes: int = 0
+    detail: str = ""
+
+
+class OffloadingHandler(ABC):
+    """Copies between two media, in the background."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Begin a copy and return at once. False if it cannot begin: there is no result then."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return the results since the last call. Never blocks."""
+
+    @abstractmethod
+    def wait(self, job_ids: Sequence[int]) -> None:
+        """Block until these jobs have ended; their results must still be fetched."""
+
+
+class HandlerRoute(NamedTuple):
+    """A handler and the pair of media that it copies between."""
+
+    source_type: type[LoadStoreSpec]
+    destination_type: type[LoadStoreSpec]
+    handler: OffloadingHandler
+
+
+class OffloadingSpec(ABC):
+    """A registered tier: its parts for the coordinator and for the workers."""
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Return the tier's manager. The coordinator calls it once."""
+
+    @abstractmethod
+    def get_handlers(self, kv_caches: CanonicalKVCaches[ByteRows]) -> Iterator[HandlerRoute]:
+        """Yield the handlers of one worker, whose KV caches are these."""

@@ -105,6 +105,15 @@ class SlotTable:
         states[addresses == NO_ADDRESS] = NOTHING
         return states
 
+    def ready(self, keys: Sequence[OffloadKey]) -> IndexArray:
+        """Return the addresses of the ready ones of these keys, each once."""
+        addresses = self.addresses_of(keys)
+        return self.distinct(addresses[self.states_of(addresses) == READY])
+
+    def present_keys(self) -> list[OffloadKey]:
+        """Return all keys that are ready or being stored."""
+        return self.keys_at(np.flatnonzero((self.states == STORING) | (self.states == READY)))
+
     def slots_of(self, addresses: IndexArray) -> IndexArray:
         """Return the slot of each address."""
         return addresses if self.blocks_per_slot == 1 else addresses // self.blocks_per_slot
@@ -198,6 +207,10 @@ class SlotTable:
             | (self.num_spills[addresses] > 0)
         )
         return found
+
+    def num_jobs(self) -> tuple[int, int, int]:
+        """Return how many keys are written, loaded (each load counts) and spilled."""
+        return int(self.is_written.sum()), int(self.num_loads.sum()), int(self.num_spills.sum())
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""

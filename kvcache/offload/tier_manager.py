@@ -24,18 +24,17 @@ from kvcache.base.arguments import (
     as_bool,
     as_byte_strings,
     as_bytes,
-    as_int,
-    as_integers,
     as_text,
     check_kind,
     check_methods,
 )
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError, shown
-from kvcache.offload.contents import ContentTable
-from kvcache.offload.events import OffloadingEvent, parents_first
+from kvcache.core import OffloadAnswer
+from kvcache.offload.contents import TierContents
+from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.keys import OffloadKey
-from kvcache.offload.manager import OffloadAnswer, OffloadingManager, PrepareStoreOutput, ReqContext
+from kvcache.offload.manager import OffloadingManager, PrepareStoreOutput, ReqContext
 from kvcache.offload.options import TierOptions
 from kvcache.offload.slots import (
     FORGOTTEN,
@@ -92,6 +91,7 @@ class Sightings:
 
     def see(self, keys: Sequence[OffloadKey]) -> None:
         """Count one sighting of each of these keys, in chain order: the last is forgotten first."""
+        as_byte_strings("keys", keys)
         if self.threshold == 1:
             return
         counts = self._counts
@@ -122,6 +122,11 @@ class TierCounts:
     num_forgotten: int = 0
     num_skipped: int = 0
     num_refused: int = 0
+
+    def add_look_up(self, num_hits: int, num_misses: int) -> None:
+        """Count a look-up of this many keys."""
+        self.num_hits += num_hits
+        self.num_misses += num_misses
 
     def statistics(
         self,
@@ -184,6 +189,9 @@ class TierManager(OffloadingManager):
     While it is written or loaded, its slot is not evicted. While it is spilled or dirty (in no
     lower tier), the slot keeps its place in the order, but others are evicted first. A dropped key
     that a job still uses is invisible at once; its slot is in quarantine until that job has ended.
+
+    The parts can be read: `slots` say where keys are, `eviction` who goes next, `contents` what the
+    blocks are, `sightings` how often keys were seen.
     """
 
     def __init__(
@@ -197,129 +205,55 @@ class TierManager(OffloadingManager):
         check_kind("policies", policies, Mapping, ConfigurationError)
         check_methods("spec_of", spec_of, ("__call__",), ConfigurationError)
         self.options = options
-        self._table = table = SlotTable(options.num_slots, options.blocks_per_slot)
+        self.medium = options.medium
+        self.slots = SlotTable(options.num_slots, options.blocks_per_slot)
         self.tenants = options.tenant_ledger()
         """The tenants of slots; None without tenants."""
-        self._eviction = SlotEviction(table, options.policy, policies, self.tenants)
-        self._contents = None
-        if options.labels is not None:
-            self._contents = ContentTable(len(table.keys), options.labels)
-        self._counts = TierCounts()
-        self._events: list[OffloadingEvent] = []
+        self.eviction = SlotEviction(self.slots, options.policy, policies, self.tenants)
+        self.contents = TierContents(self.slots, options.medium, options.labels)
         num_blocks = options.num_slots * options.blocks_per_slot
-        self._sightings = Sightings(options.store_after, SIGHTINGS_PER_BLOCK * num_blocks)
-        self._spec_of = spec_of
-        self._is_adopting = False
-
-    @property
-    def medium(self) -> str:
-        """The medium's name."""
-        return self.options.medium
-
-    @property
-    def num_free_slots(self) -> int:
-        """Free slots."""
-        return len(self._table.free_slots)
-
-    @property
-    def num_addresses(self) -> int:
-        """Places for device blocks."""
-        return len(self._table.keys)
-
-    @property
-    def is_adopting(self) -> bool:
+        self.sightings = Sightings(options.store_after, SIGHTINGS_PER_BLOCK * num_blocks)
+        self.counts = TierCounts()
+        self.is_adopting = False
         """Whether the tier's contents are still being adopted."""
-        return self._is_adopting
+        self._spec_of = spec_of
 
     def lookup(self, key: OffloadKey, ctx: ReqContext | None = None) -> OffloadAnswer:
         _check_context(ctx)
         state = int(self.states_of([key])[0])
-        self.count_look_up(int(state != NOTHING), int(state == NOTHING))
+        self.counts.add_look_up(int(state != NOTHING), int(state == NOTHING))
         if state != NOTHING:
             return OffloadAnswer.HIT if state == READY else OffloadAnswer.HIT_PENDING
-        return OffloadAnswer.RETRY if self._is_adopting else OffloadAnswer.MISS
+        return OffloadAnswer.RETRY if self.is_adopting else OffloadAnswer.MISS
 
     def states_of(self, keys: Sequence[OffloadKey]) -> StateArray:
         """Return NOTHING, STORING or READY for each key, shape `(n,)`. Changes nothing at all."""
-        states = self._table.states_of(self._table.addresses_of(keys))
+        states = self.slots.states_of(self.slots.addresses_of(keys))
         states[states == FORGOTTEN] = NOTHING
         return states
 
     def addresses_of(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Return the addresses of keys, -1 for missing ones, shape `(n,)`. No mutation."""
-        return int32_array(self._table.addresses_of(keys))
-
-    def are_ready_at(self, addresses: Int32Array) -> BoolArray:
-        """Return for each address whether its content is ready, shape `(n,)`. No mutation."""
-        places = as_integers("addresses", addresses, at_most=self.num_addresses - 1)
-        found: BoolArray = self._table.states[places] == READY
-        return found
+        return int32_array(self.slots.addresses_of(keys))
 
     def keys(self) -> list[OffloadKey]:
         """Return all keys that are ready or being stored. No mutation."""
-        addresses = np.flatnonzero((self._table.states == STORING) | (self._table.states == READY))
-        return self._table.keys_at(addresses)
-
-    def owed(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that are dirty and not being spilled, in order. No mutation."""
-        addresses = self._table.addresses_of(keys)
-        is_owed = self._table.is_dirty[addresses] & (self._table.num_spills[addresses] == 0)
-        is_owed &= addresses != NO_ADDRESS
-        return [keys[i] for i in np.flatnonzero(is_owed).tolist()]
-
-    def dirty_ahead(self, num_slots: int) -> list[OffloadKey]:
-        """Return the dirty keys in the next `num_slots` victims, in that order.
-
-        Omits slots that are being spilled. Changes nothing.
-        """
-        ahead = self._eviction.dirty_ahead(as_int("num_slots", num_slots))
-        addresses = self._table.addresses_in(ahead)
-        return self._table.keys_at(addresses[self._table.is_dirty[addresses]])
-
-    def labels_of(self, keys: Sequence[OffloadKey]) -> Label | None:
-        """Return the labels of keys that are all here, one row each; None unless all have one."""
-        if self._contents is None:
-            self._table.addresses_of(keys)
-            return None
-        addresses = self._require(keys, (STORING, READY), "here")
-        if not len(addresses):
-            return None
-        labelled, labels = self._contents.read(addresses)
-        return labels if len(labelled) == len(keys) else None
+        return self.slots.present_keys()
 
     def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Return the tenants of keys that are all here; empty names without tenants.
 
         Changes nothing.
         """
-        addresses = self._table.addresses_of(keys)
+        addresses = self.slots.addresses_of(keys)
         if (tenants := self.tenants) is None:
             return [""] * len(keys)
-        owners = tenants.owners[self._table.slots_of(addresses)]
+        owners = tenants.owners[self.slots.slots_of(addresses)]
         return [tenants.numbered(number).name for number in owners.tolist()]
 
-    def see(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a sighting of each key, for the store threshold."""
-        as_byte_strings("keys", keys)
-        self._sightings.see(keys)
-
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        addresses = self._table.addresses_of(keys)
-        self._eviction.touch(self._table.slots_of(addresses[addresses != NO_ADDRESS]))
-
-    def count_look_up(self, num_hits: int, num_misses: int) -> None:
-        """Add look-ups to the statistics that did not use `lookup`."""
-        hits, misses = as_int("num_hits", num_hits), as_int("num_misses", num_misses)
-        self._counts.num_hits += hits
-        self._counts.num_misses += misses
-
-    def mark_dirty(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark ready keys as dirty: no lower tier has them. Skips others."""
-        self._table.mark_dirty(self._ready(keys))
-
-    def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
-        """Mark ready keys as clean. Skips others."""
-        self._table.mark_clean(self._ready(keys))
+        addresses = self.slots.addresses_of(keys)
+        self.eviction.touch(self.slots.slots_of(addresses[addresses != NO_ADDRESS]))
 
     def prepare_load(
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
@@ -333,14 +267,14 @@ class TierManager(OffloadingManager):
 
     def hold_leading(self, keys: Sequence[OffloadKey]) -> Int32Array:
         """Do `hold` for the keys before the first one that is not ready."""
-        addresses = self._table.addresses_of(keys)
-        is_missing = self._table.states_of(addresses) != READY
+        addresses = self.slots.addresses_of(keys)
+        is_missing = self.slots.states_of(addresses) != READY
         return self._hold_at(addresses[: is_missing.argmax()] if is_missing.any() else addresses)
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
-        addresses = self._require_read(keys, self._table.num_loads, "being loaded")
-        self._table.add_loads(addresses, -1)
-        self._counts.num_loaded += len(keys)
+        addresses = self._require_read(keys, self.slots.num_loads, "being loaded")
+        self.slots.add_loads(addresses, -1)
+        self.counts.num_loaded += len(keys)
         self._end_jobs(addresses)
 
     def prepare_spill(self, keys: Sequence[OffloadKey]) -> Int32Array:
@@ -349,13 +283,13 @@ class TierManager(OffloadingManager):
         Unlike a load, this does not count as use. Raises InvalidInputError unless all are ready.
         """
         addresses = self._require(keys, (READY,), "ready to be spilled")
-        self._table.add_spills(addresses, 1)
+        self.slots.add_spills(addresses, 1)
         return int32_array(addresses)
 
     def complete_spill(self, keys: Sequence[OffloadKey]) -> None:
         """End a spill; raises InvalidInputError if one of the keys is not being spilled."""
-        addresses = self._require_read(keys, self._table.num_spills, "being spilled")
-        self._table.add_spills(addresses, -1)
+        addresses = self._require_read(keys, self.slots.num_spills, "being spilled")
+        self.slots.add_spills(addresses, -1)
         self._end_jobs(addresses)
 
     def prepare_store(
@@ -398,7 +332,7 @@ class TierManager(OffloadingManager):
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
-        table = self._table
+        table = self.slots
         addresses, spared = table.addresses_of(keys), table.addresses_of(spares)
         is_forced = as_bool("is_forced", is_forced)
         drops_dirty = as_bool("drops_dirty", drops_dirty)
@@ -406,13 +340,10 @@ class TierManager(OffloadingManager):
         tenant = as_text("tenant", tenant, may_be_empty=True)
         if behind is not None:
             as_bytes("behind", behind)
-        if labels is not None:
-            check_kind("labels", labels, Label)
-            if self._contents is not None:
-                self._contents.validate(labels, len(keys))
+        self.contents.validate(labels, len(keys))
         positions = self._wanted(keys, addresses, is_forced)
-        if self._is_adopting:
-            self._counts.num_refused += len(positions)
+        if self.is_adopting:
+            self.counts.num_refused += len(positions)
             return None
         if (tenants := self.tenants) is not None:
             tenants.serve(tenants.account_named(tenant))
@@ -420,26 +351,26 @@ class TierManager(OffloadingManager):
         present = np.concatenate([spared, addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
         here = here[here < table.num_slots]
-        self._eviction.withhold(here)
+        self.eviction.withhold(here)
         num_obtainable = self._num_obtainable_slots(drops_dirty=drops_dirty)
         if needs_all and num_obtainable < placement.num_new_slots:
-            self._counts.num_refused += len(positions)
-            self._eviction.update(here)
+            self.counts.num_refused += len(positions)
+            self.eviction.update(here)
             return None
         placement = placement.leading(table.num_slots, num_obtainable)
         num_refused = len(positions) - len(placement.positions)
-        self._counts.num_refused += num_refused
+        self.counts.num_refused += num_refused
         if num_refused and tenants is not None:
             tenants.refuse(tenants.served, num_refused, num_obtainable)
         evicted = self._make_room(placement.num_new_slots, drops_dirty=drops_dirty)
         places = self._occupy(keys, placement, labels)
-        self._eviction.update(here)
+        self.eviction.update(here)
         return ReservedPlaces(
             int32_array(placement.positions), int32_array(places), evicted, num_refused
         )
 
     def complete_store(self, keys: Sequence[OffloadKey], success: bool = True) -> None:
-        table, success = self._table, as_bool("success", success)
+        table, success = self.slots, as_bool("success", success)
         addresses = self._require(keys, (STORING, READY, FORGOTTEN), "being stored")
         if len(set(keys)) != len(keys):
             raise InvalidInputError("a key is named twice: complete the store of each key once")
@@ -451,11 +382,11 @@ class TierManager(OffloadingManager):
         table.end_writes(written)
         if success:
             table.states[alive] = READY
-            self._counts.num_stored += len(alive)
-            self._tell(alive, removed=False)
+            self.counts.num_stored += len(alive)
+            self.contents.tell(alive, removed=False)
         else:
             table.states[written] = FORGOTTEN
-            self._counts.num_failed_stores += len(written)
+            self.counts.num_failed_stores += len(written)
         self._end_jobs(written)
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -464,22 +395,22 @@ class TierManager(OffloadingManager):
         A key that a job uses stays in its slot, in quarantine, until the job has ended. Until then
         no other key takes its place, and it is not stored again.
         """
-        table = self._table
+        table = self.slots
         addresses = table.addresses_of(keys)
         addresses = table.distinct(addresses[addresses != NO_ADDRESS])
         addresses = addresses[table.states[addresses] != FORGOTTEN]
         was_ready = addresses[table.states[addresses] == READY]
         vanished = table.keys_at(was_ready)
-        self._counts.num_forgotten += len(addresses)
-        self._tell(was_ready, removed=True)
+        self.counts.num_forgotten += len(addresses)
+        self.contents.tell(was_ready, removed=True)
         table.mark_clean(addresses)
         table.states[addresses] = FORGOTTEN
         self._end_jobs(addresses)
         return vanished
 
     def reset_cache(self) -> None:
-        self.forget(list(self._table.index))
-        self._sightings.clear()
+        self.forget(list(self.slots.index))
+        self.sightings.clear()
 
     def begin_adoption(self) -> None:
         """Answer RETRY instead of MISS, and store nothing, until `adopt`.
@@ -487,7 +418,7 @@ class TierManager(OffloadingManager):
         Raises InvalidInputError if the tier is not empty.
         """
         self._require_empty()
-        self._is_adopting = True
+        self.is_adopting = True
 
     def adopt(
         self,
@@ -509,31 +440,19 @@ class TierManager(OffloadingManager):
             raise InvalidInputError(
                 f"{len(addresses)} addresses for {len(keys)} keys: pass one for each key"
             )
-        if labels is not None and self._contents is not None:
-            self._contents.validate(labels, len(keys))
+        self.contents.validate(labels, len(keys))
         places = None if addresses is None else index_array(int32_array(addresses))
         kept = self._fill(keys, places, labels)
-        self._is_adopting = False
+        self.is_adopting = False
         refused: IndexArray = np.setdiff1d(np.arange(len(keys)), kept)
         return refused
 
-    def present_event(self) -> OffloadingEvent | None:
-        """Return an event with all ready content, parents first; None without labels."""
-        addresses: IndexArray = np.flatnonzero(self._table.states == READY)
-        if self._contents is None or not len(addresses):
-            return None
-        labelled, labels = self._contents.read(addresses)
-        order = parents_first(labels)
-        return self._event(addresses[labelled][order], removed=False)
-
     def take_events(self) -> tuple[OffloadingEvent, ...]:
-        events = tuple(self._events)
-        self._events.clear()
-        return events
+        return self.contents.take_events()
 
     def statistics(self) -> TierStatistics:
         told = () if self.tenants is None else self.tenants.statistics()
-        return self._counts.statistics(self.options, self._table, told)
+        return self.counts.statistics(self.options, self.slots, told)
 
     def on_new_request(self, ctx: ReqContext) -> None:
         """Does nothing."""
@@ -547,36 +466,22 @@ class TierManager(OffloadingManager):
     def shutdown(self) -> None:
         """Does nothing: the tables end with their process."""
 
-    def num_jobs(self) -> tuple[int, int, int]:
-        """Return how many keys are written, loaded (each load counts) and spilled."""
-        table = self._table
-        return (
-            int(table.is_written.sum()),
-            int(table.num_loads.sum()),
-            int(table.num_spills.sum()),
-        )
-
-    def order(self) -> list[int]:
-        """Return the idle slots, the next victim first. For audits."""
-        return self._eviction.order()
-
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
-        self._table.check()
-        self._eviction.check()
-        if self._contents is not None:
-            self._contents.check()
+        self.slots.check()
+        self.eviction.check()
+        self.contents.check()
         if self.tenants is not None:
             self.tenants.check()
             owned = np.flatnonzero(self.tenants.owners)
-            if owned.tolist() != np.flatnonzero(self._table.slot_members).tolist():
+            if owned.tolist() != np.flatnonzero(self.slots.slot_members).tolist():
                 raise InvariantError("slots with contents have no tenant, or the reverse")
-        if self._is_adopting and self._table.index:
-            raise InvariantError(f"{len(self._table.index)} keys in a tier that is being adopted")
+        if self.is_adopting and self.slots.index:
+            raise InvariantError(f"{len(self.slots.index)} keys in a tier that is being adopted")
 
     def _hold_at(self, addresses: IndexArray) -> Int32Array:
-        self._table.add_loads(addresses, 1)
-        self._eviction.update(self._table.slots_of(addresses))
+        self.slots.add_loads(addresses, 1)
+        self.eviction.update(self.slots.slots_of(addresses))
         return int32_array(addresses)
 
     def _wanted(
@@ -586,23 +491,23 @@ class TierManager(OffloadingManager):
         positions: IndexArray = np.flatnonzero(addresses == NO_ADDRESS)
         if len(set(keys)) != len(keys):
             positions = np.intersect1d(positions, first_of_each(keys))
-        if is_forced or self._sightings.threshold == 1:
+        if is_forced or self.sightings.threshold == 1:
             return positions
-        frequent = [i for i in positions.tolist() if self._sightings.is_frequent(keys[i])]
-        self._counts.num_skipped += len(positions) - len(frequent)
+        frequent = [i for i in positions.tolist() if self.sightings.is_frequent(keys[i])]
+        self.counts.num_skipped += len(positions) - len(frequent)
         return index_array(frequent)
 
     def _require_empty(self) -> None:
-        if self._table.index:
+        if self.slots.index:
             raise InvalidInputError(
-                f"tier {self.medium!r} holds {len(self._table.index)} keys: adopt into a new one"
+                f"tier {self.medium!r} holds {len(self.slots.index)} keys: adopt into a new one"
             )
 
     def _num_obtainable_slots(self, *, drops_dirty: bool) -> int:
         """Return how many slots the served tenant could get now for new content."""
         if self.tenants is not None:
-            return self._eviction.num_obtainable(self.tenants, drops_dirty=drops_dirty)
-        return len(self._table.free_slots) + self._eviction.num_evictable(drops_dirty=drops_dirty)
+            return self.eviction.num_obtainable(self.tenants, drops_dirty=drops_dirty)
+        return len(self.slots.free_slots) + self.eviction.num_evictable(drops_dirty=drops_dirty)
 
     def _make_room(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
         """Evict until `num_slots` are free, which is possible; return the evicted keys."""
@@ -610,15 +515,15 @@ class TierManager(OffloadingManager):
         if self.tenants is not None and (num_own := self.tenants.demand(num_slots)):
             with self.tenants.gives_its_own():
                 keys = self._evict(num_own, drops_dirty=drops_dirty)
-        missing = num_slots - len(self._table.free_slots)
+        missing = num_slots - len(self.slots.free_slots)
         return keys + self._evict(missing, drops_dirty=drops_dirty) if missing > 0 else keys
 
     def _evict(self, num_slots: int, *, drops_dirty: bool) -> tuple[OffloadKey, ...]:
-        victims = self._eviction.choose(num_slots, drops_dirty=drops_dirty)
-        addresses = self._table.addresses_in(victims)
-        keys = tuple(self._table.keys_at(addresses))
-        self._counts.num_evicted += len(keys)
-        self._tell(addresses, removed=True)
+        victims = self.eviction.choose(num_slots, drops_dirty=drops_dirty)
+        addresses = self.slots.addresses_in(victims)
+        keys = tuple(self.slots.keys_at(addresses))
+        self.counts.num_evicted += len(keys)
+        self.contents.tell(addresses, removed=True)
         self._vacate(addresses)
         return keys
 
@@ -626,7 +531,7 @@ class TierManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], placement: Placement, labels: Label | None
     ) -> IndexArray:
         """Put the placed keys into free slots; return their addresses."""
-        table = self._table
+        table = self.slots
         start = len(table.free_slots) - placement.num_new_slots
         new_slots = index_array(sorted(table.free_slots[start:]))
         del table.free_slots[start:]
@@ -637,24 +542,23 @@ class TierManager(OffloadingManager):
         slots[is_new] = new_slots[slots[is_new] - table.num_slots]
         addresses: IndexArray = slots * table.blocks_per_slot + placement.places
         table.enter([keys[i] for i in placement.positions.tolist()], addresses, STORING)
-        if labels is not None and self._contents is not None:
-            self._contents.write(labels, placement.positions, addresses)
+        self.contents.write(labels, placement.positions, addresses)
         return addresses
 
     def _end_jobs(self, addresses: IndexArray) -> None:
         """Empty dropped addresses that have no job any more, and update the policy for idle
         slots."""
-        table = self._table
+        table = self.slots
         slots = table.slots_of(addresses)
         lost = table.distinct(addresses[table.states[addresses] == FORGOTTEN])
         self._vacate(lost[~table.is_working(lost)])
-        self._eviction.update(slots)
+        self.eviction.update(slots)
 
     def _fill(
         self, keys: Sequence[OffloadKey], addresses: IndexArray | None, labels: Label | None
     ) -> IndexArray:
         """Fill the empty tier, the first victim first; return the positions that were kept."""
-        table = self._table
+        table = self.slots
         kept = first_of_each(keys)
         if addresses is None:
             kept = kept[max(0, len(kept) - len(table.keys)) :]
@@ -668,33 +572,15 @@ class TierManager(OffloadingManager):
             self._count_adopted(self.tenants, labels, kept, places)
         table.free_slots = np.flatnonzero(table.slot_members == 0)[::-1].tolist()
         slots = table.slots_of(places)
-        self._eviction.enter(slots[_last_of_each(slots)])
-        if labels is not None and self._contents is not None:
-            self._contents.write(labels, kept, places)
-        event = self.present_event()
-        if event is not None:
-            self._events.append(event)
+        self.eviction.enter(slots[_last_of_each(slots)])
+        self.contents.write(labels, kept, places)
+        self.contents.tell_present()
         return kept
-
-    def _tell(self, addresses: IndexArray, *, removed: bool) -> None:
-        """Record an event of contents at these addresses, if events are kept."""
-        event = self._event(addresses, removed=removed)
-        if event is not None:
-            self._events.append(event)
-
-    def _event(self, addresses: IndexArray, *, removed: bool) -> OffloadingEvent | None:
-        """Return an event of the addresses that have a label; None if there are none."""
-        if self._contents is None or not len(addresses):
-            return None
-        labelled, labels = self._contents.read(addresses)
-        keys = tuple(self._table.keys_at(addresses[labelled]))
-        return OffloadingEvent(keys, self.options.medium, removed, labels) if keys else None
 
     def _vacate(self, addresses: IndexArray) -> None:
         if len(addresses):
-            if self._contents is not None:
-                self._contents.withdraw(addresses)
-            freed = self._table.vacate(addresses)
+            self.contents.withdraw(addresses)
+            freed = self.slots.vacate(addresses)
             if self.tenants is not None:
                 self.tenants.freed(freed)
 
@@ -702,28 +588,22 @@ class TierManager(OffloadingManager):
         self, tenants: TenantLedger, labels: Label | None, rows: IndexArray, places: IndexArray
     ) -> None:
         """Charge slots to the tenants of adopted contents, by their labels."""
-        slots = self._table.slots_of(places)
+        slots = self.slots.slots_of(places)
         if labels is None:
-            tenants.took(self._table.distinct(slots), tenants.account_named(""))
+            tenants.took(self.slots.distinct(slots), tenants.account_named(""))
             return
         for number, name in enumerate(labels.namespace_names):
-            theirs = self._table.distinct(slots[labels.namespaces[rows] == number])
+            theirs = self.slots.distinct(slots[labels.namespaces[rows] == number])
             if len(theirs):
                 account = tenants.account(parse_namespace_name(name))
                 tenants.took(theirs[tenants.owners[theirs] == UNOWNED], account)
-
-    def _ready(self, keys: Sequence[OffloadKey]) -> IndexArray:
-        """Return the addresses of the ready keys, each once."""
-        addresses = self._table.addresses_of(keys)
-        ready: IndexArray = addresses[self._table.states_of(addresses) == READY]
-        return self._table.distinct(ready)
 
     def _require(
         self, keys: Sequence[OffloadKey], states: tuple[int, ...], what: str
     ) -> IndexArray:
         """Return the addresses of keys; raises InvalidInputError unless all have this state."""
-        addresses = self._table.addresses_of(keys)
-        found = self._table.states_of(addresses)
+        addresses = self.slots.addresses_of(keys)
+        found = self.slots.states_of(addresses)
         is_wrong: BoolArray = np.ones(len(found), np.bool_)
         for state in states:
             is_wrong &= found != state
@@ -737,7 +617,7 @@ class TierManager(OffloadingManager):
         """Return the addresses of keys; raises InvalidInputError unless each has enough readers."""
         addresses = self._require(keys, (READY, FORGOTTEN), what)
         is_wrong: BoolArray = counts[addresses] < 1
-        if len(self._table.distinct(addresses)) < len(addresses):
+        if len(self.slots.distinct(addresses)) < len(addresses):
             _, inverse, times = np.unique(addresses, return_inverse=True, return_counts=True)
             is_wrong = counts[addresses] < times[inverse]
         if is_wrong.any():

@@ -141,7 +141,7 @@ class TierTraffic:
             self.hierarchy.see(keys)
             self.hierarchy.touch(keys)
             self._store(keys)
-        self.hierarchy.take_discards()
+        self.hierarchy.discards.take()
 
     def check(self) -> None:
         """Raise InvariantError if the state is inconsistent, or a job is open."""

@@ -36,6 +36,7 @@ from kvcache.offload import (
     pack_keys,
     unpack_keys,
 )
+from kvcache.offload.disk_use import DiskUse
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.commands import Label
 from tests.attack.argument_kinds import (
@@ -44,7 +45,6 @@ from tests.attack.argument_kinds import (
     COUNT,
     COUNTS,
     DIGESTS,
-    IDS,
     MAPPING,
     NAME,
     NO_INTEGERS,
@@ -233,11 +233,11 @@ def state_of_tier(tier: TierManager) -> object:
         sorted(tier.keys()),
         tier.states_of(KEYS).tolist(),
         tier.addresses_of(KEYS).tolist(),
-        tier.owed(KEYS),
-        tier.num_jobs(),
-        tier.order(),
+        tier.slots.is_dirty.tolist(),
+        tier.slots.num_jobs(),
+        tier.eviction.order(),
         tier.is_adopting,
-        dict(tier._sightings._counts),
+        dict(tier.sightings._counts),
     )
 
 
@@ -284,16 +284,8 @@ def tier_subject() -> Subject:
     of.method("on_request_finished", {"ctx": context}, ctx=instance_of(ReqContext))
     of.method("states_of", {"keys": KEYS})
     of.method("addresses_of", {"keys": KEYS})
-    of.method("are_ready_at", {"addresses": [0, 1]}, addresses=IDS)
-    of.method("owed", {"keys": KEYS})
-    of.method("dirty_ahead", {"num_slots": 2}, num_slots=COUNT)
-    of.method("labels_of", {"keys": KEYS})
     of.method("tenants_of", {"keys": KEYS[:2]})
-    of.method("count_look_up", {"num_hits": 1, "num_misses": 2}, num_hits=COUNT, num_misses=COUNT)
-    of.method("mark_dirty", {"keys": KEYS[:1]})
-    of.method("mark_clean", {"keys": KEYS[:1]})
     of.method("forget", {"keys": KEYS[1:2]})
-    of.method("see", {"keys": KEYS[1:2]})
     return Subject("tier", make_tier_world, state_of_tier, lambda t: t.check(), tuple(of.cases))
 
 
@@ -326,11 +318,13 @@ def state_of_hierarchy(tiers: TierHierarchy) -> object:
         tiers.statistics(),
         tiers.num_open_jobs,
         tiers.num_without_room,
-        tiers.has_discards,
+        bool(tiers.discards),
+        tiers.disk_use.problem,
         tiers.has_spills,
         tiers.is_disk_in_use,
         tiers.locate(keys).tolist(),
-        [(t.order(), t.num_jobs(), t.owed(keys)) for t in (tiers.host, tiers.disk) if t],
+        [(t.eviction.order(), t.slots.num_jobs()) for t in (tiers.host, tiers.disk) if t],
+        tiers._spills.owed(keys),
     )
 
 
@@ -392,10 +386,11 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
             failed=ADDRESSES,
             lost=ADDRESSES.without(None),
         )
-    of.method("rest_disk", {"reason": "slow", "now_s": 1.0}, reason=TEXT_OR_NONE)
-    of.method("leave_disk", {"problem": "broken"}, problem=TEXT_OR_NONE)
-    of.method("postpone_disk", {"problem": "slow"}, problem=TEXT_OR_NONE)
     of.method("expire", {"now_s": 1.0})
+    use = Builder(DiskUse, kinds={"now_s": NUMBER})
+    use.method("rest", {"reason": "slow", "now_s": 1.0}, reason=TEXT_OR_NONE)
+    use.method("leave", {"problem": "broken"}, problem=TEXT_OR_NONE)
+    use.method("postpone", {"problem": "slow"}, problem=TEXT_OR_NONE)
     empty = Builder(TierHierarchy)
     empty.method("adopt_host", {"labels": LABEL}, labels=LABELS)
     empty.method("adopt_disk", {"labels": LABEL}, labels=LABELS)
@@ -413,6 +408,13 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
             state_of_hierarchy,
             lambda tiers: tiers.check(),
             tuple(empty.cases),
+        ),
+        Subject(
+            "use of a disk",
+            DiskUse,
+            lambda use: (use.is_off, use.problem, use.num_rests),
+            lambda use: None,
+            tuple(use.cases),
         ),
     )
 

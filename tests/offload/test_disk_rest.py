@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.offload import HierarchyOptions, OffloadKey, Place, TierHierarchy
-from kvcache.offload.hierarchy import FIRST_REST_S, LONGEST_REST_S
+from kvcache.offload.disk_use import FIRST_REST_S, LONGEST_REST_S
 from tests.offload.test_hierarchy import NOW_S, make_hierarchy, make_keys, places, spill, store
 
 
@@ -25,7 +25,7 @@ def test_unread_files_are_kept_and_only_lost_ones_are_dropped() -> None:
     lost = int(fetch.destinations[1])
     assert not len(tiers.fetched(fetch.job_id, ok=False, lost=[lost]))
     assert places(tiers, keys) == [Place.DISK, Place.NOWHERE, Place.DISK]
-    assert tiers.take_discards().keys == (keys[1],)
+    assert tiers.discards.take().keys == (keys[1],)
     tiers.check()
 
 
@@ -36,12 +36,12 @@ def test_what_arrived_is_not_forgotten_by_a_report_that_names_it_lost() -> None:
     first, second = fetch.destinations.tolist()
     tiers.fetched(fetch.job_id, ok=False, failed=[first], lost=[first, second, 99])
     assert places(tiers, keys) == [Place.NOWHERE, Place.HOST]
-    assert tiers.take_discards().keys == (keys[0],)
+    assert tiers.discards.take().keys == (keys[0],)
 
 
 def test_a_disk_that_rests_is_not_asked_and_is_asked_again_afterwards() -> None:
     tiers, keys = on_disk(2)
-    tiers.rest_disk("it does not answer", NOW_S)
+    tiers.disk_use.rest("it does not answer", NOW_S)
     assert places(tiers, keys) == [Place.NOWHERE] * 2
     assert tiers.plan_fetch(keys, NOW_S) is None
     statistics = tiers.statistics()
@@ -55,7 +55,7 @@ def test_a_disk_that_rests_is_not_asked_and_is_asked_again_afterwards() -> None:
 
 def rests(tiers: TierHierarchy, now_s: float) -> float:
     """Let the disk rest, and return for how long."""
-    tiers.rest_disk("it does not answer", now_s)
+    tiers.disk_use.rest("it does not answer", now_s)
     for quarters in range(1, 1000):
         tiers.expire(now_s + quarters * 0.25)
         if tiers.is_disk_in_use:
@@ -87,7 +87,7 @@ def test_a_disk_that_reports_the_problem_of_a_file_serves(num_lost: int, does_se
 def test_failures_of_jobs_that_were_under_way_make_no_rest_longer() -> None:
     tiers, _ = on_disk(1)
     for _ in range(5):
-        tiers.rest_disk("it does not answer", NOW_S)
+        tiers.disk_use.rest("it does not answer", NOW_S)
     assert tiers.statistics().num_disk_rests == 1
     tiers.expire(NOW_S + FIRST_REST_S)
     assert tiers.is_disk_in_use
@@ -95,7 +95,7 @@ def test_failures_of_jobs_that_were_under_way_make_no_rest_longer() -> None:
 
 def test_a_disk_that_a_rank_cannot_use_is_left_for_good() -> None:
     tiers, keys = on_disk(2)
-    tiers.leave_disk("rank 1 has none")
+    tiers.disk_use.leave("rank 1 has none")
     tiers.expire(NOW_S + 1e6)
     assert not tiers.is_disk_in_use
     assert places(tiers, keys) == [Place.NOWHERE] * 2
@@ -105,7 +105,7 @@ def test_a_disk_that_a_rank_cannot_use_is_left_for_good() -> None:
 @pytest.mark.parametrize("num_keys", [6, 9])
 def test_host_memory_goes_on_without_the_disk(num_keys: int) -> None:
     tiers = make_hierarchy(num_host=4)
-    tiers.leave_disk("rank 1 has none")
+    tiers.disk_use.leave("rank 1 has none")
     keys = make_keys(num_keys)
     for key in keys:
         assert store(tiers, [key]) == [key]

@@ -85,16 +85,16 @@ def test_swapped_content_without_a_label_is_not_told() -> None:
 def test_a_tier_can_say_all_that_it_holds_again() -> None:
     tier, label = make_tier(), chain_label(3)
     keys = label_keys(label)
-    assert tier.present_event() is None
+    assert tier.contents.present_event() is None
     tier.reserve(keys, labels=label)
-    assert tier.present_event() is None
+    assert tier.contents.present_event() is None
     tier.complete_store(keys)
-    event = tier.present_event()
+    event = tier.contents.present_event()
     assert event is not None
     (stored,) = told(event)
     assert isinstance(stored, BlocksStored)
     assert b"".join(stored.digests) == label.digests
-    found = tier.labels_of(keys[1:])
+    found = tier.contents.labels_at(tier.addresses_of(keys[1:]))
     assert found is not None
     assert found.token_ids.tolist() == label.token_ids[SIZE:].tolist()
 
@@ -103,7 +103,7 @@ def test_repeated_events_have_parents_first() -> None:
     tier, label = make_tier(num_slots=8), chain_label(5)
     backwards = label_rows(label, np.array([4, 2, 3, 0, 1]))
     tier.adopt(label_keys(backwards), None, backwards)
-    for event in (*tier.take_events(), tier.present_event()):
+    for event in (*tier.take_events(), tier.contents.present_event()):
         assert event is not None
         (stored,) = told(event)
         assert isinstance(stored, BlocksStored)

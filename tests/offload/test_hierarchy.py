@@ -106,7 +106,7 @@ def test_nothing_is_asked_and_nothing_comes_of_it() -> None:
     assert tiers.plan_fetch([], NOW_S) is None
     assert tiers.plan_load([], NOW_S) is None
     assert tiers.plan_spills(NOW_S) is None
-    assert not tiers.take_discards()
+    assert not tiers.discards.take()
     assert tiers.expire(NOW_S) == ()
     tiers.check()
 
@@ -203,7 +203,7 @@ def test_fetched_content_is_clean_and_still_on_disk() -> None:
     assert places(tiers, keys) == [Place.HOST_PENDING] * 2
     assert tiers.fetched(fetch.job_id, ok=True).tolist() == fetch.destinations.tolist()
     assert places(tiers, keys) == [Place.HOST] * 2
-    assert tiers.host.owed(keys) == []
+    assert tiers._spills.owed(keys) == []
     assert spill(tiers) == []
 
 
@@ -218,9 +218,9 @@ def test_a_damaged_file_is_forgotten_and_the_others_are_not() -> None:
     sealed = tiers.fetched(fetch.job_id, ok=False, failed=[bad])
     assert sealed.tolist() == [a for a in fetch.destinations.tolist() if a != bad]
     assert places(tiers, keys) == [Place.HOST, Place.NOWHERE, Place.HOST]
-    discards = tiers.take_discards()
+    discards = tiers.discards.take()
     assert discards.keys == (keys[1],)
-    assert not tiers.take_discards()
+    assert not tiers.discards.take()
 
 
 def test_a_failure_that_names_nothing_is_a_failure_of_all() -> None:
@@ -230,7 +230,7 @@ def test_a_failure_that_names_nothing_is_a_failure_of_all() -> None:
     assert load is not None
     tiers.loaded(load.job_id, ok=False)
     assert places(tiers, keys) == [Place.NOWHERE] * 3
-    assert tiers.take_discards().addresses.tolist() == load.sources.tolist()
+    assert tiers.discards.take().addresses.tolist() == load.sources.tolist()
     assert tiers.statistics().num_failed_jobs == 1
 
 
@@ -241,7 +241,7 @@ def test_a_spill_that_fails_is_not_tried_again() -> None:
     job = tiers.plan_spills(NOW_S)
     assert job is not None
     tiers.spilled(job.job_id, ok=False, failed=[int(job.sources[0])])
-    assert tiers.take_discards().keys == (job.keys[0],)
+    assert tiers.discards.take().keys == (job.keys[0],)
     assert places(tiers, keys) == [Place.HOST] * 4
     assert len(store(tiers, make_keys(4, first=10))) == 4
     assert sorted(places(tiers, keys)) == [Place.NOWHERE] + [Place.DISK] * 3
@@ -254,10 +254,10 @@ def test_a_file_of_content_that_turned_out_damaged_is_not_believed() -> None:
     assert load is not None
     assert written is not None
     tiers.loaded(load.job_id, ok=False)
-    assert not tiers.take_discards()
+    assert not tiers.discards.take()
     tiers.spilled(written.job_id, ok=True)
     assert places(tiers, keys) == [Place.NOWHERE]
-    discards = tiers.take_discards()
+    discards = tiers.discards.take()
     assert (discards.addresses.tolist(), discards.keys) == (load.sources.tolist(), tuple(keys))
 
 
@@ -272,7 +272,7 @@ def test_a_file_that_is_written_again_is_not_discarded() -> None:
     store(tiers, keys[:1])
     assert spill(tiers) == keys[:1]
     assert places(tiers, keys) == [Place.HOST] * 2
-    assert tiers.take_discards().keys == (keys[1],)
+    assert tiers.discards.take().keys == (keys[1],)
 
 
 def test_late_stores_are_in_quarantine_until_they_are_reported() -> None:
@@ -304,7 +304,7 @@ def test_a_disk_that_does_not_answer_is_left_alone() -> None:
     assert tiers.plan_spills(NOW_S) is None
     tiers.spilled(job.job_id, ok=True)
     assert tiers.is_disk_in_use
-    assert tiers.take_discards().keys == job.keys
+    assert tiers.discards.take().keys == job.keys
     tiers.check()
 
 
@@ -324,7 +324,7 @@ def test_swapped_content_is_stored_at_once_and_never_spilled() -> None:
     assert len(tiers.stored(job.job_id, ok=True)) == 0
     assert spill(tiers) == []
     tiers.forget(keys)
-    assert tiers.host.num_free_slots == 2
+    assert tiers.host.statistics().num_free_slots == 2
 
 
 def test_swapped_content_that_does_not_fit_as_a_whole_evicts_nothing() -> None:
@@ -356,7 +356,7 @@ def test_labels_move_with_content_and_are_told_by_tier() -> None:
         ("host", False, both),
         ("file", False, both),
     ]
-    found = tiers.host.labels_of(keys)
+    found = tiers.host.contents.labels_at(tiers.host.addresses_of(keys))
     assert found is not None
     assert (found.digests, found.parent_digests) == (label.digests, label.parent_digests)
     assert found.token_ids.tolist() == label.token_ids.tolist()
@@ -372,12 +372,12 @@ def test_a_restarted_hierarchy_takes_what_the_ranks_agree_on() -> None:
     # Address 3 has what address 0 has, and address 9 does not exist.
     in_host = label_rows(label, np.array([0, 1, 0, 2]))
     tiers.adopt_host(replace(in_host, block_ids=int32_array([0, 2, 3, 9])))
-    assert tiers.take_discards().addresses.tolist() == [3]
+    assert tiers.discards.take().addresses.tolist() == [3]
     hits = tiers.look_up(keys)
     assert (hits.num_keys, hits.ends_unknown, hits.answer) == (2, True, OffloadAnswer.HIT)
     tiers.adopt_disk(label_rows(label, np.array([1, 2, 3])))
     assert places(tiers, keys) == [Place.HOST] * 2 + [Place.DISK] * 2 + [Place.NOWHERE]
-    assert tiers.host.owed(keys) == [keys[0]]
+    assert tiers._spills.owed(keys) == [keys[0]]
     assert tiers.host.addresses_of(keys[:2]).tolist() == [0, 2]
     assert [event.medium for event in tiers.take_events()] == ["host", "file"]
     tiers.check()
@@ -388,7 +388,7 @@ def test_files_beyond_the_quota_are_discarded_the_oldest_first() -> None:
     keys = label_keys(label)
     tiers.adopt_disk(label)
     assert places(tiers, keys) == [Place.NOWHERE, Place.DISK, Place.DISK]
-    assert tiers.take_discards().keys == (keys[0],)
+    assert tiers.discards.take().keys == (keys[0],)
 
 
 def test_only_empty_tiers_adopt() -> None:

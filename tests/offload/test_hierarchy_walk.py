@@ -249,14 +249,14 @@ class Walk:
         for address, key in world.sealed.items():
             assert world.host[address] == key
         if self.rng.random() < self.discard_share:
-            world.discard(hierarchy.take_discards())
+            world.discard(hierarchy.discards.take())
 
     def finish(self) -> None:
         """End every job: no hold, no pending key, no file without an entry is left."""
         for job_id in list(self.world.running):
             self.end(job_id)
             self.compare()
-        self.world.discard(self.hierarchy.take_discards())
+        self.world.discard(self.hierarchy.discards.take())
         statistics = self.hierarchy.statistics()
         assert self.hierarchy.num_open_jobs == statistics.num_overdue == 0
         for tier in (statistics.host, statistics.disk):
@@ -266,9 +266,9 @@ class Walk:
             assert set(self.world.files) == set(self.hierarchy.disk.keys())
         self.hierarchy.reset()
         self.hierarchy.check()
-        self.world.discard(self.hierarchy.take_discards())
+        self.world.discard(self.hierarchy.discards.take())
         assert not self.world.files
-        assert self.hierarchy.host.num_free_slots == statistics.host.num_slots
+        assert self.hierarchy.statistics().host.num_free_slots == statistics.host.num_slots
 
 
 @pytest.mark.seeds(8, long=32)

@@ -47,7 +47,12 @@ def test_a_tier_from_outside_is_made_by_its_name() -> None:
     tier = make_tier(TierOptions("tape", 4), {**TIERS, "tape": tape})
     assert (tier.medium, made) == ("tape", [TierOptions("tape", 4)])
     policies = {"mine": EVICTION_POLICIES["lru"]}
-    assert make_tier(TierOptions("host", 4, policy="mine"), policies=policies).num_free_slots == 4
+    assert (
+        make_tier(TierOptions("host", 4, policy="mine"), policies=policies)
+        .statistics()
+        .num_free_slots
+        == 4
+    )
 
 
 def test_host_and_files_say_in_their_own_way_where_keys_lie() -> None:

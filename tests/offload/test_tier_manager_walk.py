@@ -9,6 +9,7 @@ import pytest
 from kvcache.base.errors import InvalidInputError
 from kvcache.offload import OffloadAnswer, OffloadKey, TierManager, TierOptions, make_offload_key
 from kvcache.offload.slots import NOTHING, READY, STORING
+from kvcache.offload.spills import SpillQueue
 from tests.offload.tier_model import ModelTier
 from tests.walks import random_walk
 
@@ -23,6 +24,7 @@ class Walk:
         self.size = self.rng.choice([1, 1, 2, 4])
         num_slots = self.rng.choice([1, 3, 8, 12])
         self.tier = TierManager(TierOptions("host", num_slots, self.size))
+        self.spills = SpillQueue(self.tier, 0.0)
         self.model = ModelTier(num_slots, self.size)
         # Chains that branch: a key names the way to it.
         self.chains: list[list[OffloadKey]] = [[]]
@@ -120,7 +122,7 @@ class Walk:
 
     def mark(self) -> None:
         keys, is_dirty = self.some_of(self.every), self.rng.random() < 0.6
-        (self.tier.mark_dirty if is_dirty else self.tier.mark_clean)(keys)
+        (self.spills.mark_dirty if is_dirty else self.spills.mark_clean)(keys)
         for key in keys:
             if self.model.state(key) == "ready":
                 self.model.get(key).is_dirty = is_dirty
@@ -168,10 +170,10 @@ class Walk:
             {self.addresses[each.key] // self.size for each in slot.places.values()}
             for slot in self.model.idle
         ]
-        assert [{slot} for slot in self.tier.order()] == order
-        assert self.tier.num_free_slots == self.model.num_slots - len(self.model.slots)
+        assert [{slot} for slot in self.tier.eviction.order()] == order
+        assert self.tier.statistics().num_free_slots == self.model.num_slots - len(self.model.slots)
         is_owed = [k for k in self.every if k in known and known[k].is_dirty]
-        assert self.tier.owed(self.every) == [k for k in is_owed if not known[k].num_spills]
+        assert self.spills.owed(self.every) == [k for k in is_owed if not known[k].num_spills]
 
     def end(self) -> None:
         """End every job: nothing may be left of it."""
@@ -194,7 +196,7 @@ class Walk:
         )
         self.tier.reset_cache()
         self.tier.check()
-        assert self.tier.num_free_slots == self.model.num_slots
+        assert self.tier.statistics().num_free_slots == self.model.num_slots
 
 
 @pytest.mark.seeds(20)
@@ -233,6 +235,6 @@ def test_look_ups_follow_a_key_through_its_life() -> None:
     assert tier.lookup(key) is OffloadAnswer.MISS
     assert tier.statistics().num_quarantined_slots == 1
     tier.complete_load([key])
-    assert tier.num_free_slots == 2
+    assert tier.statistics().num_free_slots == 2
     statistics = tier.statistics()
     assert (statistics.num_hits, statistics.num_misses) == (2, 3)

@@ -17,7 +17,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ClusterError
 from kvcache.base.logs import MAX_LINES, PERIOD_S, LineLimit
 from kvcache.coordinator import Phase
-from kvcache.offload.hierarchy import DiskRest
+from kvcache.offload.disk_use import DiskUse
 from kvcache.protocol.commands import Unlabel
 from kvcache.protocol.messages import (
     Ack,
@@ -229,19 +229,20 @@ def test_every_rest_of_a_tier_is_told(
     # Earlier schedules, in the same seconds, may have used up the limit of a line.
     monkeypatch.setattr(LineLimit, "filter", lambda self, record: True)
     counts: Counter[str] = Counter()
-    begin, look = DiskRest.begin, DiskRest.look
+    rest, look = DiskUse.rest, DiskUse.look
 
-    def counted_begin(self: DiskRest, reason: str, now_s: float) -> None:
-        counts["begun"] += not self.is_on
-        begin(self, reason, now_s)
+    def counted_rest(self: DiskUse, reason: str, now_s: float) -> None:
+        num_before = self.num_rests
+        rest(self, reason, now_s)
+        counts["begun"] += self.num_rests - num_before
 
-    def counted_look(self: DiskRest, now_s: float) -> None:
-        was_on = self.is_on
+    def counted_look(self: DiskUse, now_s: float) -> None:
+        was_off = self.is_off
         look(self, now_s)
-        counts["over"] += was_on and not self.is_on
+        counts["over"] += was_off and not self.is_off
 
-    monkeypatch.setattr(DiskRest, "begin", counted_begin)
-    monkeypatch.setattr(DiskRest, "look", counted_look)
+    monkeypatch.setattr(DiskUse, "rest", counted_rest)
+    monkeypatch.setattr(DiskUse, "look", counted_look)
     for seed in range(30):
         caplog.clear()
         counts.clear()

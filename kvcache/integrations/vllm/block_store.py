@@ -104,7 +104,7 @@ class BlockStore:
         return (
             self._next != StepCommands()
             or tiers.num_open_jobs > num_overdue
-            or tiers.has_discards
+            or tiers.discards
             or tiers.has_spills
         )
 
@@ -225,8 +225,8 @@ class BlockStore:
         while tiers.has_spills and (spill := tiers.plan_spills(now_s)) is not None:
             self._kinds[spill.job_id] = JobKind.SPILL
             spills.append(_file_command(spill.job_id, spill.sources.tolist(), spill.keys))
-        if tiers.has_discards:
-            discards = tiers.take_discards()
+        if tiers.discards:
+            discards = tiers.discards.take()
             slots = following.forgotten_slots + tuple(discards.addresses.tolist())
             keys = following.forgotten_keys + b"".join(discards.keys)
             following = replace(following, forgotten_slots=slots, forgotten_keys=keys)
@@ -290,7 +290,7 @@ class BlockStore:
         self._next = replace(self._next, forgotten_keys=b"".join(rest))
         problem = next((each.files_problem for each in told if each.files_problem), "")
         if problem:
-            tiers.leave_disk(problem)
+            tiers.disk_use.leave(problem)
         return len(keys)
 
     def _expire(self, tiers: TierHierarchy, now_s: float) -> None:
@@ -413,7 +413,7 @@ class BlockStore:
         elif kind is JobKind.FETCH:
             visible = tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
             if job.has_unread:
-                tiers.rest_disk(job.failures[0].detail, self._now())
+                tiers.disk_use.rest(job.failures[0].detail, self._now())
         elif kind is JobKind.SPILL:
             tiers.spilled(job.job_id, ok=is_ok, failed=failed)
         else:
