@@ -558,7 +558,8 @@ class TierHierarchy:
 
     def _visible(self, job: OpenJob) -> Int32Array:
         """Return those addresses of a finished job that are ready."""
-        return job.addresses[self.host.slots.states[job.addresses] == READY]
+        visible: Int32Array = job.addresses[self.host.slots.states[job.addresses] == READY]
+        return visible
 
     def _close(self, job: OpenJob, *, is_good: bool) -> None:
         self._transfers.close(job, is_good=is_good)

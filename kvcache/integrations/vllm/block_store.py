@@ -104,7 +104,7 @@ class BlockStore:
         return (
             self._next != StepCommands()
             or tiers.num_open_jobs > num_overdue
-            or tiers.discards
+            or bool(tiers.discards)
             or tiers.has_spills
         )
 
