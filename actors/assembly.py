@@ -17,10 +17,15 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.event_feed import LinkedEventFeed
-from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
-from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
-from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.coordinator.event_feed import LinkedEventFeed, NullEventFeed
+from kvcache.coordinator.parts import CoordinatorParts, OffloadParts
+from kvcache.coordinator.settings import (
+    AuditSettings,
+    CoordinatorSettings,
+    OffloadSettings,
+    SwapRule,
+    SwapWhen,
+)
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core.flat_core import CoreFactory, FlatCore
@@ -154,16 +159,10 @@ def make_coordinator(
         )
 
     try:
-        return Coordinator(
-            coordinator_settings(config, plan),
-            manager_factory=make_one,
-            clock=clock,
-            nonce=secrets.token_hex(16),
-            state_store=state_store,
-            recorder=traced,
-            offload=offload,
-            events=feed,
+        parts = CoordinatorParts(
+            make_one, clock, state_store, traced, feed or NullEventFeed(), offload
         )
+        return Coordinator(coordinator_settings(config, plan), parts, secrets.token_hex(16))
     except BaseException:
         if feed is not None:
             feed.close()

@@ -39,8 +39,7 @@ from kvcache.base.errors import KVCacheError, NotRunningError, StartupError
 from kvcache.base.logs import get_logger, log_to_stderr
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.phase import Phase
-from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics, Phase
 from kvcache.coordinator.watchdog import PendingWork
 from kvcache.metrics.inspection import CacheInspection, inspect_cache
 from kvcache.recorder import RecordedBatch, RequestTracer, record_request

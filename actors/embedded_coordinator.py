@@ -47,8 +47,7 @@ from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.phase import Phase
-from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics, Phase
 
 logger = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import StartupError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.settings import Phase
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 from kvcache.protocol.state_store import MemoryStateStore, StateStore
 

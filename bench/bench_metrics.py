@@ -21,6 +21,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.clock import SystemClock
 from kvcache.config.models import MetricsConfig
 from kvcache.coordinator import Coordinator, Phase
+from kvcache.coordinator.parts import CoordinatorParts
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager import KVCacheManager
@@ -61,9 +62,8 @@ class Steps:
         core_factory = ages.watching() if is_metered else FlatCore
         group = KVCacheGroupSpec(("layer",), FullAttentionSpec(16, 1, 8))
         config = KVCacheConfig(NUM_BLOCKS, (), (group,))
-        coordinator = Coordinator(
-            CoordinatorSettings(1, "plan"),
-            manager_factory=lambda model_epoch: KVCacheManager(
+        parts = CoordinatorParts(
+            lambda model_epoch: KVCacheManager(
                 config,
                 1 << 16,
                 max_num_seqs=512,
@@ -72,10 +72,10 @@ class Steps:
                 model_epoch=model_epoch,
                 core_factory=core_factory,
             ),
-            clock=SystemClock(),
-            nonce="n",
-            state_store=MemoryStateStore(),
+            SystemClock(),
+            MemoryStateStore(),
         )
+        coordinator = Coordinator(CoordinatorSettings(1, "plan"), parts, "n")
         self._epoch = begin(coordinator)
         meter = StepMeter(settings.latency_bounds_s)
         self._decider = MeteredCoordinator(coordinator, meter, ages) if is_metered else coordinator

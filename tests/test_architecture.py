@@ -67,9 +67,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "coordinator": (
         (
-            "phase",
             "event_feed",
-            "offload_statistics",
             "job_table",
             "membership",
             "forward_plan",
@@ -77,9 +75,10 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
             "tier_hits",
         ),
         ("step_recorder",),
-        ("settings", "recorded_tiers"),
-        ("clients", "label_collection", "partial_block_swap"),
-        ("prefix_loading", "offload_parts"),
+        ("settings", "recorded_tiers", "block_storing"),
+        ("parts", "clients", "label_collection"),
+        ("partial_block_swap",),
+        ("prefix_loading",),
         ("tier_adoption",),
         ("offloading",),
         ("serving", "auditor"),

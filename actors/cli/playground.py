@@ -18,8 +18,7 @@ from kvcache.base.errors import (
     WorkerLostError,
 )
 from kvcache.config import ClusterConfig, layer_specs, load_config
-from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.protocol.messages import FailedForward
 from kvcache.protocol.step import StepRequest, StepResult

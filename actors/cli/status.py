@@ -17,8 +17,7 @@ from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
     from actors.reports import ClusterStatus
-    from kvcache.coordinator.offload_statistics import OffloadStatistics
-    from kvcache.coordinator.settings import CoordinatorStatistics
+    from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics
     from kvcache.coordinator.watchdog import PendingWork
     from kvcache.manager.statistics import ManagerStatistics
     from kvcache.tenants import TenantStatistics

@@ -34,7 +34,7 @@ from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 from kvcache.config import ClusterConfig
 from kvcache.config.deadlines import ENDING_S
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.phase import OBEYED
+from kvcache.coordinator.settings import OBEYED
 from kvcache.coordinator.watchdog import (
     PendingWork,
     Watchdog,

@@ -62,7 +62,7 @@ class Auditor:
         else:
             self.manager.check()
         contents = self.manager.sealed_contents().between(first, end)
-        job_id = self.jobs.open("", 0)
+        job_id = self.jobs.open()
         self._under_way[job_id] = range(first, end)
         return (Audit(job_id, first, end, contents.block_ids, contents.groups, contents.digests),)
 

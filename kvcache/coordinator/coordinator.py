@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import ParamSpec
 
-from kvcache.base.clock import Clock
 from kvcache.base.errors import (
     ClusterError,
     InvariantError,
@@ -32,16 +31,14 @@ from kvcache.base.errors import (
 )
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.clients import Clients
-from kvcache.coordinator.epoch_state import EpochIdentity, EpochState
-from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
+from kvcache.coordinator.epoch_state import EpochStart, EpochState
 from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
+from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
 from kvcache.coordinator.membership import Membership
-from kvcache.coordinator.offload_parts import OffloadParts
-from kvcache.coordinator.phase import OBEYED, Phase
-from kvcache.coordinator.recovery import ManagerFactory, Recovery, recover
-from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics
-from kvcache.coordinator.step_recorder import EpochEnded, StepRecorder
+from kvcache.coordinator.parts import CoordinatorParts
+from kvcache.coordinator.recovery import Recovery, recover
+from kvcache.coordinator.settings import OBEYED, CoordinatorSettings, CoordinatorStatistics, Phase
+from kvcache.coordinator.step_recorder import EpochEnded
 from kvcache.manager import KVCacheManager
 from kvcache.offload.specs import DEVICE_MEDIUM
 from kvcache.protocol.messages import (
@@ -73,7 +70,6 @@ from kvcache.protocol.messages import (
     WorkerAddress,
     wire_tag,
 )
-from kvcache.protocol.state_store import StateStore
 from kvcache.protocol.step import StepRequest, StepResult
 from kvcache.protocol.step_delivery import ReceivedMessage, UnreadableStep, error_answer
 from kvcache.protocol.wire import leading_fields, prose
@@ -96,32 +92,20 @@ class Coordinator:
     Invariant: an epoch state exists exactly while running, and everything in it belongs to `epoch`.
     """
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        *,
-        manager_factory: ManagerFactory,
-        clock: Clock,
-        nonce: str,
-        state_store: StateStore,
-        recorder: StepRecorder | None = None,
-        offload: OffloadParts | None = None,
-        events: EventFeed | None = None,
-    ) -> None:
-        """Take no epoch yet. `nonce` identifies this coordinator among all past and future ones;
-        `offload` describes the tiers below the device, `events` gets the cache events.
+    def __init__(self, settings: CoordinatorSettings, parts: CoordinatorParts, nonce: str) -> None:
+        """Take no epoch yet. `nonce` identifies this coordinator among all past and future ones.
 
         Raises the errors of loading the state: an unreadable state is not guessed.
         """
         self.settings = settings
-        self._make_manager = manager_factory
-        self._offload = offload
-        self._events: EventFeed = events or NullEventFeed()
-        self._recorder = recorder or StepRecorder()
-        self._clock = clock
-        patience_s = 4 * settings.resend_s
+        self._parts = parts
+        self._clock = parts.clock
         self._members = Membership(
-            settings.num_ranks, settings.fingerprint, nonce, state_store, patience_s=patience_s
+            settings.num_ranks,
+            settings.fingerprint,
+            nonce,
+            parts.state_store,
+            patience_s=4 * settings.resend_s,
         )
         self._jobs = JobTable(settings.num_ranks)
         self._clients = Clients(settings)
@@ -361,11 +345,11 @@ class Coordinator:
 
     def close(self) -> None:
         """Stop serving. Repeatable."""
-        self._recorder.close()
+        self._parts.recorder.close()
         if self._phase in OBEYED:
             logger.info("epoch %d ends: coordinator %s closes", self.epoch, self._members.nonce)
         self._end_epoch()
-        self._events.close()
+        self._parts.events.close()
         self._phase = Phase.CLOSED
 
     def statistics(self) -> CoordinatorStatistics:
@@ -377,7 +361,7 @@ class Coordinator:
             problem=self.problem(),
             num_clients=len(self._clients),
             num_open_jobs=len(self._jobs),
-            recorder=self._recorder.statistics(),
+            recorder=self._parts.recorder.statistics(),
             num_kept_blocks=self._recovery.num_kept_blocks,
             cold_reason=self._recovery.reason,
         )
@@ -433,13 +417,15 @@ class Coordinator:
             )
         if self._phase is not Phase.FENCING or not self._members.is_complete:
             return []
-        self._collection = LabelCollection(
+        question = LabelQuestion(
             self.settings.num_ranks,
-            ExpectedLabels(self._members.model_epoch, self.settings.layout_fingerprints),
             self._members.nonce,
             self.epoch,
-            resend_s=self.settings.resend_s,
+            self._members.model_epoch,
+            self.settings.resend_s,
+            self.settings.layout_fingerprints,
         )
+        self._collection = LabelCollection(question)
         self._phase = Phase.COLLECTING
         logger.info(
             "epoch %d: all %d ranks obey after %.3f s, their labels are collected",
@@ -470,28 +456,15 @@ class Coordinator:
         members = self._members
         if not members.knows_model_epoch:
             members.save_model_epoch(collection.settle_model_epoch())
-        manager, self._recovery = recover(self._make_manager, members.model_epoch, collection)
+        manager, self._recovery = recover(self._parts.make_manager, members.model_epoch, collection)
         returning = self._returning | collection.clients
-        identity = EpochIdentity(
-            self.epoch,
-            members.nonce,
-            members.incarnations,
-            members.first_event,
+        start = EpochStart(
+            manager,
             collection.applied_steps(),
             frozenset() if self._recovery.is_cold else returning,
         )
         self._epoch_state = EpochState(
-            self.settings,
-            identity,
-            manager,
-            self._clients,
-            self._jobs,
-            clock=self._clock,
-            problem=self.problem,
-            save_model_epoch=members.save_model_epoch,
-            recorder=self._recorder,
-            offload=self._offload,
-            events=self._events,
+            self.settings, self._parts, members, self._clients, self._jobs, start=start
         )
         self._collection, self._returning = None, frozenset()
         self._phase, self._reason = Phase.RUNNING, ""
@@ -590,7 +563,7 @@ class Coordinator:
     def _end_epoch(self) -> list[str]:
         """Drop all state of the present epoch; return the clients that were attached."""
         epoch_state, self._epoch_state = self._epoch_state, None
-        self._recorder.record(EpochEnded())
+        self._parts.recorder.record(EpochEnded())
         self._collection = None
         if epoch_state is not None:
             self._counts = self._counts.with_epoch(

@@ -10,24 +10,23 @@ coordinator has already checked the epoch, sender and process of every message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, InvariantError, ProtocolError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.auditor import Auditor
 from kvcache.coordinator.clients import ClientLedger, Clients
-from kvcache.coordinator.event_feed import EventFeed
 from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
-from kvcache.coordinator.offload_parts import OffloadParts
+from kvcache.coordinator.label_collection import LabelCollection
+from kvcache.coordinator.membership import Membership
 from kvcache.coordinator.offloading import Offloading
+from kvcache.coordinator.parts import CoordinatorParts
 from kvcache.coordinator.recovery import Reattachment, Recovery
 from kvcache.coordinator.serving import StepServer
 from kvcache.coordinator.settings import CoordinatorSettings, CoordinatorStatistics, EpochCounts
-from kvcache.coordinator.step_recorder import EpochBegun, StepRecorder
+from kvcache.coordinator.step_recorder import EpochBegun
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Command, Fence, Reset, Unlabel
 from kvcache.protocol.delivery import CommandWindow
@@ -63,20 +62,17 @@ MAX_STEPS_AT_ONCE = 256
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class EpochIdentity:
-    """Common fields of an epoch's command messages, and the processes that granted it.
+@dataclass(frozen=True, eq=False)
+class EpochStart:
+    """What an epoch begins with: a manager, with the blocks that were kept.
 
-    `first_event` is the epoch's lowest event number. `applied_steps` says, by client, which steps
-    every rank had applied before; `returning` are the clients that ran steps then.
+    `applied_steps` says, by client, which steps every rank had applied before; `returning` are the
+    clients that ran steps then.
     """
 
-    epoch: int
-    nonce: str
-    incarnations: dict[int, str]
-    first_event: int = 0
-    applied_steps: Mapping[str, int] = field(default_factory=dict)
-    returning: frozenset[str] = frozenset()
+    manager: KVCacheManager
+    applied_steps: Mapping[str, int]
+    returning: frozenset[str]
 
 
 class EpochState:
@@ -88,53 +84,47 @@ class EpochState:
     def __init__(
         self,
         settings: CoordinatorSettings,
-        identity: EpochIdentity,
-        manager: KVCacheManager,
+        parts: CoordinatorParts,
+        members: Membership,
         clients: Clients,
         jobs: JobTable,
         *,
-        clock: Clock,
-        problem: Callable[[], str],
-        save_model_epoch: Callable[[int], None],
-        recorder: StepRecorder,
-        offload: OffloadParts | None = None,
-        events: EventFeed,
+        start: EpochStart,
     ) -> None:
-        """Serve steps with a new `manager`. `problem` says why steps are refused now, empty if
-        they are not; `events` gets the cache events."""
-        self.manager = manager
-        self._applied_steps = identity.applied_steps
+        """Serve the epoch that all `members` have granted."""
+        self.manager = manager = start.manager
+        self._applied_steps = start.applied_steps
+        self._members = members
+        self._epoch = members.epoch
+        self._nonce = members.nonce
+        self._incarnations = members.incarnations
+        self._applied_headers = {
+            rank: MessageHeader(Ack, self._nonce, incarnation, rank, self._epoch)
+            for rank, incarnation in self._incarnations.items()
+        }
+        self._settings = settings
+        self._clock = parts.clock
         self.window = CommandWindow(
-            identity.epoch, identity.incarnations, settings.max_unacknowledged, settings.resend_s
+            self._epoch, self._incarnations, settings.max_unacknowledged, settings.resend_s
         )
         self.counts = EpochCounts()
-        self._auditor = Auditor(settings.audit, manager, jobs, clock.now(), self.counts.audits)
-        self._settings = settings
-        self._epoch = identity.epoch
-        self._first_event = identity.first_event
-        self._nonce = identity.nonce
-        self._incarnations = identity.incarnations
-        self._applied_headers = {
-            rank: MessageHeader(Ack, identity.nonce, incarnation, rank, identity.epoch)
-            for rank, incarnation in identity.incarnations.items()
-        }
+        self._auditor = Auditor(
+            settings.audit, manager, jobs, parts.clock.now(), self.counts.audits
+        )
         self._settled_seq = 0
         self._has_released = False  # its commands may not have been sent yet
         self._ranks = tuple(WorkerAddress(rank) for rank in range(settings.num_ranks))
         self._clients = clients
         self._jobs = jobs
-        self._recorder = recorder
-        self._events = events
-        self._offloading = (
-            None if offload is None else Offloading(offload, manager, jobs, clock, recorder)
-        )
-        self._server = StepServer(settings, manager, jobs, recorder, self._offloading)
+        self._recorder = parts.recorder
+        self._events = parts.events
+        self._offloading = None
+        if parts.offload is not None:
+            self._offloading = Offloading(parts.offload, manager, jobs, parts.clock, parts.recorder)
+        self._server = StepServer(settings, manager, jobs, parts.recorder, self._offloading)
         self.reattachment = Reattachment(
-            clients, self._server, identity.returning, clock.now() + settings.reattach_s
+            clients, self._server, start.returning, parts.clock.now() + settings.reattach_s
         )
-        self._clock = clock
-        self._problem = problem
-        self._save_model_epoch = save_model_epoch
 
     def begin(self, recovery: Recovery, collection: LabelCollection) -> list[Outgoing]:
         """Make every rank drop what was not kept: the first message of the epoch."""
@@ -148,12 +138,12 @@ class EpochState:
             commands = tuple(self.manager.take_commands())
             known = agreed_labels(collection.label_sets())
             if below is not None:
-                below.know(known)
+                below.storing.know(known)
                 below.follow(commands)
             self._recorder.record(
                 EpochBegun(self._epoch, self.manager, collection.label_sets, commands)
             )
-        self._events.begin(self.manager, self._first_event, known, tier_state)
+        self._events.begin(self.manager, self._members.first_event, known, tier_state)
         _, sent = self._send_commands("", 0, commands)
         self._events.flush()
         if self.reattachment.is_waiting:
@@ -165,12 +155,8 @@ class EpochState:
             )
         if below is None:
             return [sent]
-        settings, model_epoch = self._settings, self.manager.model_epoch
-        expected = ExpectedLabels(model_epoch, settings.layout_fingerprints)
-        asked = below.begin(
-            settings.num_ranks, expected, self._nonce, self._epoch, settings.resend_s
-        )
-        return [sent, *asked]
+        question = replace(collection.question, model_epoch=self.manager.model_epoch)
+        return [sent, *below.begin(question)]
 
     # --- clients
 
@@ -420,6 +406,10 @@ class EpochState:
             out += self._execute(*ready)
         return out
 
+    def _problem(self) -> str:
+        """Return why steps are refused now; empty if they are not."""
+        return self._members.problem(self._clock.now(), self._settings.worker_silence_s)
+
     def _execute(self, ledger: ClientLedger, message: ReceivedMessage) -> list[Outgoing]:
         """Serve one step; its commands leave before its answer."""
         problem = self._problem()
@@ -428,7 +418,7 @@ class EpochState:
         out: list[Outgoing] = []
         seq = 0
         if served.is_executed:
-            self._save_model_epoch(self.manager.model_epoch)
+            self._members.save_model_epoch(self.manager.model_epoch)
             seq, sent = self._send_audited(message.client_id, message.step, served.commands)
             out.append(sent)
         answer: StepResult | CallResult = stamped(served.answer, epoch=self._epoch, seq=seq)

@@ -58,8 +58,8 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, client_id: str, step: int) -> int:
-        """Begin the job of a client's step; return its number."""
+    def open(self, client_id: str = "", step: int = 0) -> int:
+        """Begin the job of a client's step, or of none; return its number."""
         self._last_id += 1
         self._open[self._last_id] = _Job(client_id, step)
         return self._last_id

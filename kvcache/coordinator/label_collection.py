@@ -22,14 +22,19 @@ from kvcache.protocol.messages import CollectLabels, LabelReport, Outgoing, Work
 
 
 @dataclass(frozen=True)
-class ExpectedLabels:
-    """What the labels of every rank must match to be used.
+class LabelQuestion:
+    """Whom an epoch asks for labels, and what the labels must match to be used.
 
     `layout_fingerprints` are by rank; an empty one is not compared. A layout defines the meaning of
-    a block's bytes: model, hash algorithm and seed, groups, and the rank's coordinates.
+    a block's bytes: model, hash algorithm and seed, groups, and the rank's coordinates. A question
+    without an answer is repeated after `resend_s`.
     """
 
+    num_ranks: int
+    nonce: str
+    epoch: int
     model_epoch: int
+    resend_s: float
     layout_fingerprints: tuple[str, ...] = ()
 
     def layout_of(self, rank: int) -> str:
@@ -58,23 +63,11 @@ class LabelCollection:
     `problem` is empty, or says why they cannot be used; then no more are requested.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        expected: ExpectedLabels,
-        nonce: str,
-        epoch: int,
-        *,
-        resend_s: float,
-        medium: str = DEVICE_MEDIUM,
-    ) -> None:
+    def __init__(self, question: LabelQuestion, medium: str = DEVICE_MEDIUM) -> None:
         """Start empty. `medium` is the medium of the labelled blocks."""
         self._medium = medium
-        self._expected = expected
-        self._nonce = nonce
-        self._epoch = epoch
-        self._resend_s = resend_s
-        self._ranks = {rank: _Rank() for rank in range(num_ranks)}
+        self.question = question
+        self._ranks = {rank: _Rank() for rank in range(question.num_ranks)}
         self._client_steps: dict[str, dict[int, int]] = {}
         self.highest_model_epoch = 0
         self.problem = ""
@@ -135,7 +128,7 @@ class LabelCollection:
         return [
             self._ask(rank, now_s)
             for rank, state in self._ranks.items()
-            if not state.is_complete and now_s - state.asked_s >= self._resend_s
+            if not state.is_complete and now_s - state.asked_s >= self.question.resend_s
         ]
 
     def missing(self) -> list[int]:
@@ -177,14 +170,15 @@ class LabelCollection:
     def _ask(self, rank: int, now_s: float) -> Outgoing:
         state = self._ranks[rank]
         state.asked_s = now_s
-        message = CollectLabels(self._nonce, self._epoch, state.next_block, self._medium)
+        asked = self.question
+        message = CollectLabels(asked.nonce, asked.epoch, state.next_block, self._medium)
         return Outgoing((WorkerAddress(rank),), message)
 
     def _read(self, report: LabelReport) -> LabelSet:
         """Return the labels of a piece; raises ProtocolError if they have another meaning."""
-        expected = self._expected
-        model_epoch = report.model_epoch if self._is_any_model_epoch_good else expected.model_epoch
-        layout = expected.layout_of(report.rank)
+        asked = self.question
+        model_epoch = report.model_epoch if self._is_any_model_epoch_good else asked.model_epoch
+        layout = asked.layout_of(report.rank)
         known = [rank.num_blocks for rank in self._ranks.values() if rank.num_blocks is not None]
         for what, found, wanted in (
             ("model epoch", report.model_epoch, model_epoch),

@@ -1,41 +1,39 @@
 """The tiers below the device at work: sealed blocks go down, requested prefixes come up.
 
 The step server passes each step's commands before they are sent; the epoch state passes the results
-of jobs. The commands say what can be stored: a `Label` says that a block is sealed, and its
-content; an `Unlabel` says that it will be written. So a store begins in the very message that seals
-a block, and the core does not know tiers. Moves no bytes, and makes no step wait: a request whose
-prefix is in a tier is sent again.
+of jobs. A store begins in the very message that seals a block, and the core does not know tiers.
+Moves no bytes, and makes no step wait: a request whose prefix is in a tier is sent again.
 
-    Label ──▶ plan_store ──▶ Store ──all ranks ok──▶ SealSlots      look_up ──▶ PrefixLoading
+    Label ──▶ BlockStoring ──▶ Store ──all ranks ok──▶ SealSlots    look_up ──▶ PrefixLoading
     Reset ──▶ everything is forgotten                               plan_spills ──▶ Spill
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import TypeAlias
 
 import numpy as np
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.clock import Clock
 from kvcache.base.logs import get_logger
+from kvcache.coordinator.block_storing import BlockStoring
 from kvcache.coordinator.job_table import EndedJob, JobTable
-from kvcache.coordinator.label_collection import ExpectedLabels
-from kvcache.coordinator.offload_parts import OffloadParts
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap
+from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.prefix_loading import PrefixLoading
 from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.coordinator.step_recorder import StepRecorder, Withdrawn
 from kvcache.coordinator.tier_adoption import TierAdoption
-from kvcache.coordinator.tier_hits import rows_by_tenant
 from kvcache.core import OffloadHit
 from kvcache.manager import KVCacheManager
-from kvcache.offload.contents import label_rows
 from kvcache.offload.events import cache_events
 from kvcache.offload.jobs import JobKind
-from kvcache.offload.keys import OffloadKey, label_keys, pack_keys
+from kvcache.offload.keys import OffloadKey, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import (
     BlockTablePatch,
@@ -51,7 +49,6 @@ from kvcache.protocol.commands import (
     Store,
     Unlabel,
 )
-from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import LabelReport, Outgoing
 from kvcache.protocol.step import NO_SLOT, StepRequest, StepResult
 from kvcache.requests.request import Request
@@ -64,8 +61,14 @@ MAX_DISCARDED_KEYS = 16384
 SPARE_PART = 16
 """One in this many device blocks is left to running requests when prefixes are loaded."""
 
-MAX_STORED_AGAIN = 4096
-"""Blocks that are reconsidered at a time when there is room again."""
+
+_JobCommand: TypeAlias = Store | Fetch | Load | Spill
+_KINDS: Mapping[type[_JobCommand], JobKind] = {
+    Store: JobKind.STORE,
+    Fetch: JobKind.FETCH,
+    Load: JobKind.LOAD,
+    Spill: JobKind.SPILL,
+}
 
 
 class Offloading:
@@ -85,34 +88,15 @@ class Offloading:
         self._recorder = recorder or StepRecorder()
         self._link = link = manager.tiers
         loads = RecordedLoads(link.loads, self._recorder)
-        self.tiers = tiers = parts.make_tiers(lambda: jobs.open("", 0))
+        self.tiers = tiers = parts.make_tiers(jobs.open)
         self._manager = manager
         self._clock = clock
-        self._tails = PartialBlockSwap(
-            settings.swap,
-            parts.finder,
-            tiers,
-            loads,
-            jobs.cancel,
-            digest_bytes=len(link.none_hash),
-        )
+        num_blocks = manager.statistics().core.num_blocks
+        self._tails = PartialBlockSwap(parts, tiers, loads, jobs, digest_bytes=len(link.none_hash))
         self._loading = PrefixLoading(
-            parts.finder,
-            tiers,
-            loads,
-            self._tails,
-            jobs.cancel,
-            min_load_tokens=max(1, settings.min_load_tokens),
-            hold_s=settings.hold_s,
-            wait_s=settings.wait_s,
-            num_spare_blocks=manager.statistics().core.num_blocks // SPARE_PART,
+            parts, tiers, loads, self._tails, jobs, num_spare_blocks=num_blocks // SPARE_PART
         )
-        self._labels = LabelTable(
-            manager.statistics().core.num_blocks + 1, len(link.none_hash), max(link.block_sizes)
-        )
-        self._unstored = np.zeros(self._labels.num_blocks, dtype=np.bool_)
-        self._may_store_more = False
-        self._is_storable = np.ones(self._labels.num_blocks, dtype=np.bool_)
+        self.storing = BlockStoring(tiers, manager)
         self._to_discard: dict[OffloadKey, None] = {}
         self._kinds: dict[int, JobKind] = {}
         self._pending: list[Command] = []
@@ -141,8 +125,7 @@ class Offloading:
         now_s = self._clock.now()
         store = self._tails.swap_out(request, num_tokens, num_cached_tokens, block_ids, now_s)
         if store is not None:
-            self._kinds[store.job_id] = JobKind.STORE
-            self._pending.append(store)
+            self._pending += self._note([store])
 
     def on_request_finished(self, request_id: str) -> None:
         """Forget the request's wish."""
@@ -155,7 +138,7 @@ class Offloading:
         """Whether `commands` would return some although no step has run."""
         return bool(
             self._pending
-            or self._may_store_more
+            or self.storing.may_store_more
             or self._to_discard
             or self.tiers.discards
             or self.tiers.has_spills
@@ -183,10 +166,9 @@ class Offloading:
             self._after_step(step, result, told, now_s)
         for command in taken:
             if isinstance(command, Label):
-                ids = command.block_ids
-                self._store(ids[self._labels.are_labelled(ids)], told, now_s)
-        if self._may_store_more:
-            self._store_more(told, now_s)
+                told += self._note(self.storing.store(command.block_ids, now_s))
+        if self.storing.may_store_more:
+            told += self._note(self.storing.store_more(now_s))
         told += self._note(self._loading.advance(now_s))
         evicted = self._manager.take_commands()  # of blocks that loads have taken
         if evicted:
@@ -196,27 +178,14 @@ class Offloading:
         told += self._announce(taken, result)
         spill = self.tiers.plan_spills(now_s)
         if spill is not None:
-            self._kinds[spill.job_id] = JobKind.SPILL
             for key in spill.keys:
                 self._to_discard.pop(key, None)
         self._discard(told)
         if spill is not None:  # after discards, whose files make room
             packed = pack_keys(spill.keys, len(spill.keys[0]))
-            told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
+            told += self._note([Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed)])
         self._emit()
         return told
-
-    def suspect(self, block_ids: Sequence[int]) -> None:
-        """Forget stored copies of these blocks, because a rank holds something else."""
-        ids = int32_array([b for b in block_ids if 0 < b < self._labels.num_blocks])
-        ids = ids[self._labels.are_labelled(ids)]
-        if len(ids):
-            self.tiers.forget(label_keys(self._labels.labels_of(ids)))
-
-    def know(self, labels: Label) -> None:
-        """Note that these blocks have labels from before the epoch."""
-        self._labels.validate(labels)
-        self._labels.apply(labels)
 
     def on_ended(self, job: EndedJob) -> bool:
         """Take the reports of all ranks; return whether it was a job of the tiers."""
@@ -243,7 +212,7 @@ class Offloading:
                 self._loading.on_fetched(job.job_id)
             case JobKind.SPILL:
                 self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
-                self._may_store_more = bool(self._unstored.any())
+                self.storing.on_room()
             case JobKind.LOAD:
                 self.tiers.loaded(job.job_id, ok=is_ok, failed=failed)
                 self._loading.on_loaded(job.job_id, self._clock.now(), is_ok=is_ok)
@@ -252,19 +221,9 @@ class Offloading:
         self._emit()
         return True
 
-    def begin(
-        self, num_ranks: int, expected: ExpectedLabels, nonce: str, epoch: int, resend_s: float
-    ) -> list[Outgoing]:
+    def begin(self, question: LabelQuestion) -> list[Outgoing]:
         """Ask every rank for its tier contents from the previous epoch."""
-        self._adoption = TierAdoption(
-            self.tiers,
-            num_ranks,
-            expected,
-            nonce,
-            epoch,
-            resend_s=resend_s,
-            patience_s=self._adoption_s,
-        )
+        self._adoption = TierAdoption(self.tiers, question, self._adoption_s)
         return self._adoption.begin(self._clock.now())
 
     def on_labels(self, report: LabelReport) -> list[Outgoing]:
@@ -330,15 +289,14 @@ class Offloading:
         for command in commands:
             match command:
                 case Label():
-                    self._labels.apply(command)
-                    self._is_storable[command.block_ids] = is_confirmed
+                    self.storing.on_labelled(command, is_confirmed=is_confirmed)
                 case Unlabel():
-                    self._labels.withdraw(command.block_ids)
+                    self.storing.on_unlabelled(command.block_ids)
                 case Copy():
                     ends = np.concatenate((command.sources, command.destinations))
                     self._tails.on_copies(ends)
                 case Reset():
-                    self._labels.reset()
+                    self.storing.reset()
                     self.tiers.reset()
                     self._tails.clear()
                     if self._adoption is not None:
@@ -352,8 +310,7 @@ class Offloading:
         entered = [c.block_ids for c in taken if isinstance(c, BlockTablePatch)]
         if result is not None:
             entered.append(result.patches.block_ids)
-        ids = self._tails.read_among(entered)
-        ids = ids[~self._labels.are_labelled(ids)]
+        ids = self.storing.unlabelled(self._tails.read_among(entered))
         return [Unlabel(ids)] if len(ids) else []
 
     def _after_step(
@@ -366,55 +323,12 @@ class Offloading:
             if slot != NO_SLOT:
                 self._loading.on_admitted(self._manager.control.request(request_id), num_hit_tokens)
                 if num_hit_tokens:
-                    self._restore(request_id, num_hit_tokens, told, now_s)
+                    told += self._note(self.storing.restore(request_id, num_hit_tokens, now_s))
 
-    def _restore(
-        self, request_id: str, num_hit_tokens: int, told: list[Command], now_s: float
-    ) -> None:
-        """Store the parts of a hit that the tiers do not have; touch those that they have."""
-        for table, size in zip(
-            self._manager.get_block_ids(request_id), self._link.block_sizes, strict=True
-        ):
-            ids = int32_array(table[: num_hit_tokens // size])
-            self._store(ids[self._labels.are_labelled(ids)], told, now_s)
-
-    def _store_more(self, told: list[Command], now_s: float) -> None:
-        """Store blocks that found no room when they were sealed, if they are still there."""
-        self._may_store_more = False
-        ids = int32_array(np.flatnonzero(self._unstored)[:MAX_STORED_AGAIN])
-        self._unstored[ids] = False
-        self._store(ids[self._labels.are_labelled(ids)], told, now_s, is_new=False)
-
-    def _store(
-        self, block_ids: Int32Array, told: list[Command], now_s: float, *, is_new: bool = True
-    ) -> None:
-        """Store labelled blocks that are not in the tiers; count a sighting if they were hit.
-
-        Blocks without room are tried again when something has been written to files.
-        """
-        block_ids = block_ids[self._is_storable[block_ids]]
-        if not len(block_ids):
-            return
-        all_labels = self._labels.labels_of(block_ids)
-        all_keys = label_keys(all_labels)
-        if is_new:
-            self.tiers.see(all_keys)
-        for rows, namespace in rows_by_tenant(all_labels, self.tiers.host.tenants):
-            ids, labels = block_ids[rows], label_rows(all_labels, rows)
-            keys = [all_keys[row] for row in rows.tolist()]
-            job = self.tiers.plan_store(keys, now_s, labels=labels, namespace=namespace)
-            if self.tiers.num_without_room:
-                first = 0 if job is None else int(job.positions[-1]) + 1
-                self._unstored[ids[first:]] = True
-            if job is not None:
-                self._kinds[job.job_id] = JobKind.STORE
-                told.append(Store(job.job_id, HOST_MEDIUM, ids[job.positions], job.destinations))
-
-    def _note(self, commands: list[Command]) -> list[Command]:
+    def _note(self, commands: Sequence[_JobCommand]) -> Sequence[_JobCommand]:
+        """Note of which kind the jobs of these commands are."""
         for command in commands:
-            if isinstance(command, (Fetch, Load)):
-                is_fetch = isinstance(command, Fetch)
-                self._kinds[command.job_id] = JobKind.FETCH if is_fetch else JobKind.LOAD
+            self._kinds[command.job_id] = _KINDS[type(command)]
         return commands
 
     def _discard(self, told: list[Command]) -> None:

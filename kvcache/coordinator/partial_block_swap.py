@@ -15,16 +15,17 @@ write. So this class is told when a request gets such a block during the read, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import InvariantError
+from kvcache.coordinator.job_table import JobTable
+from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.recorded_tiers import RecordedLoads
-from kvcache.coordinator.tier_hits import TierHitFinder
+from kvcache.coordinator.settings import SwapWhen
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
@@ -35,38 +36,6 @@ from kvcache.specs import NULL_BLOCK_ID
 
 MAX_HOST_SHARE = 4
 """One in this many slots of host memory may hold tails."""
-
-
-class SwapWhen(Enum):
-    """Whether a preempted request is swapped. `AUTO`: if that is cheaper."""
-
-    NEVER = "never"
-    AUTO = "auto"
-    ALWAYS = "always"
-
-
-@dataclass(frozen=True)
-class SwapRule:
-    """Decides whether to swap a request that asks for it.
-
-    Recomputing costs `lost tokens / prefill_tokens_per_s` seconds of every rank. Swapping moves
-    each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, during
-    forwards, on all ranks at once; `block_bytes` is the size of a block on the largest rank. The
-    cheaper one is done. Swapped blocks are kept for `hold_s`.
-    """
-
-    when: SwapWhen = SwapWhen.AUTO
-    prefill_tokens_per_s: float = 10_000.0
-    transfer_bytes_per_s: float = 10e9
-    block_bytes: int = 0
-    hold_s: float = 600.0
-
-    def is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Return whether to move `num_blocks` instead of computing `num_tokens`."""
-        if self.when is not SwapWhen.AUTO:
-            return self.when is SwapWhen.ALWAYS
-        move_s = 2 * num_blocks * self.block_bytes / self.transfer_bytes_per_s
-        return move_s < num_tokens / self.prefill_tokens_per_s
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +63,15 @@ class PartialBlockSwap:
 
     def __init__(
         self,
-        rule: SwapRule,
-        finder: TierHitFinder,
+        parts: OffloadParts,
         tiers: TierHierarchy,
         loads: RecordedLoads,
-        cancel_job: Callable[[int], None],
+        jobs: JobTable,
         *,
         digest_bytes: int,
     ) -> None:
-        """Start without tails. `cancel_job` ends jobs that no rank was told of."""
+        """Start without tails. Jobs that no rank was told of are cancelled in `jobs`."""
+        finder, rule = parts.finder, parts.settings.swap
         self._rule = rule
         # With EAGLE, a hit's last block is computed again for the draft model: a tail never helps.
         # A state inside a block is overwritten in place: no tail has a copy of it.
@@ -110,7 +79,7 @@ class PartialBlockSwap:
         self._finder = finder
         self._tiers = tiers
         self._loads = loads
-        self._cancel_job = cancel_job
+        self._jobs = jobs
         self._key_bytes = digest_bytes + 1  # longer than any digest: no content has such a key
         self._max_slots = tiers.host.options.num_slots // MAX_HOST_SHARE
         self._tails: dict[str, SwappedTail] = {}
@@ -157,7 +126,7 @@ class PartialBlockSwap:
         if job is None or len(job.keys) < len(keys):
             if job is not None:
                 self._tiers.stored(job.job_id, ok=False)
-                self._cancel_job(job.job_id)
+                self._jobs.cancel(job.job_id)
             return None
         until_s = now_s + self._rule.hold_s
         self._tails[request.request_id] = SwappedTail(

@@ -15,7 +15,7 @@ prefix that any request of its content would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,13 +24,14 @@ import numpy.typing as npt
 
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import InvariantError
+from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
+from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.tier_hits import (
     NOTHING_LOADED,
     BoolArray,
     LoadedTokens,
-    TierHitFinder,
     count_for_tenant,
 )
 from kvcache.core import OffloadAnswer, OffloadHit
@@ -39,7 +40,7 @@ from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place
 from kvcache.offload.keys import OffloadKey, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.protocol.commands import Command, Fetch, Load
+from kvcache.protocol.commands import Fetch, Load
 from kvcache.requests.request import Request
 
 MISS = OffloadHit(OffloadAnswer.MISS)
@@ -95,36 +96,33 @@ class PrefixLoading:
 
     def __init__(
         self,
-        finder: TierHitFinder,
+        parts: OffloadParts,
         tiers: TierHierarchy,
         loads: RecordedLoads,
         tails: PartialBlockSwap,
-        cancel_job: Callable[[int], None],
+        jobs: JobTable,
         *,
-        min_load_tokens: int,
-        hold_s: float,
-        wait_s: float,
-        num_spare_blocks: int = 0,
+        num_spare_blocks: int,
     ) -> None:
-        """Load prefixes by `loads` if at least `min_load_tokens` come from the tiers.
+        """Load prefixes by `loads`, with the limits of the settings in `parts`.
 
-        `cancel_job` ends jobs that no rank was told of. A request waits at most `wait_s`, and its
-        loaded blocks are held for at most `hold_s`. While requests run, `num_spare_blocks` stay
-        free for them.
+        Jobs that no rank was told of are cancelled in `jobs`. While requests run,
+        `num_spare_blocks` stay free for them.
         """
-        self._finder = finder
+        settings = parts.settings
+        self._finder = parts.finder
         self._tiers = tiers
         self._loads = loads
         self._tails = tails
-        self._cancel_job = cancel_job
-        self._min_load_tokens = min_load_tokens
-        self._hold_s = hold_s
-        self._wait_s = wait_s
+        self._jobs = jobs
+        self._min_load_tokens = max(1, settings.min_load_tokens)
+        self._hold_s = settings.hold_s
+        self._wait_s = settings.wait_s
         self._num_spare_blocks = num_spare_blocks
         self._wishes: dict[str, _Wish] = {}
         self._wanted: list[_Wish] = []
         self._parked: list[_Wish] = []
-        self._unsaid: list[tuple[int, Command]] = []
+        self._unsaid: list[tuple[int, Load]] = []
         self._by_job: dict[int, _Wish] = {}
         self._loading: dict[OffloadKey, int] = {}
         self._orphans: dict[int, PrefixLoad] = {}
@@ -212,10 +210,10 @@ class PrefixLoading:
         self._wanted.append(wish)
         return OffloadHit(OffloadAnswer.HIT_PENDING, wish.num_tokens - wish.num_device_tokens)
 
-    def advance(self, now_s: float) -> list[Command]:
+    def advance(self, now_s: float) -> list[Fetch | Load]:
         """Begin fetches and loads that are possible now; return the commands for all ranks."""
         wanted, self._wanted = self._wanted, []
-        commands: list[Command] = []
+        commands: list[Fetch | Load] = []
         unsaid, self._unsaid = self._unsaid, []
         for load_id, command in unsaid:
             if self._loads.may_be_written(load_id):
@@ -308,7 +306,7 @@ class PrefixLoading:
             else:
                 self._give_up(wish, now_s)
 
-    def _begin(self, wish: _Wish, now_s: float) -> list[Command]:
+    def _begin(self, wish: _Wish, now_s: float) -> list[Fetch | Load]:
         if any(key in self._loading for key in wish.keys):
             self._parked.append(wish)  # a load of another request is a hit for it, too
             return []
@@ -336,7 +334,7 @@ class PrefixLoading:
             self._loads.release(load.load_id)
             if job is not None:
                 self._tiers.loaded(job.job_id, ok=True)
-                self._cancel_job(job.job_id)
+                self._jobs.cancel(job.job_id)
             return self._give_up(wish, now_s)
         wish.stage, wish.job_id, wish.load, wish.keys = _Stage.LOADING, job.job_id, load, keys
         self._by_job[job.job_id] = wish
@@ -387,7 +385,7 @@ class PrefixLoading:
         self._forget_keys(job_id)
         self._tiers.loaded(job_id, ok=True)
         self._loads.release(load.load_id)
-        self._cancel_job(job_id)
+        self._jobs.cancel(job_id)
 
     def _forget_keys(self, job_id: int) -> None:
         """Let requests that waited for the keys of a finished load continue."""
@@ -396,7 +394,7 @@ class PrefixLoading:
         self._wanted += self._parked
         self._parked = []
 
-    def _give_up(self, wish: _Wish, now_s: float) -> list[Command]:
+    def _give_up(self, wish: _Wish, now_s: float) -> list[Fetch | Load]:
         self.num_given_up += 1
         wish.stage, wish.load, wish.until_s = _Stage.GIVEN_UP, None, now_s + self._hold_s
         return []

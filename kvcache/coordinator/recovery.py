@@ -11,21 +11,19 @@ requests in their first steps are held, and released step by step as these are e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcache.base.errors import KVCacheError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.clients import Clients
 from kvcache.coordinator.label_collection import LabelCollection
+from kvcache.coordinator.parts import ManagerFactory
 from kvcache.coordinator.serving import StepServer
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import StepRequest
 
 logger = get_logger(__name__)
-
-ManagerFactory = Callable[[int], KVCacheManager]
-"""Makes a cold manager for a new epoch; the argument is the model epoch."""
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class StepServer:
         """Drop the content of these blocks, outside a step; return all commands to be sent."""
         if block_ids:
             if self._offloading is not None:
-                self._offloading.suspect(block_ids)
+                self._offloading.storing.suspect(block_ids)
             self.manager.evict_blocks(block_ids)
         commands = tuple(self.manager.take_commands())
         if block_ids or commands:

@@ -1,4 +1,4 @@
-"""Settings and statistics of a coordinator: frozen records.
+"""Phases, settings and statistics of a coordinator: frozen records.
 
 Every queue has its limit here, every wait its time in seconds.
 """
@@ -6,15 +6,31 @@ Every queue has its limit here, every wait its time in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.coordinator.offload_statistics import OffloadStatistics
 from kvcache.coordinator.step_recorder import RecorderStatistics
 from kvcache.manager.statistics import ManagerStatistics
+from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.specs import require_count
 
 AUDIT_MODES = ("off", "sample", "on")
+
+
+class Phase(Enum):
+    """What a coordinator is doing."""
+
+    NEW = "new"
+    FENCING = "fencing"
+    COLLECTING = "collecting"
+    RUNNING = "running"
+    SUPERSEDED = "superseded"
+    CLOSED = "closed"
+
+
+OBEYED = (Phase.FENCING, Phase.COLLECTING, Phase.RUNNING)
+"""The phases in which the coordinator accepts messages of workers."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,76 @@ class CoordinatorSettings:
         At least two heartbeats, because a client that has connected again sends one.
         """
         return min(self.client_silence_s, max(self.reattach_s, 2 * self.heartbeat_s))
+
+
+class SwapWhen(Enum):
+    """Whether a preempted request is swapped. `AUTO`: if that is cheaper."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class SwapRule:
+    """Decides whether to swap a request that asks for it.
+
+    Recomputing costs `lost tokens / prefill_tokens_per_s` seconds of every rank. Swapping moves
+    each block down and up again: `2 * blocks * block_bytes / transfer_bytes_per_s`, during
+    forwards, on all ranks at once; `block_bytes` is the size of a block on the largest rank. The
+    cheaper one is done. Swapped blocks are kept for `hold_s`.
+    """
+
+    when: SwapWhen = SwapWhen.AUTO
+    prefill_tokens_per_s: float = 10_000.0
+    transfer_bytes_per_s: float = 10e9
+    block_bytes: int = 0
+    hold_s: float = 600.0
+
+    def is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
+        """Return whether to move `num_blocks` instead of computing `num_tokens`."""
+        if self.when is not SwapWhen.AUTO:
+            return self.when is SwapWhen.ALWAYS
+        move_s = 2 * num_blocks * self.block_bytes / self.transfer_bytes_per_s
+        return move_s < num_tokens / self.prefill_tokens_per_s
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
+    for `hold_s` until its request comes, which waits `wait_s` at most. What tiers hold from before
+    the epoch is waited for `adoption_s`. `swap` says what of preempted requests is kept."""
+
+    min_load_tokens: int = 1
+    hold_s: float = 5.0
+    wait_s: float = 30.0
+    adoption_s: float = 30.0
+    swap: SwapRule = field(default_factory=SwapRule)
+
+
+@dataclass(frozen=True)
+class OffloadStatistics:
+    """Statistics of the tiers and of the requests that wait for them.
+
+    `num_loaded_tokens` were loaded instead of computed, `num_fetched_tokens` of them from files.
+    `num_adopted_blocks` were there when the epoch began.
+
+    `num_swapped_out` preempted requests had unhashed blocks stored; `num_swapped_in` of them
+    continued from those; `num_swap_saved_tokens` were not computed again because of that, in
+    addition to hits.
+    """
+
+    tiers: HierarchyStatistics
+    num_waiting_requests: int = 0
+    num_loaded_tokens: int = 0
+    num_fetched_tokens: int = 0
+    num_loads_given_up: int = 0
+    num_failed_jobs: int = 0
+    last_failure: str = ""
+    num_adopted_blocks: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_swap_saved_tokens: int = 0
 
 
 @dataclass

@@ -12,13 +12,14 @@ long as ranks read their directories, but waited for no longer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import KVCacheError
 from kvcache.base.logs import get_logger
-from kvcache.coordinator.label_collection import ExpectedLabels, LabelCollection
+from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
@@ -37,37 +38,19 @@ ASK_S = 0.05
 class TierAdoption:
     """The tier contents that ranks report at the beginning of one epoch."""
 
-    def __init__(
-        self,
-        tiers: TierHierarchy,
-        num_ranks: int,
-        expected: ExpectedLabels,
-        nonce: str,
-        epoch: int,
-        *,
-        resend_s: float,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, tiers: TierHierarchy, question: LabelQuestion, patience_s: float) -> None:
         """Fill `tiers`, which are empty. Requests wait at most `patience_s` for it."""
         self._tiers = tiers
-        self._epoch = epoch
+        self._epoch = question.epoch
         self._patience_s = patience_s
         self._give_up_s = float("inf")
         self._is_forgotten = False
         self._slots: list[Int32Array] = []
         self._keys: list[OffloadKey] = []
-        media = [HOST_MEDIUM] if tiers.disk is None else [HOST_MEDIUM, FILE_MEDIUM]
-        self._open = {
-            medium: LabelCollection(
-                num_ranks,
-                expected,
-                nonce,
-                epoch,
-                resend_s=min(resend_s, ASK_S) if medium == FILE_MEDIUM else resend_s,
-                medium=medium,
-            )
-            for medium in media
-        }
+        self._open = {HOST_MEDIUM: LabelCollection(question, HOST_MEDIUM)}
+        if tiers.disk is not None:
+            sooner = replace(question, resend_s=min(question.resend_s, ASK_S))
+            self._open[FILE_MEDIUM] = LabelCollection(sooner, FILE_MEDIUM)
         self.num_adopted = 0
 
     @property

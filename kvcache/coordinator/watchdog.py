@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.coordinator import Coordinator
 from kvcache.coordinator.epoch_state import EpochState
-from kvcache.coordinator.phase import Phase
+from kvcache.coordinator.settings import Phase
 
 logger = get_logger(__name__)
 

@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.coordinator.offload_statistics import OffloadStatistics
-from kvcache.coordinator.phase import Phase
-from kvcache.coordinator.settings import CoordinatorStatistics
+from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics, Phase
 from kvcache.core import CoreStatistics
 from kvcache.manager.statistics import ManagerStatistics
 from kvcache.metrics import declarations as known

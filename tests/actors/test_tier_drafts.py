@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors import LocalCluster
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from tests.actors.tier_driver import BLOCK_BYTES, PROMPT_TOKENS, play_all, tier_config
 
 PROMPTS = range(3)

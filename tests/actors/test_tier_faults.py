@@ -16,7 +16,7 @@ import pytest
 
 from actors import LocalCluster
 from kvcache.base.errors import ConfigurationError
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.offload.statistics import TierStatistics
 from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.files.system import DirectoryFiles

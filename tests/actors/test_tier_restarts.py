@@ -17,7 +17,7 @@ import pytest
 from actors import KVCacheCluster
 from actors.clusters.placement import wait_until
 from kvcache.base.errors import KVCacheError
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from tests.actors.test_everything_killed import (
     MARK,
     kill_at_once,

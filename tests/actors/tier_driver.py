@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.base.errors import KVCacheError
 from kvcache.config import ClusterConfig
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.protocol.step import NewRequest, StepRequest
 from tests.actors.conftest import build_config
 

@@ -23,7 +23,7 @@ from actors import KVCacheClient, KVCacheCluster
 from actors.clusters.placement import wait_until
 from actors.reports import ClusterStatus, MemoryServiceStatus
 from kvcache.config import ClusterConfig
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.memory_service import MemoryServiceClient
 from tests.actors.tier_driver import FOUND, play, play_all, tier_config

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from tests.actors.tier_driver import FOUND, play, play_all, play_until_found, settle, tier_config
 from tests.chaos.disk import Disk, NotHereError, cut, flip_a_bit, mounted
 from tests.conftest import SCRATCH

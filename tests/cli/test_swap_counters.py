@@ -7,7 +7,7 @@ from dataclasses import replace
 from actors.cli.playground import _tier_counters
 from actors.cli.replay import _tier_facts
 from actors.cli.status import tier_facts
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier

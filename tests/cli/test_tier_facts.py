@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.cli.status import tier_facts
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.offload.statistics import HierarchyStatistics, TierStatistics
 
 HOST = TierStatistics(

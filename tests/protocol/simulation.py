@@ -22,9 +22,15 @@ from kvcache.base.clock import Clock, VirtualClock
 from kvcache.base.errors import MalformedMessageError
 from kvcache.client.session import ClientSession, SessionSettings, SessionState
 from kvcache.coordinator import Coordinator, Phase
-from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
-from kvcache.coordinator.partial_block_swap import SwapRule, SwapWhen
-from kvcache.coordinator.settings import AuditSettings, CoordinatorSettings
+from kvcache.coordinator.parts import CoordinatorParts, OffloadParts
+from kvcache.coordinator.settings import (
+    AuditSettings,
+    CoordinatorSettings,
+    OffloadSettings,
+    SwapRule,
+    SwapWhen,
+)
+from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
 from kvcache.offload.hierarchy import TierHierarchy
@@ -438,24 +444,24 @@ class Cluster:
         self.num_coordinators += 1
         recorder = self._make_recorder()
         clock: Clock = self.clock if recorder is None else recorder.clock
-        return Coordinator(
-            CoordinatorSettings(
-                self.scenario.num_ranks,
-                "plan",
-                is_content_checking=self.scenario.is_content_checking,
-                max_unacknowledged=self._max_unacknowledged,
-                max_client_steps=8,
-                resend_s=0.1,
-                heartbeat_s=0.5,
-                audit=AuditSettings(self._audit_mode, interval_s=0.1),
-            ),
-            manager_factory=lambda model_epoch: self.manager_config.make(clock, model_epoch),
-            clock=self.clock,
-            nonce=f"nonce-{self.num_coordinators}",
-            state_store=self._store,
-            recorder=recorder,
+        settings = CoordinatorSettings(
+            self.scenario.num_ranks,
+            "plan",
+            is_content_checking=self.scenario.is_content_checking,
+            max_unacknowledged=self._max_unacknowledged,
+            max_client_steps=8,
+            resend_s=0.1,
+            heartbeat_s=0.5,
+            audit=AuditSettings(self._audit_mode, interval_s=0.1),
+        )
+        parts = CoordinatorParts(
+            lambda model_epoch: self.manager_config.make(clock, model_epoch),
+            self.clock,
+            self._store,
+            recorder or StepRecorder(),
             offload=self._offload_parts(),
         )
+        return Coordinator(settings, parts, f"nonce-{self.num_coordinators}")
 
     def _make_recorder(self) -> FileStepRecorder | None:
         """Return the recorder of the next coordinator, if any."""

@@ -14,6 +14,7 @@ from kvcache.base.clock import Clock, VirtualClock
 from kvcache.base.errors import ClusterError
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
+from kvcache.coordinator.parts import CoordinatorParts
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.manager import KVCacheManager
@@ -112,9 +113,8 @@ class Bench:
         self.clock = VirtualClock()
         self.store = store or MemoryStateStore()
         settings = CoordinatorSettings(2, "plan", resend_s=1.0, heartbeat_s=2.0)
-        self.coordinator = Coordinator(
-            replace(settings, **changes),
-            manager_factory=lambda model_epoch: KVCacheManager(
+        parts = CoordinatorParts(
+            lambda model_epoch: KVCacheManager(
                 make_config(24, is_hybrid=False),
                 64,
                 max_num_seqs=4,
@@ -122,10 +122,10 @@ class Bench:
                 has_workers=True,
                 model_epoch=model_epoch,
             ),
-            clock=seen_by(self.clock),
-            nonce=nonce,
-            state_store=self.store,
+            seen_by(self.clock),
+            self.store,
         )
+        self.coordinator = Coordinator(replace(settings, **changes), parts, nonce)
         self.processes = ["p", "q"]
 
     def hello(self, rank: int, process: str | None = None, highest: int = 0) -> list[Outgoing]:

@@ -16,6 +16,7 @@ from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator import Coordinator
+from kvcache.coordinator.parts import CoordinatorParts
 from kvcache.coordinator.remote_calls import METHODS, pack_values
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.manager import KVCacheManager
@@ -60,9 +61,8 @@ class Cluster:
         is_checking = rng.random() < 0.6
         model = rng.choice(list(MODELS))
         config = config_of(model, 24 * len(MODELS[model]))
-        self.coordinator = Coordinator(
-            CoordinatorSettings(1, "plan", is_content_checking=is_checking),
-            manager_factory=lambda model_epoch: KVCacheManager(
+        parts = CoordinatorParts(
+            lambda model_epoch: KVCacheManager(
                 config,
                 MAX_MODEL_LEN,
                 max_num_seqs=NUM_SEQS,
@@ -70,10 +70,11 @@ class Cluster:
                 has_workers=True,
                 model_epoch=model_epoch,
             ),
-            clock=self.clock,
-            nonce="n",
-            state_store=MemoryStateStore(),
+            self.clock,
+            MemoryStateStore(),
         )
+        coordinator_settings = CoordinatorSettings(1, "plan", is_content_checking=is_checking)
+        self.coordinator = Coordinator(coordinator_settings, parts, "n")
         settings = WorkerSettings(
             rank=0,
             kv_cache_config=config,

@@ -15,9 +15,10 @@ from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
 from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.label_collection import ExpectedLabels
-from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
+from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.offloading import Offloading
+from kvcache.coordinator.parts import OffloadParts
+from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.offload.contents import LabelShape
@@ -159,7 +160,7 @@ def test_a_step_may_seal_blocks_of_more_salts_than_python_calls_nest(by: str) ->
 def test_host_memory_from_before_is_found_once_it_was_told() -> None:
     bench = Bench()
     (labels,) = Bench().computed()
-    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     assert bench.look_up() is OffloadAnswer.RETRY
     bench.offloading.on_labels(bench.report(labels))
     assert bench.look_up() is OffloadAnswer.HIT_PENDING
@@ -168,7 +169,7 @@ def test_host_memory_from_before_is_found_once_it_was_told() -> None:
 def test_a_cache_that_is_emptied_meanwhile_takes_nothing_over() -> None:
     bench = Bench()
     (labels,) = Bench().computed()
-    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     bench.offloading.commands([Reset(0)])
     bench.offloading.on_labels(bench.report(labels))
     assert bench.look_up() is OffloadAnswer.MISS
@@ -177,7 +178,7 @@ def test_a_cache_that_is_emptied_meanwhile_takes_nothing_over() -> None:
 
 def test_no_request_waits_forever_for_a_rank_that_does_not_report() -> None:
     bench = Bench()
-    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     bench.clock.advance(6.0)
     bench.offloading.on_tick()
     assert bench.look_up() is OffloadAnswer.MISS
@@ -215,7 +216,7 @@ def test_files_that_are_read_for_long_are_not_waited_for_and_found_later() -> No
     bench = Bench(has_files=True)
     (labels,) = Bench().computed()
     offloading = bench.offloading
-    offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     offloading.on_labels(bench.report(NO_LABELS))
     assert bench.look_up() is OffloadAnswer.RETRY
     for _ in range(12):
@@ -242,7 +243,7 @@ def test_files_of_a_cache_that_is_emptied_meanwhile_are_removed(model_epoch: int
     bench = Bench(has_files=True)
     (labels,) = Bench().computed()
     offloading = bench.offloading
-    offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     offloading.commands([Reset(model_epoch)])
     offloading.on_labels(bench.report(NO_LABELS, HOST_MEDIUM, model_epoch))
     offloading.on_labels(bench.report(labels, FILE_MEDIUM, model_epoch))
@@ -254,7 +255,7 @@ def test_adopted_contents_are_published_without_a_step() -> None:
     bench, told = Bench(has_files=True), []
     bench.manager.tiers.emit = told.append  # type: ignore[method-assign]
     (labels,) = Bench().computed()
-    bench.offloading.begin(1, ExpectedLabels(0), "n", 1, 0.1)
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
     for medium in (HOST_MEDIUM, FILE_MEDIUM):
         bench.offloading.on_labels(bench.report(labels, medium))
     assert [(event.medium, len(event.digests)) for event in told] == [("host", 3), ("storage", 3)]

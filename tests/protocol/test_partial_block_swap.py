@@ -10,9 +10,10 @@ import pytest
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import InvariantError
 from kvcache.coordinator.job_table import EndedJob, JobTable
-from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
-from kvcache.coordinator.partial_block_swap import MAX_HOST_SHARE, SwapRule, SwapWhen
+from kvcache.coordinator.partial_block_swap import MAX_HOST_SHARE
+from kvcache.coordinator.parts import OffloadParts
+from kvcache.coordinator.settings import OffloadSettings, SwapRule, SwapWhen
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.offload.hierarchy import TierHierarchy

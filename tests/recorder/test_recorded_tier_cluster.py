@@ -25,7 +25,7 @@ from actors.local import LocalCluster
 from kvcache.base.clock import SystemClock
 from kvcache.base.errors import RecordingError
 from kvcache.config import ClusterConfig
-from kvcache.coordinator.offload_statistics import OffloadStatistics
+from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.coordinator.step_recorder import Gone, LookedUp, SwappedOut
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager import KVCacheManager

@@ -13,8 +13,9 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.job_table import JobTable
-from kvcache.coordinator.offload_parts import OffloadParts, OffloadSettings
 from kvcache.coordinator.offloading import Offloading
+from kvcache.coordinator.parts import OffloadParts
+from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place
