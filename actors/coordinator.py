@@ -23,7 +23,6 @@ from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import OUR_LOGGERS, coordinator_name
 from actors.reports import ClusterStatus, LastWorkers, NodeAddress
 from actors.service import CoordinatorService, ServiceStatistics, with_faults
-from actors.stall_aware_clock import StallAwareClock
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
@@ -33,7 +32,7 @@ from actors.workers.making import WorkerOptions
 from actors.workers.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workers.worker_set import WorkerSet, look_for_workers
-from kvcache.base.clock import SystemClock
+from kvcache.base.clock import StallAwareClock, SystemClock
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import KVCacheError, NotRunningError, StartupError
 from kvcache.base.logs import get_logger, log_to_stderr

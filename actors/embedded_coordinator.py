@@ -25,7 +25,6 @@ from actors.loop import ServiceLoop
 from actors.reports import ClusterStatus, NodeAddress
 from actors.service import ServiceStatistics, with_faults
 from actors.shared_service import SharedService
-from actors.stall_aware_clock import StallAwareClock
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
@@ -33,7 +32,7 @@ from actors.transport.node_server import NodeServer
 from actors.transport.zmq_server import ZmqLimits
 from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workers.worker_set import DiscoveredCluster, WorkerSet
-from kvcache.base.clock import SystemClock
+from kvcache.base.clock import StallAwareClock, SystemClock
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import (
     ClusterError,

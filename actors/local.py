@@ -16,12 +16,11 @@ from actors.assembly import make_coordinator
 from actors.client import KVCacheClient
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
-from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.local import LocalServer
 from actors.transport.mailbox import Mailbox
 from actors.workers.embedding import EmbeddedWorker
-from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, StallAwareClock, SystemClock
 from kvcache.base.errors import StartupError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator

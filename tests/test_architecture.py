@@ -28,10 +28,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
 # The same rule inside packages with many modules.
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
-        ("entry_queue", "ranked_queue", "ghosts", "reuse_table", "guard"),
+        ("entry_queue", "ranked_queue", "reuse_table", "guard"),
         ("policy", "cohorts"),
         ("lru", "history_policy", "use_history"),
-        ("arc", "fifo", "hazard", "lfu", "lru2", "outside_policy", "s3fifo", "slru", "twoq"),
+        ("hazard", "outside_policy", "ranked_policies"),
         ("registry",),
     ),
     "tenants": (
@@ -110,7 +110,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker",),
     ),
     "events": (
-        ("wire_events", "integers", "answers"),
+        ("wire_events", "answers"),
         ("translation", "mirror"),
         ("codec", "feed_frames"),
         ("decoding", "publisher"),
@@ -119,7 +119,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "metrics": (
         ("metric",),
-        ("histogram", "declarations"),
+        ("declarations",),
         ("ages", "step_meter", "worker_samples"),
         ("coordinator_samples", "metered_coordinator"),
         ("inspection",),

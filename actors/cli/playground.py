@@ -22,9 +22,8 @@ from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistic
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.protocol.messages import FailedForward
 from kvcache.protocol.step import StepRequest, StepResult
-from kvcache.replay.limits import EngineLimits
+from kvcache.replay.limits import EngineLimits, ModelTraits
 from kvcache.replay.stepper import CacheCounters, ForwardProgress, Stepper, TierCounters
-from kvcache.replay.traits import ModelTraits
 
 if TYPE_CHECKING:
     from actors.clusters.cluster import KVCacheCluster

@@ -1,7 +1,7 @@
 """The configuration of a cluster, and the layer specs that follow from it.
 
-models.py has the sections, layer_kinds.py the kinds of layers, sections.py the base of both,
-problems.py the error texts. loading.py reads files, layers.py makes specs.
+models.py has the sections and the specs that follow, layer_kinds.py the kinds of layers,
+sections.py the base of both, problems.py the error texts. loading.py reads files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvcache.config.layer_kinds import (
     SlidingWindowLayer,
     StatelessLayer,
 )
-from kvcache.config.layers import layer_specs
 from kvcache.config.loading import load_config, parse_config
 from kvcache.config.models import (
     AuditConfig,
@@ -32,6 +31,7 @@ from kvcache.config.models import (
     SchedulerConfig,
     TransportConfig,
     WorkersConfig,
+    layer_specs,
 )
 from kvcache.config.offload import DiskConfig, OffloadConfig
 from kvcache.config.sections import parse_bytes

@@ -11,9 +11,16 @@ from __future__ import annotations
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.coordinator_samples import CoordinatorMeters, coordinator_samples, log_line
 from kvcache.metrics.declarations import COORDINATOR_METRICS, METRICS, WORKER_METRICS
-from kvcache.metrics.histogram import Histogram
 from kvcache.metrics.metered_coordinator import MeteredCoordinator
-from kvcache.metrics.metric import AnySample, CounterGrowth, HistogramSample, Kind, Metric, Sample
+from kvcache.metrics.metric import (
+    AnySample,
+    CounterGrowth,
+    Histogram,
+    HistogramSample,
+    Kind,
+    Metric,
+    Sample,
+)
 from kvcache.metrics.step_meter import StepMeter, StepTimes
 from kvcache.metrics.worker_samples import RankTraffic, worker_samples
 

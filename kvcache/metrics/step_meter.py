@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.metrics.histogram import Histogram
+from kvcache.metrics.metric import Histogram
 from kvcache.protocol.messages import CallResult, Outgoing, Progress, Unattached
 from kvcache.protocol.step import StepResult
 

@@ -11,17 +11,20 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from kvcache.base.errors import ConfigurationError, shown
-from kvcache.policies.arc import ARCPolicy
-from kvcache.policies.fifo import FIFOPolicy
 from kvcache.policies.hazard import HazardPolicy
-from kvcache.policies.lfu import AgeingLFUPolicy, LFUPolicy
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.lru2 import LRU2Policy
 from kvcache.policies.outside_policy import OutsidePolicy
 from kvcache.policies.policy import EntryBook, EvictionPolicy
-from kvcache.policies.s3fifo import S3FIFOPolicy
-from kvcache.policies.slru import SLRUPolicy
-from kvcache.policies.twoq import TwoQPolicy
+from kvcache.policies.ranked_policies import (
+    AgeingLFUPolicy,
+    ARCPolicy,
+    FIFOPolicy,
+    LFUPolicy,
+    LRU2Policy,
+    S3FIFOPolicy,
+    SLRUPolicy,
+    TwoQPolicy,
+)
 
 PolicyFactory: TypeAlias = Callable[[int, EntryBook], EvictionPolicy]
 """Makes a policy for entries below a capacity; a book describes the entries."""

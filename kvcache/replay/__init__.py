@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits
+from kvcache.replay.limits import EngineLimits, ModelTraits
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.stepper import CacheCounters, ForwardProgress, ManagerStepper, Stepper
-from kvcache.replay.traits import ModelTraits
 
 __all__ = [
     "CacheCounters",

@@ -36,10 +36,9 @@ from kvcache.protocol.step import (
     StepResult,
 )
 from kvcache.replay.limits import EngineLimits, require_model_len
-from kvcache.replay.report import ReplayReport
+from kvcache.replay.report import ReplayReport, ReplayTally
 from kvcache.replay.rows import PlannedRows, ReplayedRequest, RowPositions, RunningRows
 from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
-from kvcache.replay.tally import ReplayTally
 from kvcache.simulate.tokens import num_encoder_tokens
 from kvcache.simulate.workload import Workload, WorkloadRequest
 

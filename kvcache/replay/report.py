@@ -1,11 +1,13 @@
-"""The results of a replay. Pure data; the commands render it."""
+"""The results of a replay, and the running sums from which they are made. Commands render them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from kvcache.replay.stepper import TierCounters
+from kvcache.replay.rows import ReplayedRequest
+from kvcache.replay.stepper import CacheCounters, TierCounters
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,78 @@ class ReplayReport:
             "tokens_per_s": self.tokens_per_s,
         }
         return json.dumps({**asdict(self), **rates}, indent=2)
+
+
+@dataclass
+class ReplayTally:
+    """The running sums of one replay; those of the report have its names.
+
+    The manager's own counts are relative to the first sample.
+    """
+
+    workload: str
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_resumed_hit_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_evictions: int = 0
+    num_copies: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    peak_usage: float = 0.0
+    bytes_checked: int = 0
+    num_wrong_blocks: int = 0
+    num_returns: int = 0
+    num_skipped_requests: int = 0
+    history: str = ""
+    tiers: TierCounters | None = None
+    _latest: CacheCounters | None = None
+
+    def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
+        """Count finished requests."""
+        for request in requests:
+            self.num_requests += 1
+            self.num_output_tokens += request.request.num_output_tokens
+
+    def count_admission(
+        self, request: ReplayedRequest, num_hit_tokens: int, num_scheduled_tokens: int
+    ) -> None:
+        """Count an admission with `num_hit_tokens`, before the request is marked as admitted.
+
+        A request counts as looked up once: later hits and recomputed tokens of preempted and
+        withdrawn requests are counted separately.
+        """
+        self.num_computed_tokens += num_scheduled_tokens
+        if request.admission == 0:
+            self.num_prompt_tokens += request.request.num_prompt_tokens
+            self.num_hit_tokens += num_hit_tokens
+        else:
+            self.num_resumed_hit_tokens += num_hit_tokens
+            self.num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
+
+    def sample(self, statistics: CacheCounters) -> None:
+        """Record the manager's present statistics."""
+        if self._latest is not None:
+            self.num_evictions += _grown(statistics.num_evictions, self._latest.num_evictions)
+            self.num_copies += _grown(statistics.num_copies, self._latest.num_copies)
+            if statistics.tiers is not None:
+                before = self._latest.tiers or TierCounters()
+                grown = statistics.tiers.grown_since(before)
+                self.tiers = (self.tiers or TierCounters()).plus(grown)
+        self._latest = statistics
+        self.peak_usage = max(self.peak_usage, statistics.usage)
+
+    def report(self, wall_time_s: float) -> ReplayReport:
+        """Return all statistics so far."""
+        sums = vars(self).copy()
+        del sums["_latest"]
+        return ReplayReport(**sums, wall_time_s=wall_time_s)
+
+
+def _grown(count: int, before: int) -> int:
+    """Return the increase of a count; one that fell was reset by a new epoch."""
+    return count - before if count >= before else count

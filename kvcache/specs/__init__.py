@@ -26,8 +26,7 @@ from kvcache.specs.cache_config import (
     require_eagle_support,
     spec_from_dict,
 )
-from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.spec import Difference, KVCacheSpec, first_difference
+from kvcache.specs.spec import Difference, KVCacheSpec, PageTensor, first_difference
 from kvcache.specs.state import MAMBA_CACHE_MODES, MambaSpec
 from kvcache.specs.units import DTYPE_SIZES_BYTES, ceil_div, dtype_size_bytes, require_count
 

@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from kvcache.base.arguments import as_bool, as_int, check_fields
 from kvcache.base.errors import ConfigurationError
-from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.spec import KVCacheSpec, require_kind
+from kvcache.specs.spec import KVCacheSpec, PageTensor, require_kind
 from kvcache.specs.units import (
     ceil_div,
     dtype_name,

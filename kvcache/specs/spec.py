@@ -9,15 +9,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcache.base.arguments import as_int, as_objects, check_fields, check_kind
 from kvcache.base.errors import ConfigurationError
-from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.units import ceil_div, require_tokens
+from kvcache.specs.units import ceil_div, dtype_size_bytes, require_tokens
 
 if TYPE_CHECKING:
     from kvcache.specs.attention import FullAttentionSpec
+
+
+@dataclass(frozen=True)
+class PageTensor:
+    """A contiguous tensor of `shape`, `offset_bytes` after the start of every page of a layer.
+
+    Workers show it to a layer. Its spec has checked shape and dtype.
+    """
+
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return dtype_size_bytes(self.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in one page."""
+        return prod(self.shape) * self.element_bytes
 
 
 @dataclass(frozen=True)

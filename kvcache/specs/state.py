@@ -17,8 +17,7 @@ from typing import ClassVar
 
 from kvcache.base.arguments import as_int, check_fields
 from kvcache.base.errors import ConfigurationError, shown
-from kvcache.specs.page_tensor import PageTensor
-from kvcache.specs.spec import KVCacheSpec
+from kvcache.specs.spec import KVCacheSpec, PageTensor
 from kvcache.specs.units import (
     ceil_div,
     dtype_name,

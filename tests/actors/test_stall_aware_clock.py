@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from actors.stall_aware_clock import StallAwareClock
-from kvcache.base.clock import VirtualClock
+from kvcache.base.clock import StallAwareClock, VirtualClock
 
 
 def test_short_pauses_count_and_of_a_long_one_only_the_usual_part() -> None:

@@ -18,7 +18,6 @@ from actors.loop import ServiceLoop
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
 from actors.shared_service import SharedService
-from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.mailbox import Mailbox
@@ -29,7 +28,7 @@ from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
 from actors.transport.zmq_server import ZmqLimits, local_address
 from actors.workers.embedding import EmbeddedWorker
-from kvcache.base.clock import SystemClock
+from kvcache.base.clock import StallAwareClock, SystemClock
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import NotRunningError
 from kvcache.config import ClusterConfig, parse_config

@@ -22,7 +22,6 @@ from actors.coordinator import tick_s
 from actors.loop import calm_garbage_collector
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
-from actors.stall_aware_clock import StallAwareClock
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
@@ -30,7 +29,7 @@ from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_server import ZmqLimits
 from actors.workers.embedding import EmbeddedWorker
-from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.clock import Clock, StallAwareClock, SystemClock
 from kvcache.base.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Coordinator

@@ -11,9 +11,9 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.policies import LooksAhead, guard
-from kvcache.policies.arc import ARCPolicy
 from kvcache.policies.guard import Guard
 from kvcache.policies.hazard import HazardPolicy
+from kvcache.policies.ranked_policies import ARCPolicy
 from kvcache.policies.reuse_table import AGE_LIMITS_BLOCKS, NUM_AGES, reuse_index
 from kvcache.requests.request import Request
 from kvcache.simulate import GENERATORS, MooncakeTrace, Workload, generate

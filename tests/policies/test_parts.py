@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from copy import copy
 
-from kvcache.policies.ghosts import GhostList
+from kvcache.policies.ranked_policies import GhostList
 from kvcache.policies.ranked_queue import RankedQueue
 
 

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actors.stall_aware_clock import StallAwareClock
 from kvcache.base.arrays import int32_array
-from kvcache.base.clock import Clock, VirtualClock
+from kvcache.base.clock import Clock, StallAwareClock, VirtualClock
 from kvcache.base.errors import ClusterError
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS

@@ -1,0 +1,321 @@
+"""Policies that evict the lowest rank of a line, after published algorithms.
+
+Each chooses lines and ranks for contents; `history_policy.py` has the rest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from kvcache.policies.entry_queue import Entries
+from kvcache.policies.history_policy import Member, RankedPolicy
+from kvcache.policies.policy import EntryBook
+
+_NAMES_PER_BLOCK = 2
+"""LFU and LRU-2 remember an evicted content until this many capacities were evicted after it."""
+
+
+class GhostList:
+    """Names of evicted contents, in the order of their evictions, and a policy's data about each.
+
+    By it, a policy recognises contents that come back. The policy decides how many names to keep;
+    the oldest go first. O(1) per name.
+    """
+
+    def __init__(self) -> None:
+        """Remember nothing."""
+        self._values: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def add(self, name: bytes | None, value: int) -> None:
+        """Remember the content that was just evicted, if it has a name."""
+        if name is not None:
+            self._values[name] = value
+            self._values.move_to_end(name)
+
+    def take(self, name: bytes | None) -> int | None:
+        """Forget this name; return its data, None if it is unknown."""
+        return None if name is None else self._values.pop(name, None)
+
+    def trim(self, num_names: int) -> None:
+        """Forget the oldest names until at most `num_names` are left."""
+        while len(self._values) > max(0, num_names):
+            self._values.popitem(last=False)
+
+    def names(self) -> list[bytes]:
+        """Return all names, the oldest first. O(n); for tests."""
+        return list(self._values)
+
+
+class FIFOPolicy(RankedPolicy):
+    """First in, first out: the oldest content goes first, however often it was used since."""
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.rank = 0.0, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        """The entry keeps its place."""
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        """Evicted contents are forgotten."""
+
+
+class LFUPolicy(RankedPolicy):
+    """Least frequently used: the least often used goes first, among equals the least recent.
+
+    Uses before an eviction count, for twice as many contents as there are blocks.
+    """
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._ghosts = GhostList()
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.num_uses = 1 + (self._ghosts.take(name) or 0)
+        member.rank = float(member.num_uses), self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.num_uses += 1
+        member.rank = float(member.num_uses), self._stamp()
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        self._ghosts.add(name, member.num_uses)
+        self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
+
+
+class AgeingLFUPolicy(RankedPolicy):
+    """Least frequently used, with ageing: new uses count from the value of the last victim on.
+
+    So formerly popular contents go in the end (Arlitt, Cherkasova, Dilley, Friedrich, Jin,
+    "Evaluating content management techniques for web proxy caches", 2000). Evicted contents are
+    forgotten.
+    """
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._age = 0.0
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.rank = self._age + 1, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.num_uses += 1
+        member.rank = self._age + member.num_uses, self._stamp()
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        self._age = max(self._age, member.rank[0])
+
+
+class LRU2Policy(RankedPolicy):
+    """LRU-2: evicts by the last use but one; entries used only once go first.
+
+    After O'Neil, O'Neil, Weikum, "The LRU-K page replacement algorithm for database disk buffering"
+    (1993), with K = 2 and no correlated references: a request counts as one use, however long it
+    runs. The last use of evicted contents is remembered, of twice as many as there are blocks.
+    """
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._ghosts = GhostList()
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.rank = float(self._ghosts.take(name) or 0), self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.rank = float(member.rank[1]), self._stamp()
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        self._ghosts.add(name, member.rank[1])
+        self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
+
+
+_PROBATION, _PROTECTED = 0, 1
+_PROTECTED_SHARE = 0.8
+"""Share of the capacity that may be protected."""
+
+
+class SLRUPolicy(RankedPolicy):
+    """Segmented LRU: contents used again are protected from contents used once.
+
+    After Karedla, Love, Wherry, "Caching strategies to improve disk system performance" (1994).
+
+        new ──▶ probation ──▶ victims       used again: to the end of the protected
+                  ▲   │                     too many protected: their first to the end of probation
+                  └── protected
+    """
+
+    num_lines = 2
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.line, member.rank = _PROBATION, (0.0, self._stamp())
+
+    def _place_used(self, member: Member) -> None:
+        member.line, member.rank = _PROTECTED, (0.0, self._stamp())
+
+    def insert(self, entries: Entries) -> None:
+        super().insert(entries)
+        protected = self._lines[_PROTECTED]
+        limit = _PROTECTED_SHARE * self._room_blocks
+        while protected and self._line_blocks[_PROTECTED] > limit:
+            self._move(protected.pop(), _PROBATION, (0.0, self._stamp()))
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        """Evicted contents are forgotten."""
+
+    def _pop_next(self) -> int:
+        return (self._lines[_PROBATION] or self._lines[_PROTECTED]).pop()
+
+
+_A1IN, _AM = 0, 1
+_A1IN_SHARE = 0.25
+_A1OUT_SHARE = 0.5
+"""Shares of the capacity for new contents and for remembered names: the paper's choice."""
+
+
+class TwoQPolicy(RankedPolicy):
+    """2Q: new contents wait in a queue; only those that return after an eviction are kept by
+    recency.
+
+    After Johnson, Shasha, "2Q: a low overhead high performance buffer management replacement
+    algorithm" (1994), the full version: uses while a content waits in the first queue count as one,
+    since they are often close to each other.
+
+        new ──▶ A1in (FIFO) ──▶ victims, their names remembered in A1out ──comes back──▶ Am (LRU)
+    """
+
+    num_lines = 2
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._a1out = GhostList()
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.line = _A1IN if self._a1out.take(name) is None else _AM
+        member.rank = 0.0, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        if member.line == _AM:
+            member.rank = 0.0, self._stamp()
+
+    def _pop_next(self) -> int:
+        new, kept = self._lines
+        limit = _A1IN_SHARE * self._room_blocks
+        is_full = self._line_blocks[_A1IN] > limit
+        return (new if new and (is_full or not kept) else kept).pop()
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        if member.line == _A1IN:
+            self._a1out.add(name, 0)
+            self._a1out.trim(int(_A1OUT_SHARE * self._room_blocks))
+
+
+_T1, _T2 = 0, 1
+
+
+class ARCPolicy(RankedPolicy):
+    """Adaptive replacement: contents that come back shift room between recency and frequency.
+
+    After Megiddo, Modha, "ARC: a self-tuning, low overhead replacement cache" (2003).
+    `_target_blocks` is the target size of T1.
+
+        B1 ◀── T1: used once           T2: used again ──▶ B2    names of evicted contents: one that
+                         ◀─ p ─▶                                comes back gives its side more room
+    """
+
+    num_lines = 2
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._b1 = GhostList()
+        self._b2 = GhostList()
+        self._target_blocks = 0.0
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        len_b1, len_b2 = len(self._b1), len(self._b2)
+        was_in_b1 = self._b1.take(name) is not None
+        was_in_b2 = self._b2.take(name) is not None
+        target = self._target_blocks
+        if was_in_b1:
+            target += max(1.0, len_b2 / len_b1)
+        if was_in_b2:
+            target -= max(1.0, len_b1 / len_b2)
+        self._target_blocks = min(max(target, 0.0), float(self._room_blocks))
+        member.line = _T2 if was_in_b1 or was_in_b2 else _T1
+        member.rank = 0.0, self._stamp()
+
+    def _place_used(self, member: Member) -> None:
+        member.line, member.rank = _T2, (0.0, self._stamp())
+
+    def _pop_next(self) -> int:
+        once, again = self._lines
+        is_over = self._line_blocks[_T1] > self._target_blocks
+        return (once if once and (is_over or not again) else again).pop()
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        (self._b1 if member.line == _T1 else self._b2).add(name, 0)
+        room, (len_t1, len_t2) = self._room_blocks, self._line_blocks
+        self._b1.trim(room - len_t1)
+        self._b2.trim(2 * room - len_t1 - len_t2 - len(self._b1))
+
+
+_SMALL, _MAIN = 0, 1
+_SMALL_SHARE = 0.1
+"""Share of the capacity for new contents: the paper's choice."""
+
+_MOST_USES = 3
+_USES_TO_MOVE = 2
+
+
+class S3FIFOPolicy(RankedPolicy):
+    """S3-FIFO: most new contents leave by a small queue before they reach the main one.
+
+    After Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction" (2023).
+    `num_uses` counts uses since an entry was enqueued.
+
+        new ──▶ small ──used──▶ main ──▶ victims     what was used in the main queue since it was
+                  │              ▲                   enqueued goes round once more for each use
+                  └──▶ victims, their names remembered ──come back──▶ main
+    """
+
+    num_lines = 2
+
+    def __init__(self, capacity: int, book: EntryBook) -> None:
+        """Make an empty order of entries below `capacity`, described by `book`."""
+        super().__init__(capacity, book)
+        self._ghosts = GhostList()
+
+    def _place_new(self, member: Member, name: bytes | None) -> None:
+        member.line = _SMALL if self._ghosts.take(name) is None else _MAIN
+        member.num_uses, member.rank = 0, (0.0, self._stamp())
+
+    def _place_used(self, member: Member) -> None:
+        member.num_uses = min(member.num_uses + 1, _MOST_USES)
+
+    def _pop_next(self) -> int:
+        small, main = self._lines
+        while True:
+            is_full = self._line_blocks[_SMALL] > _SMALL_SHARE * self._room_blocks
+            line = small if small and (is_full or not main) else main
+            entry = line.pop()
+            member = self._members[entry]
+            if (line is small and member.num_uses < _USES_TO_MOVE) or not member.num_uses:
+                return entry
+            left = 0 if line is small else member.num_uses - 1
+            self._members[entry] = replace(member, num_uses=left)
+            self._move(entry, _MAIN, (0.0, self._stamp()))
+
+    def _note_evicted(self, member: Member, name: bytes | None) -> None:
+        if member.line == _SMALL:
+            self._ghosts.add(name, 0)
+            self._ghosts.trim(int((1 - _SMALL_SHARE) * self._room_blocks))
