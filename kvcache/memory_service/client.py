@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache.base.errors import (
     ClusterError,
@@ -65,7 +67,14 @@ class MemoryServiceClient:
 
         The caller closes it.
         """
-        return self._ask("attach", name)
+        return self._ask("attach", name)[1]
+
+    def list(self, prefix: str) -> dict[str, int]:
+        """Return the names that begin with `prefix`, and the number of the memory under each."""
+        values, _ = self._ask("list", prefix)
+        if len(values) != 1 or not isinstance(values[0], list):
+            raise ClusterError(f"the memory service at {self._address} lists nothing that is known")
+        return {str(name): int(number) for name, number in values[0]}
 
     def put(self, name: str, descriptor: int) -> None:
         """Have this memory kept under `name`, in place of what was. The descriptor stays open."""
@@ -75,7 +84,10 @@ class MemoryServiceClient:
         """Have nothing kept under `name` any more."""
         self._ask("drop", name)
 
-    def _ask(self, verb: str, name: str, descriptor: int | None = None) -> int | None:
+    def _ask(
+        self, verb: str, name: str, descriptor: int | None = None
+    ) -> tuple[Sequence[Any], int | None]:
+        """Return what else a good answer says, and the descriptor that came with it."""
         with make_socket(self._timeout_s) as connected:
             try:
                 self._connect(connected)
@@ -96,8 +108,8 @@ class MemoryServiceClient:
                 ) from error
             except MalformedMessageError as error:
                 raise ClusterError(f"memory service at {self._address}: {error}") from error
-        if values == [True, ""]:
-            return received
+        if values[:2] == [True, ""]:
+            return values[2:], received
         if received is not None:
             os.close(received)
         if len(values) == 2 and values[0] is False:

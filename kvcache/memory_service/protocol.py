@@ -8,6 +8,7 @@ whose process the other one is.
     attach, name               answered with the descriptor, or without one: nothing is kept
     put, name, + descriptor    kept from now on, in place of what was
     drop, name                 not kept any more
+    list, prefix               answered with the names that begin so, and which memory each is
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from kvcache.base.errors import ConfigurationError, MalformedMessageError, Versi
 from kvcache.base.serving_loop import describe_error
 
 MEMORY_SERVICE_VERSION = 1
-MAX_PACKET_BYTES = 4096
+MAX_PACKET_BYTES = 1 << 16
 MAX_NAME_BYTES = 512
 
 ADDRESS_SCHEME = "unix:@"
 MAX_ADDRESS_BYTES = 107
 
-VERBS = frozenset({"attach", "put", "drop"})
+VERBS = frozenset({"attach", "put", "drop", "list"})
 
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR = struct.Struct("i")
@@ -62,6 +63,11 @@ def lock_owner(descriptor: int) -> int:
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, process_id = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return 0 if kind == fcntl.F_UNLCK else int(process_id)
+
+
+def memory_number(descriptor: int) -> int:
+    """Return the number of the memory, the same in every process; other memory has another."""
+    return os.fstat(descriptor).st_ino
 
 
 def peer_process(connected: socket.socket) -> int:

@@ -23,10 +23,12 @@ from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 from kvcache.memory_service.protocol import (
     MAX_NAME_BYTES,
+    MAX_PACKET_BYTES,
     VERBS,
     is_trusted,
     lock_owner,
     make_socket,
+    memory_number,
     receive,
     send,
     socket_name,
@@ -67,6 +69,7 @@ class MemoryServiceStatistics:
 class _Kept:
     descriptor: int
     num_bytes: int
+    number: int
 
 
 class HostMemoryService:
@@ -207,15 +210,18 @@ class HostMemoryService:
         if not is_trusted(connected):
             raise MalformedMessageError("it comes from another user")
         values, descriptor = receive(connected)
+        listed: list[Any] = []
         try:
             with self._lock:
                 found = self._obey(values, descriptor)
                 descriptor = None if values[0] == "put" else descriptor
+                if values[0] == "list":
+                    listed.append(self._listed(values[1]))
                 self._num_answered += 1
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        self._send(connected, [True, ""], found)
+        self._send(connected, [True, "", *listed], found)
 
     def _refuse(self, connected: socket.socket, reason: str) -> None:
         self._note_refused(reason)
@@ -251,6 +257,8 @@ class HostMemoryService:
         verb, name = values
         if len(name.encode()) > MAX_NAME_BYTES or (descriptor is None) != (verb != "put"):
             raise MalformedMessageError(f"{verb} of {name[:50]!r} cannot be meant so")
+        if verb == "list":
+            return None
         old = self._kept.get(name)
         if verb == "attach":
             return None if old is None else old.descriptor
@@ -261,6 +269,13 @@ class HostMemoryService:
         if old is not None:
             os.close(old.descriptor)
         return None
+
+    def _listed(self, prefix: str) -> list[tuple[str, int]]:
+        """Return names that begin with `prefix`, and the numbers of their memory; as many as surely
+        fit into a packet."""
+        names = sorted(name for name in self._kept if name.startswith(prefix))
+        most = MAX_PACKET_BYTES // 2 // max(1, *(len(name.encode()) + 16 for name in names), 1)
+        return [(name, self._kept[name].number) for name in names[:most]]
 
     def _admitted(self, name: str, descriptor: int, old: _Kept | None) -> _Kept:
         """Return what will be kept; raises MalformedMessageError when it must not be."""
@@ -274,7 +289,7 @@ class HostMemoryService:
                 f"{name!r} would make it {num_segments} segments of {num_bytes} bytes, at most "
                 f"{self._max_segments} of {self._max_bytes} are kept"
             )
-        return _Kept(descriptor, status.st_size)
+        return _Kept(descriptor, status.st_size, memory_number(descriptor))
 
     def _num_bytes(self) -> int:
         return sum(kept.num_bytes for kept in self._kept.values())

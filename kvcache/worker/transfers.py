@@ -30,7 +30,7 @@ from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.worker.copies.checksums import ChecksumRule, Int64Array, combined_checksum
 from kvcache.worker.copies.engine import CopyEngine, PendingCopy
 from kvcache.worker.copies.runner import CopyRunner
-from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask
+from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HostRows
 from kvcache.worker.files.file_pool import FilePool, FinishedFileJob
 from kvcache.worker.files.format import FileHead, heads_of_labels, labels_of_heads
 from kvcache.worker.host_memory.host_pool import HostPool
@@ -280,8 +280,11 @@ def _about_unknown(slots: Int32Array) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _RunningCopy:
+    """A store has `generations`; a load from another process's slots has what is `expected`."""
+
     job: Store | Load
     generations: Generations | None = None
+    expected: Int64Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,6 +351,22 @@ class TransferJobs:
             problem = self._files.start(job)
         if problem:
             self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
+
+    def start_from(self, host: HostRows, job: Load, expected: Int64Array) -> None:
+        """Load from slots of another process: `expected[i]` is the checksum of `job.sources[i]`,
+        compared whatever the rule says. The caller has looked at the slots' labels, and looks again
+        when the job has ended."""
+        self._begun[job.job_id] = ("load", self._now())
+        is_chosen = np.ones(len(expected), np.bool_)
+        task = CopyTask(
+            BlockMove(self._pool.rows, host, job.destinations, job.sources, False),
+            self._engine,
+            comparison=Comparison(expected, is_chosen),
+            after=self.uses.before_write(job.destinations),
+        )
+        copy = self._runner.submit(task)
+        self.uses.writes.add(copy, job.destinations)
+        self._running[copy] = _RunningCopy(job, expected=expected)
 
     def go_on(self) -> None:
         """Check again whether jobs may begin: a forward that they wait for is over."""
@@ -496,9 +515,12 @@ class TransferJobs:
         self._uses_of(job).remove(copy)
         if self._host is None:
             return JobReport(job.job_id, ok=True)
-        self._host.uses.release(slots, to_write=isinstance(job, Store))
+        if running.expected is None:
+            self._host.uses.release(slots, to_write=isinstance(job, Store))
         labels, checksums = self._host.labels, result.checksums
-        if running.generations is None:
+        if running.expected is not None:
+            checksums = running.expected
+        elif running.generations is None:
             checksums = labels.checksums(slots)
         elif result.problem:
             labels.withdraw(slots[labels.are_awaited(slots, running.generations)])

@@ -28,7 +28,13 @@ from kvcache.base.errors import (
 from kvcache.memory_service import client as memory_client
 from kvcache.memory_service import service as memory_service
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
-from kvcache.memory_service.protocol import make_socket, receive, send, socket_name
+from kvcache.memory_service.protocol import (
+    make_socket,
+    memory_number,
+    receive,
+    send,
+    socket_name,
+)
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.worker.host_memory.labels import SlotState
 from kvcache.worker.host_memory.segment import keep_segment, open_segment
@@ -96,6 +102,38 @@ def test_another_memory_under_the_name_takes_the_place_of_the_first(
     assert os.fstat(found).st_size == 8192
     os.close(found)
     assert (service.statistics().num_segments, service.statistics().num_bytes) == (1, 8192)
+
+
+def test_a_prefix_lists_names_and_which_memory_they_have(
+    service: HostMemoryService, address: str
+) -> None:
+    client = MemoryServiceClient(address)
+    assert client.list("") == {}
+    first, second = make_memory("first", 4096), make_memory("second", 4096)
+    for name, memory in (("a/0", first), ("a/1", second), ("ab", first)):
+        client.put(name, memory)
+    numbers = memory_number(first), memory_number(second)
+    assert numbers[0] != numbers[1]
+    assert client.list("a/") == {"a/0": numbers[0], "a/1": numbers[1]}
+    assert client.list("") == {"a/0": numbers[0], "a/1": numbers[1], "ab": numbers[0]}
+    found = client.attach("a/1")
+    assert found is not None
+    assert memory_number(found) == numbers[1]
+    for descriptor in (first, second, found):
+        os.close(descriptor)
+
+
+def test_a_list_of_very_many_names_fits_into_a_packet(address: str) -> None:
+    service = HostMemoryService(address, max_segments=999, max_bytes=2**30)
+    service.serve()
+    client, memory = MemoryServiceClient(address), make_memory("test", 4096)
+    for number in range(300):
+        client.put(f"{number:500}", memory)
+    listed = client.list("")
+    assert list(listed) == [f"{number:500}" for number in range(len(listed))]
+    assert len(listed) > 50
+    os.close(memory)
+    service.close()
 
 
 def test_no_more_is_kept_than_the_bounds_allow(service: HostMemoryService, address: str) -> None:

@@ -11,15 +11,22 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.base.errors import AlreadyRunningError, ConfigurationError, NotEnoughMemoryError
+from kvcache.base.errors import (
+    AlreadyRunningError,
+    ConfigurationError,
+    NotEnoughMemoryError,
+    NotRunningError,
+)
 from kvcache.base.logs import get_logger
 from kvcache.config.offload import DiskConfig
 from kvcache.config.sections import Location
@@ -30,9 +37,11 @@ from kvcache.integrations.vllm.block_labels import (
     split_digests,
 )
 from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.integrations.vllm.peers import PeerReaders
 from kvcache.integrations.vllm.step_messages import (
     Inventory,
     LoadCommand,
+    PeerMemory,
     RankReports,
     StepCommands,
     StoreCommand,
@@ -52,7 +61,9 @@ from kvcache.worker.files.format import files_bound
 from kvcache.worker.files.store import NUM_DIRECTORIES
 from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.labels import Rows
 from kvcache.worker.host_memory.segment import PRIVATE, SegmentShape, open_segment
+from kvcache.worker.host_memory.segment_reader import SegmentReader
 from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, Region
 from kvcache.worker.tiers import Tiers
 from kvcache.worker.transfers import Copying, TransferJobs
@@ -73,6 +84,7 @@ MAX_QUEUED_BLOCKS = 8192
 
 _LOOK_S = 0.1
 _NO_SLOTS = int32_array(())
+_OTHER_BLOCKS = "host slots hold other blocks than is said"
 
 
 class RegisteredPool(KVCachePool):
@@ -88,10 +100,14 @@ class RegisteredPool(KVCachePool):
 
 @dataclass
 class RunningLoad:
-    """A load that has begun. `wrong` are slots that hold something else than is wanted."""
+    """A load that has begun. `wrong` are slots that hold something else than is wanted. From a
+    peer: its `reader`, the other `slots`, and the labels `rows` that they had before."""
 
     command: LoadCommand
     wrong: list[int] = field(default_factory=list)
+    reader: SegmentReader | None = None
+    slots: Int32Array = field(default_factory=lambda: _NO_SLOTS)
+    rows: Rows | None = None
 
 
 class RankMemory:
@@ -136,7 +152,10 @@ class RankMemory:
         self._labels = LabelTable(setting.num_blocks, DIGEST_BYTES, MAX_BLOCK_TOKENS)
         copying = Copying(CpuCopyEngine(), runner, rule)
         self._jobs = TransferJobs(pool, tiers, copying, self._labels)
+        address_of = partial(service_address, setting.options.name)
+        self._peers = PeerReaders(address_of, self._host.segment.shape)
         self._loads: dict[int, RunningLoad] = {}
+        self._num_loads: Counter[str] = Counter()  # by request, those that have not ended
         self._stores: dict[int, Int32Array] = {}
         self._spoilt: set[int] = set()
         self._has_failed_load = False
@@ -158,6 +177,8 @@ class RankMemory:
             self._num_files,
             keys,
             problem,
+            self._host.segment.shape,
+            max(0, self._host.segment.model_epoch),
         )
 
     def await_stores(self, commands: StepCommands) -> None:
@@ -178,6 +199,8 @@ class RankMemory:
         if commands.forgotten_slots or commands.forgotten_keys:
             slots = int32_array(commands.forgotten_slots)
             self._jobs.discard(Discard(FILE_MEDIUM, slots, commands.forgotten_keys))
+        if commands.model_epoch is not None:
+            self._host.segment.model_epoch = commands.model_epoch
         if commands.sealed:
             self._jobs.seal(SealSlots(HOST_MEDIUM, int32_array(commands.sealed)))
         for spill in commands.spills:
@@ -190,8 +213,12 @@ class RankMemory:
         self._invalid_blocks.update(commands.invalid_blocks)
         self._received.update(commands.received)
         self._released.update(commands.released)
+        self._num_loads.update(load.request_id for load in commands.loads)
         for load in commands.loads:
-            self._start_load(load)
+            if load.peer is None:
+                self._start_load(load)
+            else:
+                self._start_peer_load(load, load.peer)
         self._poll()
 
     def store(self, commands: StepCommands) -> None:
@@ -247,7 +274,28 @@ class RankMemory:
         if is_right.any():
             self._jobs.start(job)
         else:
-            self._jobs.refuse(job, "host slots hold other blocks than is said")
+            self._jobs.refuse(job, _OTHER_BLOCKS)
+
+    def _start_peer_load(self, load: LoadCommand, peer: PeerMemory) -> None:
+        """Load what slots of a peer hold as is said; the rest has failed."""
+        slots, blocks = int32_array(load.slots), int32_array(load.blocks)
+        running = self._loads[load.job_id] = RunningLoad(load, list(load.slots))
+        try:
+            reader = self._peers.reader_of(peer)
+            rows = reader.rows_at(slots)
+        except (NotRunningError, IndexError) as error:
+            self._jobs.refuse(Load(load.job_id, HOST_MEDIUM, slots, blocks), str(error))
+            return
+        is_right = reader.are_whole(rows)
+        wanted = np.frombuffer(b"".join(load.digests), np.uint8).reshape(len(slots), -1)
+        is_right &= (rows["digest"] == wanted).all(axis=1)
+        job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
+        running.wrong = slots[~is_right].tolist()
+        running.reader, running.slots, running.rows = reader, job.sources, rows[is_right]
+        if is_right.any():
+            self._jobs.start_from(reader, job, running.rows["checksum"].astype(np.int64))
+        else:
+            self._jobs.refuse(job, _OTHER_BLOCKS)
 
     def _start_store(self, job: Store, store: StoreCommand) -> None:
         self._stores[job.job_id] = job.sources
@@ -270,7 +318,13 @@ class RankMemory:
     def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
         """Note what of a load is wrong; return the report of all of it."""
         command = load.command
-        self._received.add(command.request_id)
+        self._num_loads[command.request_id] -= 1
+        if self._num_loads[command.request_id] <= 0:
+            del self._num_loads[command.request_id]
+            self._received.add(command.request_id)
+        if load.reader is not None and load.rows is not None:
+            is_same = load.reader.are_unchanged(load.slots, load.rows)
+            load.wrong += load.slots[~is_same].tolist()
         if report.ok and not load.wrong:
             return report
         is_whole = not report.ok and not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
@@ -281,7 +335,7 @@ class RankMemory:
             for slot, block in zip(command.slots, command.blocks, strict=True)
             if slot in wrong
         }
-        detail = report.detail or "host slots hold other blocks than is said"
+        detail = report.detail or _OTHER_BLOCKS
         logger.warning(
             "rank %d could not load %d of %d blocks, and they are computed again: %s",
             self.rank,

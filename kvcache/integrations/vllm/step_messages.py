@@ -11,17 +11,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.protocol.messages import JobReport
+from kvcache.worker.host_memory.segment import SegmentShape
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """The memory of another replica: `numbers[rank]` says which segment of the memory service."""
+
+    replica: int
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """Load slot `slots[i]`, which holds `digests[i]`, into block `blocks[i]` of a request."""
+    """Load slot `slots[i]`, which holds `digests[i]`, into block `blocks[i]` of a request; from
+    the memory of a peer, if there is one."""
 
     job_id: int
     request_id: str
     slots: tuple[int, ...]
     blocks: tuple[int, ...]
     digests: tuple[bytes, ...]
+    peer: PeerMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -51,14 +62,16 @@ class StepCommands:
 
     Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
     Then, before the forward or behind it: forget the slots `forgotten_slots` and the files of
-    `forgotten_keys`, seal the slots `sealed`; begin to write and read files, and to load; say that
-    `invalid_blocks` were not loaded, that the requests `received` wait for nothing, and that those
-    of `released` need their blocks no more. Behind the forward: begin the store.
+    `forgotten_keys`, note the model epoch of a reset, seal the slots `sealed`; begin to write and
+    read files, and to load; say that `invalid_blocks` were not loaded, that the requests `received`
+    wait for nothing, and that those of `released` need their blocks no more. Behind the forward:
+    begin the store.
     """
 
     reused_blocks: tuple[int, ...] = ()
     forgotten_slots: tuple[int, ...] = ()
     forgotten_keys: bytes = b""
+    model_epoch: int | None = None
     sealed: tuple[int, ...] = ()
     spills: tuple[FileCommand, ...] = ()
     fetches: tuple[FileCommand, ...] = ()
@@ -83,10 +96,13 @@ class RankReports:
 @dataclass(frozen=True)
 class Inventory:
     """What a rank has room for, and what it has adopted: `digests[slot]` of each sealed slot,
-    `file_keys` of each file. `files_problem` says why it does without files, if it does."""
+    `file_keys` of each file. `files_problem` says why it does without files, if it does. `shape` is
+    that of its memory, `model_epoch` that of its last reset, 0 before the first."""
 
     num_slots: int
     digests: dict[int, bytes]
     num_files: int = 0
     file_keys: tuple[bytes, ...] = ()
     files_problem: str = ""
+    shape: SegmentShape | None = None
+    model_epoch: int = 0

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from kvcache.worker.copies.checksums import Int64Array, as_checksums, checksums_
 from kvcache.worker.copies.copy_pool import INLINE, CopyPool
 from kvcache.worker.copies.engine import CopyEngine, PendingCopy
 from kvcache.worker.copies.rows import BlockHashes, BoolArray, PieceHashes, RowMover, Side, can_hash
-from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import NO_CHECKSUM
 
 _Item = TypeVar("_Item")
@@ -39,6 +38,21 @@ CPU_PIECE_BYTES = 1 << 19
 """Copied at once; between pieces copies give way. A tenth of a millisecond or less."""
 
 
+class HostRows(Protocol):
+    """Host memory of blocks: a `HostPool`, or another process's that is only read."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The slots of each tensor: `(num_slots, width)` uint8."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all tensors."""
+
+    def pieces(self, tensor_index: int, slots: Int32Array) -> list[Int32Array]:
+        """Return the places in `slots`, divided so that no copy crosses what is registered."""
+
+
 @dataclass(frozen=True, eq=False)
 class BlockMove:
     """Which bytes: `block_ids[i]` of the device's rows and `slots[i]` of the host's tensors.
@@ -47,7 +61,7 @@ class BlockMove:
     """
 
     rows: Sequence[torch.Tensor]
-    host: HostPool
+    host: HostRows
     block_ids: Int32Array
     slots: Int32Array
     to_host: bool

@@ -57,10 +57,10 @@ _HEAD = struct.Struct("<8sII64sqqqqqqI")
 bytes, tokens of a label, bytes of all, and a checksum over them and the widths of the tensors."""
 
 _CRC = struct.Struct("<I")
-_MODEL_EPOCH = struct.Struct("<q")
-_MODEL_EPOCH_OFFSET = 2048
+MODEL_EPOCH = struct.Struct("<q")
+MODEL_EPOCH_OFFSET = 2048
 _WIDTHS_OFFSET = 256
-_MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
+_MAX_TENSORS = (MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,24 @@ class SegmentShape:
         return (head[:-4] + _CRC.pack(crc)).ljust(_WIDTHS_OFFSET, b"\0") + widths
 
 
+def shape_in(head: bytes) -> SegmentShape:
+    """Return the shape that a segment's first `HEAD_BYTES` describe; raises PlanMismatchError."""
+    magic, version, *told = _HEAD.unpack_from(head)
+    rank, fingerprint, num_slots, _, num_tensors, digest_bytes, max_block_tokens, _, crc = told
+    if (magic, version) == (SEGMENT_MAGIC, SEGMENT_VERSION) and 0 <= num_tensors <= _MAX_TENSORS:
+        widths = head[_WIDTHS_OFFSET : _WIDTHS_OFFSET + 8 * num_tensors]
+        if crc == google_crc32c.value(head[: _HEAD.size - _CRC.size] + bytes(_CRC.size) + widths):
+            return SegmentShape(
+                fingerprint.rstrip(b"\0").decode(),
+                rank,
+                num_slots,
+                tuple(np.frombuffer(widths, "<i8").tolist()),
+                digest_bytes,
+                max_block_tokens,
+            )
+    raise PlanMismatchError("the head of a host segment is damaged, or of another version")
+
+
 class HostSegment:
     """One rank's mapped segment. `tensors[i]` is `(num_slots, widths[i])` uint8, all views of it.
 
@@ -199,12 +217,12 @@ class HostSegment:
     @property
     def model_epoch(self) -> int:
         """The model epoch of the last reset, `UNKNOWN_MODEL_EPOCH` before the first."""
-        (epoch,) = _MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
+        (epoch,) = MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
         return int(epoch)
 
     @model_epoch.setter
     def model_epoch(self, model_epoch: int) -> None:
-        packed = np.frombuffer(_MODEL_EPOCH.pack(model_epoch), np.uint8)
+        packed = np.frombuffer(MODEL_EPOCH.pack(model_epoch), np.uint8)
         self._model_epoch_bytes()[:] = packed
 
     def reset(self, model_epoch: int) -> None:
@@ -225,7 +243,7 @@ class HostSegment:
         return self._bytes[offset : offset + num_bytes]
 
     def _model_epoch_bytes(self) -> ByteArray:
-        return self._part(_MODEL_EPOCH_OFFSET, _MODEL_EPOCH.size)
+        return self._part(MODEL_EPOCH_OFFSET, MODEL_EPOCH.size)
 
 
 def _take_for_this_process(descriptor: int) -> None:

@@ -1,0 +1,427 @@
+"""Replicas of one name that read each other's memory: real segments, no vLLM."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.base.arrays import int32_array
+from kvcache.base.errors import PlanMismatchError
+from kvcache.integrations.vllm.block_labels import block_labels
+from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, Peers
+from kvcache.integrations.vllm.rank_memory import RankMemory, service_address
+from kvcache.integrations.vllm.step_messages import (
+    LoadCommand,
+    PeerMemory,
+    StepCommands,
+    StoreCommand,
+)
+from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service.service import HostMemoryService
+from kvcache.offload.keys import OffloadKey
+from kvcache.worker.copies.rows import RowMover
+from kvcache.worker.host_memory.segment import HostSegment, SegmentShape, shape_in
+from kvcache.worker.host_memory.segment_reader import SegmentReader
+from kvcache.worker.host_memory.shared_memory import make_memory
+from tests.integrations.test_vllm_rank_memory import (
+    DIGESTS,
+    NO_PARENTS,
+    caches,
+    report_of,
+    seal,
+    setting_of,
+    store,
+)
+
+KEYS = [OffloadKey(digest + bytes(4)) for digest in DIGESTS]
+SHAPE = SegmentShape("layout", 0, 3 * CHUNK_SLOTS, (64,), 32, 1)
+
+
+def digest_of(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def key_of(number: int) -> OffloadKey:
+    return OffloadKey(digest_of(number) + bytes(4))
+
+
+class Owner:
+    """Segments of one peer's ranks, and an index of them."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.segments = [
+            HostSegment(make_memory("test", SHAPE.size_bytes), SHAPE) for _ in range(num_ranks)
+        ]
+        readers = [SegmentReader(segment.descriptor, SHAPE) for segment in self.segments]
+        self.index = PeerIndex(PeerMemory(1, tuple(range(num_ranks))), readers)
+
+    def write(self, rank: int, contents: dict[int, int], *, checksum: int = 7) -> None:
+        """Have slots hold blocks of these numbers, sealed."""
+        slots, labels = int32_array(list(contents)), self.segments[rank].labels
+        generations = labels.begin(slots)
+        labels.describe(slots, block_labels(slots, [digest_of(i) for i in contents.values()]))
+        labels.finish(slots, generations, np.full(len(slots), checksum, np.int64))
+        labels.seal(slots)
+
+    def withdraw(self, rank: int, *slots: int) -> None:
+        self.segments[rank].labels.withdraw(int32_array(slots))
+
+    def found(self, *numbers: int) -> list[int]:
+        return self.index.slots_of([key_of(number) for number in numbers])
+
+
+def test_an_index_follows_what_all_ranks_have_sealed_in_the_same_slot() -> None:
+    owner = Owner(num_ranks=2)
+    owner.write(0, {0: 10, 1: 11, 2: 12})
+    owner.index.refresh()
+    assert owner.found(10, 11, 12) == [-1, -1, -1]
+    owner.write(1, {0: 10, 1: 12, 2: 11, 3: 13})
+    owner.index.refresh()
+    assert owner.found(10, 11, 12, 13) == [0, -1, -1, -1]
+    owner.write(1, {1: 11})
+    owner.index.refresh()
+    assert owner.found(10, 11, 12, 13) == [0, 1, -1, -1]
+
+
+def test_an_index_forgets_what_was_withdrawn_or_overwritten() -> None:
+    owner = Owner()
+    owner.write(0, {slot: slot for slot in range(2 * CHUNK_SLOTS + 5)})
+    owner.index.refresh()
+    assert len(owner.index) == 2 * CHUNK_SLOTS + 5
+    owner.withdraw(0, 3)
+    owner.write(0, {4: 999_999, 5: 5})
+    assert owner.found(3, 4, 5, 6) == [-1, -1, -1, 6]  # at once
+    owner.index.refresh()
+    assert owner.found(3, 4, 5, 6, 999_999) == [-1, -1, 5, 6, 4]
+
+
+def test_a_block_without_a_checksum_is_not_shared() -> None:
+    owner = Owner()
+    owner.write(0, {0: 10}, checksum=-1)
+    owner.index.refresh()
+    assert owner.found(10) == [-1]
+
+
+def test_what_could_not_be_loaded_is_found_again_once_it_is_sealed_again() -> None:
+    owner = Owner()
+    owner.write(0, {0: 10, 1: 11})
+    owner.index.refresh()
+    owner.index.distrust([key_of(10)])
+    owner.index.refresh()
+    assert owner.found(10, 11) == [-1, 1]
+    owner.write(0, {0: 10})
+    owner.index.refresh()
+    assert owner.found(10, 11) == [0, 1]
+
+
+def test_a_peer_that_was_reset_less_or_more_often_is_not_asked() -> None:
+    owner = Owner(num_ranks=2)
+    assert owner.index.is_of_epoch(0)
+    owner.segments[1].model_epoch = 1
+    assert not owner.index.is_of_epoch(0)
+    assert not owner.index.is_of_epoch(1)
+    owner.segments[0].model_epoch = 1
+    assert owner.index.is_of_epoch(1)
+
+
+def test_a_reader_takes_another_size_and_no_other_layout() -> None:
+    owner = Owner()
+    descriptor = owner.segments[0].descriptor
+    larger = SegmentShape("layout", 0, 99_999, (64,), 32, 1)
+    assert SegmentReader(descriptor, larger).shape == SHAPE
+    for other in (
+        SegmentShape("another", 0, 9, (64,), 32, 1),
+        SegmentShape("layout", 1, 9, (64,), 32, 1),
+        SegmentShape("layout", 0, 9, (32, 32), 32, 1),
+    ):
+        with pytest.raises(PlanMismatchError, match="of layout layout, rank 0, this engine reads"):
+            SegmentReader(descriptor, other)
+    with pytest.raises(PlanMismatchError, match="damaged, or of another version"):
+        SegmentReader(make_memory("test", 8192), SHAPE)
+
+
+def test_a_head_says_its_shape_unless_it_is_damaged() -> None:
+    head = SHAPE.head().ljust(4096, b"\0")
+    assert shape_in(head) == SHAPE
+    for place in range(len(SHAPE.head())):
+        damaged = bytearray(head)
+        damaged[place] ^= 1
+        if damaged != head and place not in range(132, 256):
+            with pytest.raises(PlanMismatchError):
+                shape_in(bytes(damaged))
+
+
+# --- ranks
+
+Started = Callable[..., RankMemory]
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def service(name: str) -> Iterator[HostMemoryService]:
+    """The memory service of these replicas, in this process."""
+    made = HostMemoryService(service_address(name).address, max_segments=9, max_bytes=2**30)
+    made.serve()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def started(name: str, service: HostMemoryService) -> Iterator[Started]:
+    """Starts replicas of one name, each with memory of its own, and ends them."""
+    memories: list[RankMemory] = []
+
+    def start(replica: int, fill: float = 0.0, revision: str = "", **offload: Any) -> RankMemory:
+        setting = setting_of(name, revision, replica=replica, **offload)
+        memories.append(RankMemory(setting, 0, caches(fill)))
+        return memories[-1]
+
+    yield start
+    for memory in memories:
+        memory.close()
+
+
+@pytest.fixture
+def owner(started: Started) -> RankMemory:
+    """Replica 0, which holds three blocks."""
+    memory = started(0, 1.0)
+    assert store(memory, (0, 1, 2), (5, 6, 7)).ok
+    seal(memory, 0, 1, 2)
+    return memory
+
+
+@pytest.fixture
+def peers(name: str, owner: RankMemory) -> Peers:
+    """What replica 1 knows of the others."""
+    found = Peers(partial(service_address, name), 1, is_threaded=False)
+    shape = owner.inventory().shape
+    assert shape is not None
+    found.begin([shape])
+    found.refresh()
+    return found
+
+
+def load_from(memory: RankMemory, peer: PeerMemory, *slots: int) -> Any:
+    """Load slots of a peer into the blocks from 8 on; return the report."""
+    blocks, digests = tuple(range(8, 8 + len(slots))), tuple(DIGESTS[slot] for slot in slots)
+    command = LoadCommand(2, "r", slots, blocks, digests, peer)
+    memory.obey(StepCommands(loads=(command,)))
+    return report_of(memory)
+
+
+def blocks_of(memory: RankMemory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of both layers, as bytes."""
+    first, second = memory._rows
+    return first, second
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_rank_loads_what_a_peer_has_sealed(
+    started: Started, owner: RankMemory, peers: Peers, is_asynchronous: bool
+) -> None:
+    (index,) = peers.indexes(0)
+    assert index.slots_of(KEYS) == [0, 1, 2, -1]
+    memory = started(1, is_asynchronous=is_asynchronous)
+    assert load_from(memory, index.memory, 0, 1, 2).ok
+    assert memory.take_finished()[1] == ({"r"} if is_asynchronous else set())
+    for loaded, right in zip(blocks_of(memory), blocks_of(owner), strict=True):
+        assert torch.equal(loaded[8:11], right[5:8])
+    assert memory.inventory().digests == {}  # it keeps no copy
+
+
+def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
+    started: Started, owner: RankMemory, peers: Peers
+) -> None:
+    memory = started(1, 1.0)
+    assert store(memory, (0,), (4,), job=1).ok
+    seal(memory, 0)
+    loads = (
+        LoadCommand(2, "r", (0,), (8,), DIGESTS[:1]),
+        LoadCommand(3, "r", (1,), (9,), DIGESTS[1:2], peers.indexes(0)[0].memory),
+    )
+    memory.obey(StepCommands(loads=loads))
+    told: list[int] = []
+    while len(told) < 2:
+        is_received = memory.take_finished()[1] == {"r"}
+        reports = memory.take_reports()
+        told += [] if reports is None else [report.job_id for _, report in reports.jobs]
+        assert is_received <= (len(told) == 2)
+    assert sorted(told) == [2, 3]
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_a_changed_byte_of_a_peer_is_never_loaded(
+    started: Started, owner: RankMemory, peers: Peers, verify: str
+) -> None:
+    owner._host.segment.tensors[1][1, 17] ^= 1
+    memory = started(1, verify=verify)
+    report = load_from(memory, peers.indexes(0)[0].memory, 0, 1, 2)
+    assert (report.ok, report.block_ids) == (False, (1,))
+    assert memory.take_invalid_blocks() == {9}
+    assert not blocks_of(memory)[1][9].any()
+
+
+def test_a_changed_label_of_a_peer_is_never_believed(
+    started: Started, owner: RankMemory, peers: Peers
+) -> None:
+    rows = owner._host.labels._rows
+    rows["checksum"][0] ^= 1
+    rows["parent"][2, 5] ^= 1
+    report = load_from(started(1), peers.indexes(0)[0].memory, 0, 1, 2)
+    assert report.block_ids == (0, 2)
+
+
+@pytest.fixture
+def at_copies(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """What happens before the next copies of rows: two of them are one load, of both layers."""
+    acts: list[Callable[[], None]] = []
+    copy = RowMover.copy_hashed
+
+    def copy_hashed(*arguments: Any) -> None:
+        act = acts.pop(0) if acts else nothing
+        waiting, acts[:] = acts[:], []  # an act may copy, too
+        act()
+        acts[:] = waiting
+        copy(*arguments)
+
+    monkeypatch.setattr(RowMover, "copy_hashed", copy_hashed)
+    return acts
+
+
+def nothing() -> None:
+    """Let the copy be."""
+
+
+def evict(memory: RankMemory) -> None:
+    memory.obey(StepCommands(forgotten_slots=(1,)))
+
+
+def refill(memory: RankMemory, digest: bytes, block: int) -> None:
+    """Have slot 1 hold another block, sealed."""
+    evict(memory)
+    command = StoreCommand(9, (1,), (block,), (digest,), NO_PARENTS[:1])
+    memory.store(StepCommands(store=command))
+    assert report_of(memory).ok
+    seal(memory, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    list(product(("evict", "other block", "same block", "other bytes"), (0, 1, 2))),
+    ids=lambda case: f"{case[0]} {('before', 'between the layers', 'behind')[case[1]]}",
+)
+def test_a_slot_that_its_owner_uses_again_during_a_load_is_not_loaded(
+    started: Started,
+    owner: RankMemory,
+    peers: Peers,
+    at_copies: list[Callable[[], None]],
+    case: tuple[str, int],
+) -> None:
+    what, moment = case
+    acts = {
+        "evict": lambda: evict(owner),
+        "other block": lambda: refill(owner, DIGESTS[3], 9),
+        "same block": lambda: refill(owner, DIGESTS[1], 6),
+        "other bytes": lambda: refill(owner, DIGESTS[1], 9),
+    }
+    memory = started(1, is_asynchronous=False)
+    at_copies[:] = [nothing, nothing, nothing]
+    if moment < 2:
+        at_copies[moment] = acts[what]
+    peer = peers.indexes(0)[0].memory
+    command = LoadCommand(2, "r", (0, 1, 2), (8, 9, 10), DIGESTS[:3], peer)
+    memory._num_loads["r"] += 1
+    memory._start_peer_load(command, peer)
+    at_copies.clear()
+    if moment == 2:
+        acts[what]()
+    report = report_of(memory)
+    assert (report.ok, report.block_ids) == (False, (1,))
+    assert memory.take_invalid_blocks() == {9}
+    peers.refresh()
+    assert load_from(memory, peer, 0, 2).ok
+
+
+def test_a_killed_peer_leaves_its_blocks_to_the_others(
+    started: Started, owner: RankMemory, peers: Peers, service: HostMemoryService
+) -> None:
+    owner.close()  # its lock goes; the memory service has its memory
+    peers.refresh()
+    (index,) = peers.indexes(0)
+    assert load_from(started(1), index.memory, 0, 1).ok
+    service.close()
+    peers.refresh()
+    assert peers.indexes(0) == [index]
+    assert load_from(started(2, keeps_memory=False), index.memory, 0).detail.startswith(
+        "the memory of replica 0 cannot be read: no memory service answers"
+    )
+
+
+def test_a_peer_of_other_weights_is_never_read(
+    started: Started, owner: RankMemory, name: str
+) -> None:
+    memory = started(1, revision="2")
+    shape = memory.inventory().shape
+    assert shape is not None
+    peers = Peers(partial(service_address, name), 1, is_threaded=False)
+    peers.begin([shape])
+    peers.refresh()
+    assert peers.indexes(0) == []
+    address = service_address(name)
+    numbers = MemoryServiceClient(address.address).list(f"{name}/")
+    peer = PeerMemory(0, (numbers[f"{name}/rank0"],))
+    report = load_from(memory, peer, 0, 1)
+    assert not report.ok
+    assert "this engine reads layout" in report.detail
+
+
+def test_peers_come_and_go(started: Started, name: str) -> None:
+    first = started(0)
+    shape = first.inventory().shape
+    assert shape is not None
+    peers = Peers(partial(service_address, name), 0, is_threaded=False)
+    peers.begin([shape])
+    peers.refresh()
+    assert peers.indexes(0) == []
+    second = started(12, 1.0, host_memory_per_rank="2MiB")
+    store(second, (0, 1), (5, 6))
+    seal(second, 0, 1)
+    peers.refresh()
+    (index,) = peers.indexes(0)
+    assert (index.memory.replica, index.slots_of(KEYS)) == (12, [0, 1, -1, -1])
+    second.close()
+    third = started(12, 1.0)  # of another size: the memory is new
+    store(third, (5,), (7,))
+    seal(third, 5)
+    peers.refresh()
+    (index,) = peers.indexes(0)
+    assert index.slots_of(KEYS) == [5, -1, -1, -1]
+    client = MemoryServiceClient(service_address(name).address)
+    client.drop(f"{name}/replica12/rank0")
+    peers.refresh()
+    assert peers.indexes(0) == []
+
+
+def test_memory_that_was_replaced_is_mapped_again(
+    started: Started, owner: RankMemory, peers: Peers
+) -> None:
+    memory = started(1)
+    assert load_from(memory, peers.indexes(0)[0].memory, 0).ok
+    owner.close()
+    again = started(0, 1.0, host_memory_per_rank="2MiB")
+    store(again, (0, 1), (5, 6))
+    seal(again, 0, 1)
+    assert load_from(memory, peers.indexes(0)[0].memory, 0).ok  # the old memory is mapped still
+    peers.refresh()
+    assert load_from(memory, peers.indexes(0)[0].memory, 0, 1).ok
