@@ -182,16 +182,7 @@ def make_event_feed(
     events = config.events
     if not events.enabled:
         return None
-    settings = PublisherSettings(
-        topic=events.topic or f"kv@{config.name}@{config.model.name}",
-        data_parallel_rank=events.data_parallel_rank,
-        encoding=events.encoding,
-        publish_groups=events.publish_groups,
-        one_block_per_event=events.publish_one_block_per_event,
-        heartbeat_s=events.heartbeat_s,
-        history_batches=events.history_batches,
-        history_bytes=events.history_bytes,
-    )
+    settings = PublisherSettings.of(events, f"kv@{config.name}@{config.model.name}")
     curve_keys = None
     if events.curve == "always":
         if keys is None:

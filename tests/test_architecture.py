@@ -116,6 +116,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("decoding", "publisher"),
         ("publisher_process", "subscription"),
         ("process_link", "subscriber", "prefix_index"),
+        ("feed_sender",),
     ),
     "metrics": (
         ("metric",),

@@ -27,6 +27,7 @@ from kvcache.base.arguments import (
     check_kind,
 )
 from kvcache.base.errors import ConfigurationError
+from kvcache.config.events import EventsConfig
 from kvcache.core import CacheEvent
 from kvcache.events.codec import Encoding, EventCodec, require_encoding
 from kvcache.events.mirror import CacheMirror
@@ -116,6 +117,20 @@ class PublisherSettings:
         check_fields(self, as_bool, "one_block_per_event")
         check_fields(self, as_number, "heartbeat_s", above=0)
         check_fields(self, as_int, "history_batches", "history_bytes", at_least=1)
+
+    @classmethod
+    def of(cls, events: EventsConfig, topic: str) -> PublisherSettings:
+        """Return the settings of a configuration's section; `topic` is used if it has none."""
+        return cls(
+            topic=events.topic or topic,
+            data_parallel_rank=events.data_parallel_rank,
+            encoding=events.encoding,
+            publish_groups=events.publish_groups,
+            one_block_per_event=events.publish_one_block_per_event,
+            heartbeat_s=events.heartbeat_s,
+            history_batches=events.history_batches,
+            history_bytes=events.history_bytes,
+        )
 
 
 @dataclass(frozen=True)

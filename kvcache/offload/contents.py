@@ -6,6 +6,7 @@ their blocks. Blocks without a label (swapped tails) are not published.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,8 @@ from kvcache.base.arguments import as_int, check_fields, check_kind
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import InvalidInputError
 from kvcache.offload.events import OffloadingEvent, parents_first
-from kvcache.offload.slots import READY, SlotTable
+from kvcache.offload.keys import OffloadKey
+from kvcache.offload.slots import READY, STORING, SlotTable
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LabelTable, validate_label_command
 
@@ -75,6 +77,27 @@ class TierContents:
         """Store `labels[rows[i]]` at `addresses[i]`. The labels have been validated."""
         if labels is not None and self._labels is not None:
             self._labels.apply(replace(label_rows(labels, rows), block_ids=_ids(addresses)))
+
+    def describe(self, keys: Sequence[OffloadKey], labels: Label) -> None:
+        """Complete the labels of keys that are here and were adopted without tokens, with events.
+
+        `labels` has one row per key. Skips other keys. Raises as `validate`.
+        """
+        self.validate(labels, len(keys))
+        if self._labels is None:
+            return
+        _, rows = np.unique(self._slots.addresses_of(keys), return_index=True)
+        rows.sort()
+        addresses = self._slots.addresses_of([keys[i] for i in rows.tolist()])
+        states = self._slots.states_of(addresses)
+        is_here = (states == STORING) | (states == READY)
+        rows, addresses = rows[is_here], addresses[is_here]
+        labelled, found = self._read(self._labels, addresses)
+        lacking = labelled[found.token_counts == 0]
+        if len(lacking):
+            self.write(labels, rows[lacking], addresses[lacking])
+            is_ready = self._slots.states[addresses[lacking]] == READY
+            self.tell(addresses[lacking][is_ready], removed=False)
 
     def withdraw(self, addresses: IndexArray) -> None:
         """Drop the labels of addresses."""

@@ -184,6 +184,12 @@ class TierHierarchy:
         if self.disk is not None:
             self.disk.touch(keys)
 
+    def describe(self, keys: Sequence[OffloadKey], labels: Label) -> None:
+        """Complete labels that were adopted without tokens, in every tier, with events."""
+        self.host.contents.describe(keys, labels)
+        if self.disk is not None:
+            self.disk.contents.describe(keys, labels)
+
     def count(self, hits: TierHits) -> None:
         """Add a request's look-up to the statistics; once per request."""
         check_kind("hits", hits, TierHits)

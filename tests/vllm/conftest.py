@@ -288,6 +288,10 @@ class Segment:
     def sealed_slots(self) -> list[int]:
         return np.flatnonzero(self._rows["state"] == SlotState.SEALED).tolist()
 
+    def digests(self) -> list[bytes]:
+        """The digests of the sealed slots."""
+        return [bytes(self._rows["digest"][slot]) for slot in self.sealed_slots()]
+
     def flip_byte(self, slot: int, tensor: int = 0, byte: int = 100) -> None:
         """Change one bit of a slot's bytes."""
         width = self.shape.widths[tensor]

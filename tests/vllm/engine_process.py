@@ -23,9 +23,12 @@ def say(answer: dict[str, Any]) -> None:
 def main() -> None:
     options = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
+    from vllm.config import KVEventsConfig
     from vllm.inputs import TokensPrompt
     from vllm.v1.metrics.reader import Counter
 
+    if "kv_events_config" in options:
+        options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     begun_s = time.monotonic()
     engine = LLM(
         enforce_eager=True,

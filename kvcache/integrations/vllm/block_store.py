@@ -26,6 +26,7 @@ from kvcache.integrations.vllm.step_messages import (
     StepCommands,
     StoreCommand,
 )
+from kvcache.integrations.vllm.tier_events import TierEvents
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place, TierHits
 from kvcache.offload.jobs import Deadlines, JobKind
@@ -76,10 +77,16 @@ class BlockStore:
     Invariant: a key is ready in a tier exactly when all ranks hold it and none has lost it.
     """
 
-    def __init__(self, setting: EngineSetting, now: Callable[[], float]) -> None:
-        """Know nothing, and store nothing, until `adopt`."""
+    def __init__(
+        self,
+        setting: EngineSetting,
+        now: Callable[[], float],
+        events: TierEvents | None = None,
+    ) -> None:
+        """Know nothing, and store nothing, until `adopt`. `events` follows the tiers."""
         self._setting = setting
         self._now = now
+        self._events = events
         self._tiers: TierHierarchy | None = None
         self._jobs = JobTable(setting.num_ranks)
         self._kinds: dict[int, JobKind] = {}
@@ -131,6 +138,7 @@ class BlockStore:
         if tiers.disk is not None:
             num_files = self._adopt_files(tiers, told)
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
+        self.follow_events()
         return len(held), num_files
 
     # --- a request's way
@@ -252,6 +260,17 @@ class BlockStore:
         self._tiers.reset()
         for tracked in self._requests.values():
             tracked.hits = None
+        self.follow_events()
+
+    def follow_events(self, *, is_cleared: bool = False) -> None:
+        """Have events follow the tiers, once a step. `is_cleared`: the engine's stream has said
+        that every medium is empty."""
+        if self._events is None or self._tiers is None:
+            return
+        if is_cleared:
+            self._events.state_again(self._tiers)
+        else:
+            self._events.follow(self._tiers)
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
@@ -263,14 +282,20 @@ class BlockStore:
 
     def _make_tiers(self, num_slots: int, num_files: int) -> TierHierarchy:
         offload = self._setting.options.offload
+        labels = None if self._events is None else self._events.contents.shape
         host = TierManager(
             TierOptions(
-                HOST_MEDIUM, num_slots, policy=offload.policy, store_after=offload.store_after
+                HOST_MEDIUM,
+                num_slots,
+                policy=offload.policy,
+                store_after=offload.store_after,
+                labels=labels,
             )
         )
         disk = None
         if offload.disk is not None and num_files:
-            disk = TierManager(TierOptions(FILE_MEDIUM, num_files, policy=offload.disk.policy))
+            policy = offload.disk.policy
+            disk = TierManager(TierOptions(FILE_MEDIUM, num_files, policy=policy, labels=labels))
         options = HierarchyOptions(
             disk_write="on_evict" if offload.disk is None else offload.disk.write,
             spare_share=offload.spare_share,
@@ -340,6 +365,7 @@ class BlockStore:
         blocks: list[int] = []
         parents: list[bytes] = []
         owners: list[str] = []
+        places: list[tuple[Any, int]] = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             tracked = requests.get(request_id)
             if tracked is None:
@@ -362,22 +388,28 @@ class BlockStore:
                 NO_PARENT if i == 0 else known[i - 1][:-GROUP_BYTES] for i in range(first, end)
             ]
             owners += [request_id] * (end - first)
+            if self._events is not None:
+                places += [(request, i) for i in range(first, end)]
         if not keys:
             return None
+        labels = None
+        if self._events is not None:
+            labels = self._events.contents.labels(keys, places)
+            tiers.describe(keys, labels)
         tiers.see(keys)
-        job = tiers.plan_store(keys, now_s)
+        job = tiers.plan_store(keys, now_s, labels=labels)
         if job is None:
             return None
-        places = job.positions.tolist()
-        stored = tuple(blocks[i] for i in places)
+        chosen = job.positions.tolist()
+        stored = tuple(blocks[i] for i in chosen)
         self._kinds[job.job_id] = JobKind.STORE
-        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in places), stored)
+        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in chosen), stored)
         return StoreCommand(
             job.job_id,
             tuple(job.destinations.tolist()),
             stored,
             tuple(key[:-GROUP_BYTES] for key in job.keys),
-            tuple(parents[i] for i in places),
+            tuple(parents[i] for i in chosen),
         )
 
     def _release(self, store: _Store) -> None:

@@ -23,10 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from kvcache.events.translation import GroupKind
+from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore
-from kvcache.integrations.vllm.options import engine_setting, require_version
+from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
+from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
+from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
 
 logger = init_logger("vllm.kvcache")
 
@@ -46,8 +50,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._rank = int(vllm_config.parallel_config.rank)
         self._memory: RankMemory | None = None
         self._store: BlockStore | None = None
+        self._events: TierEvents | None = None
+        self._block_pool: Any = None
         if role == KVConnectorRole.SCHEDULER:
-            self._store = BlockStore(self._setting, time.monotonic)
+            self._events = _tier_events(self._setting, vllm_config)
+            self._store = BlockStore(self._setting, time.monotonic, self._events)
 
     # --- in the scheduler
 
@@ -114,6 +121,22 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Say whether ranks must be told something although no request is there."""
         return self._store is not None and self._store.has_unsent_commands
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the device's pool, whose events say when every medium was cleared."""
+        self._block_pool = gpu_block_pool
+
+    def get_kv_connector_stats(self) -> None:
+        """Have events follow the step. vLLM asks in each step, just before it takes the events of
+        its own pool: a clear among those takes the tiers' blocks from its stream, too."""
+        if self._events is not None:
+            pool = self._block_pool
+            is_cleared = pool is not None and has_cleared(pool.kv_event_queue)
+            self.store.follow_events(is_cleared=is_cleared)
+
+    def take_events(self) -> list[Any]:
+        """Return what the tiers have stored and removed since the last call."""
+        return [] if self._events is None else engine_events(self._events.take())
+
     def reset_cache(self) -> bool:
         """Forget every block."""
         self.store.reset()
@@ -178,3 +201,22 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Give memory and files back; the memory service has the memory still."""
         if self._memory is not None:
             self._memory.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:
+    """Return what follows the tiers; None unless vLLM or the options ask for events.
+
+    Raises ConfigurationError or ClusterError if the publisher cannot start.
+    """
+    stream, options = vllm_config.kv_events_config, setting.options
+    for_engine = stream is not None and stream.enable_kv_cache_events
+    if not for_engine and not options.events.enabled:
+        return None
+    sender = None
+    if options.events.enabled:
+        topic = f"kv@{options.name}@{vllm_config.model_config.served_model_name}"
+        sender = open_publisher(options.events, topic, [GroupKind("full")], setting.replica)
+    contents = BlockContents([setting.block_tokens], extra_keys_of)
+    return TierEvents(contents, for_engine=for_engine, sender=sender)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from kvcache.base.errors import ConfigurationError, shown
+from kvcache.config.events import EventsConfig
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section
@@ -54,7 +55,8 @@ class ConnectorOptions(Section):
     `weight_revision`: change it whenever weights change under the same model name. `offload`: as in
     a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
     of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
-    it. `is_asynchronous`: steps do not wait for loads and stores.
+    it. `is_asynchronous`: steps do not wait for loads and stores. `events`: a publisher of what the
+    tiers hold, as in a cluster's configuration.
     """
 
     name: Annotated[str, _NAME] = "vllm"
@@ -63,6 +65,7 @@ class ConnectorOptions(Section):
     offload: OffloadConfig = OffloadConfig()
     idle_memory_s: Seconds = 3600.0
     is_asynchronous: bool = True
+    events: EventsConfig = EventsConfig()
 
     @staticmethod
     def parse(values: object) -> ConnectorOptions:
@@ -75,6 +78,11 @@ class ConnectorOptions(Section):
             options = ConnectorOptions.model_validate(values)
         except ValidationError as error:
             raise refusal(source, ConnectorOptions, error) from error
+        if options.events.curve != "never":
+            raise ConfigurationError(
+                f"{source}: events.curve: {shown(options.events.curve)}: an engine has no keys for "
+                "followers: set it to never"
+            )
         unserved = sorted(options.offload.model_fields_set - SERVED_OFFLOAD_KEYS)
         if unserved:
             key = unserved[0]

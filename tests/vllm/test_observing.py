@@ -1,0 +1,137 @@
+"""What a real vLLM tells of the connector's tiers: events, status, recordings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
+from kvcache.events.publisher import END_MARK
+from kvcache.events.translation import short_hash
+from kvcache.requests.hash_algorithms import BlockHash
+from tests.vllm.conftest import Engine, Segment, Starter
+from tests.vllm.test_connector import BLOCK, PROMPTS
+
+pytestmark = pytest.mark.vllm
+
+MEMORY_BLOCKS = 16
+"""Fewer than the prompts have together."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observed")
+
+
+@pytest.fixture(scope="module")
+def name(new_name: Callable[[], str]) -> str:
+    return new_name()
+
+
+@pytest.fixture(scope="module")
+def engine(start: Starter, name: str, directory: Path) -> Iterator[Engine]:
+    own = {
+        "enabled": True,
+        "endpoint": f"ipc://{directory}/own",
+        "replay_endpoint": f"ipc://{directory}/own-replay",
+    }
+    stream = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{directory}/live",
+        "replay_endpoint": f"ipc://{directory}/replay",
+    }
+    extra = {
+        "name": name,
+        "events": own,
+        "offload": {"host_memory_per_rank": f"{64 * MEMORY_BLOCKS}KiB"},
+    }
+    started = start(extra, kv_events_config=stream)
+    yield started
+    started.kill()
+
+
+def streamed(directory: Path) -> CacheMirror:
+    """The state according to all events that vLLM has published."""
+    mirror = CacheMirror()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.connect(f"ipc://{directory}/replay")
+        asking.send_multipart([b"", (0).to_bytes(8, "big")])
+        while True:
+            assert asking.poll(10_000), "vLLM does not answer"
+            _, _, seq, payload = asking.recv_multipart()
+            if seq == END_MARK:
+                return mirror
+            mirror.apply(decode_batch(payload).events)
+
+
+def told(mirror: CacheMirror, medium: str) -> dict[int, list[int]]:
+    """The tokens of each block that a medium has."""
+    return {
+        value: event.part(i, i + 1).token_ids.tolist()
+        for event in mirror.state()
+        if isinstance(event, StoredEvent) and event.medium == medium
+        for i, value in enumerate(event.block_hashes.tolist())
+    }
+
+
+def kept(name: str) -> set[int]:
+    return {short_hash(BlockHash(digest)) for digest in Segment(name, 0).digests()}
+
+
+def agreed(directory: Path, name: str) -> CacheMirror:
+    """Wait until vLLM's stream and the labels in the memory say the same."""
+    give_up_s = time.monotonic() + 20
+    while True:
+        mirror, held = streamed(directory), kept(name)
+        if set(told(mirror, "CPU")) == held:
+            return mirror
+        assert time.monotonic() < give_up_s, (told(mirror, "CPU").keys(), held)
+        time.sleep(0.1)
+
+
+def test_the_stream_says_what_memory_holds(engine: Engine, name: str, directory: Path) -> None:
+    engine.generate(PROMPTS)
+    mirror = agreed(directory, name)
+    in_memory, on_device = told(mirror, "CPU"), told(mirror, "GPU")
+    assert len(in_memory) == MEMORY_BLOCKS
+    assert in_memory.items() <= on_device.items()
+    assert any(tokens == PROMPTS[0][:BLOCK] for tokens in on_device.values())
+    assert not mirror.num_unknown_removals
+
+
+def test_a_reset_of_the_device_leaves_the_memory_in_the_stream(
+    engine: Engine, name: str, directory: Path
+) -> None:
+    engine.generate(PROMPTS)
+    engine.reset()
+    engine.generate([PROMPTS[0][:20]], 1)  # less than a block, but a step
+    mirror = agreed(directory, name)
+    assert len(told(mirror, "CPU")) == MEMORY_BLOCKS
+    assert not told(mirror, "GPU")
+
+
+def test_a_late_follower_of_the_publisher_is_exact(
+    engine: Engine, name: str, directory: Path
+) -> None:
+    expected = agreed(directory, name)
+    mirror, give_up_s = CacheMirror(), time.monotonic() + 20
+    addresses = f"ipc://{directory}/own", f"ipc://{directory}/own-replay"
+    with KVEventSubscriber(*addresses) as subscriber:
+        while told(mirror, "CPU") != told(expected, "CPU"):
+            assert time.monotonic() < give_up_s
+            for update in subscriber.poll(0.5):
+                mirror.apply(update.batch.events)
+    engine.reset(connector=True)
+    engine.generate([PROMPTS[0][:20]], 1)
+    assert not told(agreed(directory, name), "CPU")
+    with KVEventSubscriber(*addresses) as subscriber:
+        events: list[Any] = []
+        while not events:
+            assert time.monotonic() < give_up_s
+            events = [e for update in subscriber.poll(0.5) for e in update.batch.events]
+        assert [type(event) for event in events] == [ClearedEvent]
