@@ -1,8 +1,8 @@
 """Commands that change a running cluster's cache: `kvcache pin`, `unpin`, `pins`, `clear`.
 
-A pin keeps a prefix cached for a while. `clear` forgets everything: it asks first, and refuses
-without a terminal to ask. With a drain running requests finish, then the model epoch advances: for
-weights that have changed.
+A pin keeps a prefix cached for a while. `clear` empties the cache. It asks first, and refuses
+if there is no terminal to ask on. With `--drain` it waits until the running requests have finished
+and then advances the model epoch, for weights that have changed.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def pin(
         str | None, typer.Option("--tokens", help="Token ids, separated by commas.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="Instead: a file of token ids, or JSON.")
+        Path | None,
+        typer.Option("--token-file", help="A file of token ids, or a JSON list."),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option("--text", help="Instead: a text file; needs --tokenizer.")
+        Path | None, typer.Option("--text", help="Tokenize this text file; needs --tokenizer.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="With --text: a directory or name for transformers.")
+        str | None, typer.Option(help="With --text: directory or name of a transformers tokenizer.")
     ] = None,
     ttl: Annotated[float, typer.Option("--ttl", help="Seconds until the pin ends.")] = 3600.0,
     lora: Annotated[str | None, typer.Option(help="Adapter of the prefix's requests.")] = None,
@@ -66,8 +67,8 @@ def pin(
         if not made.num_tokens:
             client.unpin_prefix(made)
             raise RequestError(
-                f"nothing of these {len(token_ids)} tokens is cached in {cluster.name}: let a "
-                "request compute them first; adapter, salt and tenant must be its own"
+                f"no prefix of these {len(token_ids)} tokens is cached in {cluster.name}: let a "
+                "request compute them first, and pass its adapter, salt and tenant"
             )
     if as_json:
         values = {"pin_id": made.pin_id, "num_tokens": made.num_tokens, "ttl_s": ttl}
@@ -85,7 +86,7 @@ def unpin(
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a pin before its time."""
+    """End a pin early."""
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import RequestError
     from kvcache.manager.pins import Pin
@@ -93,7 +94,7 @@ def unpin(
     with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
         if not client.unpin_prefix(Pin(pin_id, 0, 0, 0.0)):
             held = ", ".join(str(each.pin_id) for each in cluster.inspect().pins)
-            raise RequestError(f"no pin {pin_id} in {cluster.name}: those that hold: {held or '-'}")
+            raise RequestError(f"no pin {pin_id} in {cluster.name}: the pins are: {held or 'none'}")
     if as_json:
         print_json(json.dumps({"name": cluster.name, "unpinned": pin_id}))
         return
@@ -102,7 +103,7 @@ def unpin(
 
 @command
 def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Show the pins that hold."""
+    """Show the pins of a running cluster."""
     from actors.cli.clusters import open_cluster
 
     with open_cluster(name) as cluster:
@@ -123,18 +124,16 @@ def clear(
     *,
     drain: Annotated[
         bool,
-        typer.Option(
-            "--drain", help="Wait for running requests; weights have changed: next model epoch."
-        ),
+        typer.Option("--drain", help="Wait for running requests, then start the next model epoch."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
         float,
-        typer.Option(help="With --drain: seconds to wait; the drain goes on afterwards.", min=0),
+        typer.Option(help="With --drain: seconds to wait. The drain itself has no limit.", min=0),
     ] = 600.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Forget everything that a running cluster has cached; asks first."""
+    """Empty the prefix cache of a running cluster; asks first."""
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import ExhaustedError
 
@@ -159,7 +158,7 @@ def clear(
         print_json(json.dumps({"name": cluster.name, **forgotten, **epochs}))
         return
     print(
-        f"{cluster.name} is cleared: {manager.core.num_cached_blocks:,} blocks forgotten, model "
+        f"{cluster.name} is cleared: {manager.core.num_cached_blocks:,} blocks dropped, model "
         f"epoch {after.model_epoch}"
     )
 
@@ -167,7 +166,7 @@ def clear(
 def read_tokens(
     tokens: str | None, token_file: Path | None, text: Path | None, tokenizer: str | None
 ) -> Int32Array:
-    """Return the token ids of the one source that was given; raises ConfigurationError."""
+    """Return the token ids; raises ConfigurationError unless exactly one source is given."""
     from kvcache.base.errors import ConfigurationError
 
     given = [value for value in (tokens, token_file, text) if value is not None]
@@ -189,14 +188,13 @@ def _numbers(text: str, where: str) -> list[int]:
     text = text.strip()
     if text.startswith("[") != text.endswith("]"):
         raise ConfigurationError(
-            f"{where}: a list begins or ends there, and not both: is the file whole?"
+            f"{where}: one bracket of a JSON list is missing: check that the file is complete"
         )
     words = re.split(r"[\s,]+", text.removeprefix("[").removesuffix("]").strip(" ,\n"))
     wrong = [word for word in words if word and not re.fullmatch(r"[+-]?[0-9]{1,18}", word)]
     if wrong:
         raise ConfigurationError(
-            f"{where}: {shown(wrong[0])} is no token id: write token ids, separated by commas or "
-            "spaces"
+            f"{where}: {shown(wrong[0])} is not a token id: separate token ids by commas or spaces"
         )
     return [int(word) for word in words if word]
 
@@ -209,7 +207,7 @@ def _checked(numbers: list[int], where: str) -> Int32Array:
 
     wrong = [number for number in numbers if not 0 <= number <= MAX_COUNT]
     if wrong or not numbers:
-        what = f"{wrong[0]} is no token id" if wrong else "there are no token ids"
+        what = f"{wrong[0]} is not a token id" if wrong else "there are no token ids"
         raise ConfigurationError(f"{where}: {what}: write numbers from 0 to {MAX_COUNT}")
     return np.array(numbers, dtype=np.int32)
 
@@ -219,7 +217,7 @@ def _tokenized(path: Path, tokenizer: str | None) -> Int32Array:
 
     if tokenizer is None:
         raise ConfigurationError(
-            f"{path} is text, and only the model's tokenizer makes tokens of it: pass --tokenizer, "
+            f"{path} is text and needs the model's tokenizer: pass --tokenizer, "
             "a directory or a name that transformers can load, or pass token ids"
         )
     try:
@@ -260,37 +258,37 @@ def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
 
     statistics = cluster.coordinator_statistics()
     if statistics is None or statistics.manager is None:
-        raise NotRunningError(f"{cluster.name} has no cache just now: wait until it is ready")
+        raise NotRunningError(f"{cluster.name} has no cache at the moment: wait until it is ready")
     return statistics.manager
 
 
 def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
-    """Ask on the terminal; anything but yes is no. Raises ConfigurationError for no, and where
-    there is no terminal."""
+    """Ask on the terminal. Raises ConfigurationError unless the answer is yes, and if there is no
+    terminal."""
     from kvcache.base.errors import ConfigurationError
 
     if not sys.stdin.isatty():
         raise ConfigurationError(
-            f"clearing {name} forgets {manager.core.num_cached_blocks:,} blocks, and there is no "
+            f"clearing {name} drops {manager.core.num_cached_blocks:,} blocks, and there is no "
             "terminal to ask on: pass --yes"
         )
     more = ", ends all pins, and advances the model epoch" if drain else ""
-    say(f"this forgets {manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
-    print("go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    say(f"this drops {manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
+    print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
-        raise ConfigurationError(f"{name} is left as it is: the question was not answered with yes")
+        raise ConfigurationError(f"{name} is unchanged: the answer was not yes")
 
 
 def _await_drained(cluster: KVCacheCluster, epoch_before: int, timeout_s: float) -> None:
     """Wait until the running requests have left, and the cache is empty."""
     from kvcache.base.errors import DeadlineError
 
-    say(f"{cluster.name} drains: nothing hits any more, running requests finish")
+    say(f"{cluster.name} drains: requests find no cached prefix, and running requests finish")
     give_up_s = time.monotonic() + timeout_s
     while (manager := _manager(cluster)).is_draining or manager.model_epoch == epoch_before:
         if time.monotonic() > give_up_s:
             raise DeadlineError(
-                f"{cluster.name} still drains after {timeout_s:g} s, {manager.users()}: it goes on "
-                "by itself, look with `kvcache status`"
+                f"{cluster.name} still drains after {timeout_s:g} s, {manager.users()}: it "
+                "continues by itself, check with `kvcache status`"
             )
         time.sleep(POLL_S)

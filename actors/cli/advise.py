@@ -1,7 +1,7 @@
-"""`kvcache advise`: from a load and what memory costs, how much of which, and which policy.
+"""`kvcache advise`: how much memory of each kind to buy for a load, and which policy to use.
 
-Every number of the advice was simulated on the whole trace. The advice states its assumptions, and
-how much hit rates moved while the trace went on.
+Every number comes from a simulation of the whole trace. The advice states its assumptions, and how
+much the hit rates varied over the trace.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _LARGE_ERROR = 0.02
 def advise(
     trace: Annotated[str, typer.Argument(help="A trace, as `simulate` reads or makes it.")],
     *,
-    device_price: Annotated[float, typer.Option(help="Money per GiB of device memory.")],
+    device_price: Annotated[float, typer.Option(help="Price of a GiB of device memory.")],
     budget: Annotated[float, typer.Option(help="Money to spend.")],
     host_price: Annotated[
-        float | None, typer.Option(help="The same for host memory (default: there is none).")
+        float | None, typer.Option(help="Price of a GiB of host memory (default: no such tier).")
     ] = None,
     disk_price: Annotated[
-        float | None, typer.Option(help="The same for disk (default: there is none).")
+        float | None, typer.Option(help="Price of a GiB of disk (default: no such tier).")
     ] = None,
     token_size: Annotated[
-        str | None, typer.Option(help="Keys and values of a token, all ranks, such as 128KiB.")
+        str | None, typer.Option(help="Bytes of a token on all ranks, such as 128KiB.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Instead: of this cluster's model.")
+        Path | None, typer.Option("--config", "-c", help="Take them from this configuration.")
     ] = None,
-    prefill_speed: Annotated[float, typer.Option(help="Tokens computed a second.")] = 10_000,
-    host_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 25,
-    disk_bandwidth: Annotated[float, typer.Option(help="GiB a second, all ranks.")] = 5,
+    prefill_speed: Annotated[float, typer.Option(help="Tokens computed per second.")] = 10_000,
+    host_bandwidth: Annotated[float, typer.Option(help="GiB per second, all ranks.")] = 25,
+    disk_bandwidth: Annotated[float, typer.Option(help="GiB per second, all ranks.")] = 5,
     policy: Annotated[
         list[str] | None, typer.Option("--policy", "-p", help="Consider only these (default: all).")
     ] = None,
@@ -67,7 +67,7 @@ def advise(
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Recommend how much memory of each kind, and which policy, for a load and a budget."""
+    """Recommend memory of each kind, and a policy, for a load and a budget."""
     from actors.cli.simulations import parse_policies, play, read_traces, require_plots
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.advice import (
@@ -93,7 +93,7 @@ def advise(
     (load,) = read_traces([trace], limit=requests, seed=seed, block_size=block_size)
     memory = Memory(bytes_per_token * load.block_size, prices, budget)
     size, least = load.block_size, load.most_blocks
-    best_candidates({}, memory, speeds, size, least)  # is there money for the longest request?
+    best_candidates({}, memory, speeds, size, least)  # raises if the budget is too small
     curves = _curves(load, policies, processes, has_progress=not no_progress)
     ruled = {name: curve for name, curve in curves.items() if name != OPTIMUM}
     found = best_candidates(ruled, memory, speeds, size, least)
@@ -114,7 +114,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Advice:
-    """All that is printed."""
+    """Everything that is printed."""
 
     trace: BlockTrace
     memory: Memory
@@ -128,7 +128,7 @@ class _Advice:
 def _curves(
     trace: BlockTrace, policies: Sequence[str], num_processes: int | None, *, has_progress: bool
 ) -> dict[str, HitCurve]:
-    """Simulate one pool of several sizes with every policy, and the optimum."""
+    """Simulate pools of several sizes with every policy, and the optimum."""
     from actors.cli.simulations import capacity_range, play
     from kvcache.simulate.advice import HitCurve
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
@@ -148,7 +148,7 @@ def _curves(
 
 
 def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
-    """Return what a token takes on all ranks together. Raises ConfigurationError."""
+    """Return the bytes of a token on all ranks together. Raises ConfigurationError."""
     from kvcache.base.errors import ConfigurationError
     from kvcache.config import load_config
     from kvcache.config.sections import parse_bytes
@@ -156,14 +156,14 @@ def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
 
     if (token_size is None) == (config is None):
         raise ConfigurationError(
-            "how large is a token's keys and values on all ranks? give --token-size, such as "
+            "the size of a token on all ranks is unknown: give --token-size, such as "
             "128KiB, or --config, but not both"
         )
     if token_size is not None:
         size_bytes = parse_bytes(token_size)
         if not isinstance(size_bytes, int) or size_bytes < 1:
             raise ConfigurationError(
-                f"--token-size {token_size!r} is no size: give one such as 128KiB"
+                f"--token-size {token_size!r} is not a size: give one such as 128KiB"
             )
         return float(size_bytes)
     assert config is not None
@@ -171,8 +171,8 @@ def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
     groups = plan.model_groups
     if len(groups) != 1:
         raise ConfigurationError(
-            f"{config} has {len(groups)} groups of layers, and what a token takes depends "
-            "on its place: give --token-size"
+            f"{config} has {len(groups)} groups of layers, so the size of a token depends "
+            "on its position: give --token-size"
         )
     report = report_plan(plan)
     num_tokens = plan.num_blocks * groups[0].kv_cache_spec.block_size
@@ -181,7 +181,7 @@ def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
 
 @dataclass(frozen=True)
 class _Steadiness:
-    """How hit rates moved over the tenths of a trace, the first, which began empty, aside."""
+    """How the hit rate varied between the tenths of a trace, without the first, which fills it."""
 
     least: float
     most: float
@@ -189,7 +189,7 @@ class _Steadiness:
 
     @classmethod
     def of(cls, result: SimulationResult) -> _Steadiness | None:
-        """None where the trace is too short to say."""
+        """Return None if the trace is too short."""
         from statistics import stdev
 
         rates = result.hit_rates_over_time[1:]
@@ -198,25 +198,25 @@ class _Steadiness:
         return cls(min(rates), max(rates), stdev(rates) / len(rates) ** 0.5)
 
     def describe(self) -> str:
-        """Say it in a sentence."""
+        """Return one sentence."""
         return (
-            f"over the trace, its first tenth aside, tenths had {self.least:.1%} to "
+            f"over the trace, without its first tenth, tenths had {self.least:.1%} to "
             f"{self.most:.1%}; standard error of the mean {self.standard_error:.1%}"
         )
 
 
 def _doubts(advice: _Advice) -> list[str]:
-    """Return what speaks against trusting the results; an empty answer is good."""
+    """Return the reasons to distrust the results, empty if there are none."""
     trace, best = advice.trace, advice.best
     doubts = []
     if trace.num_requests < _FEW_REQUESTS:
-        doubts.append(f"the trace has {trace.num_requests:,} requests only: record more")
+        doubts.append(f"the trace has only {trace.num_requests:,} requests: record more")
     steadiness = _Steadiness.of(best.result)
     if steadiness is not None and steadiness.standard_error > _LARGE_ERROR:
-        doubts.append("hit rates move much from one tenth of the trace to another: record longer")
+        doubts.append("the hit rate varies much between tenths of the trace: record longer")
     if (best.result.cache.total_blocks or 0) >= trace.num_distinct_blocks:
         doubts.append(
-            "it holds all blocks of the trace: whether more would help, a longer trace must say"
+            "the memory holds all blocks of the trace: record longer to learn whether more helps"
         )
     difference = abs(best.result.hit_rate - best.candidate.hit_rate)
     if difference > _LARGE_ERROR:
@@ -238,7 +238,7 @@ def _assumptions(advice: _Advice) -> list[str]:
         f"so a hit saves {worth[0]:.0%} of its prefill on the device, {worth[1]:.0%} from host "
         f"memory, {worth[2]:.0%} from disk",
         "requests one after another, prompts only: room for running requests and their answers "
-        "comes on top",
+        "is extra",
         "the load stays as the trace is; the cache begins empty",
         "one policy for all tiers; tiers of whole blocks, transfers without queueing",
     ]
@@ -309,7 +309,7 @@ def _candidate_table(advice: _Advice) -> Table:
     table = Table()
     table.add_column("", no_wrap=True)
     for name in ("device GiB", "host GiB", "disk GiB", "cost", "policy", "hit rate", "saved"):
-        # The parts of a hit rate may go to a second line; no figure loses its end.
+        # A hit rate may wrap onto a second line, so that no number is cut off.
         table.add_column(name, justify="right", no_wrap=" " not in name, overflow="fold")
     memory = advice.memory
     for one in advice.candidates:

@@ -1,4 +1,4 @@
-"""What can be typed: the commands, in the order in which `--help` shows them.
+"""The commands, in the order in which `--help` shows them.
 
 Each is a function in the module of its noun; its signature declares its options.
 """

@@ -1,14 +1,14 @@
-"""The cluster that a command is about, in the Ray that runs here.
+"""Find the cluster that a command works on, and connect to Ray.
 
-    named_cluster ── the one of that name, or the only one; an error names those that run
-    ray_session ──── joins the Ray that runs (a job's, `ray start`'s), or starts one of its own
-    find_refusal ─── why the one that is there cannot be joined, asked in a second, in words
+    named_cluster ── the cluster of a name, or the only one; its error lists the running clusters
+    ray_session ──── joins the running Ray (a job's, `ray start`'s), or starts one of its own
+    find_refusal ─── why the running Ray cannot be joined, found within a second, in words
 
-What a command has started it stops. A Ray whose control service (GCS) dies meanwhile ends the
-process of every driver with exit code 1, which is for wrong bytes here: the command ends itself
-before, with its own. Ray itself tries for minutes where nothing listens, and for twenty seconds
-where its token is not the one that is expected, and then says in both cases that it could not
-connect. What `find_refusal` cannot tell is Ray's to say.
+A command stops what it has started. If Ray's control service (GCS) dies, Ray ends the process of
+every driver with exit code 1. Here, 1 means wrong bytes, so the command ends itself earlier, with
+its own code. Ray tries for minutes if nothing listens, and for twenty seconds if the token is
+wrong, and then reports in both cases only that it could not connect. `find_refusal` says why; if
+it cannot tell, the command passes on Ray's error.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from actors.state import recorded_clusters
 from kvcache.base.errors import ClusterError, NotRunningError
 
 RAY_WAITS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
-"""How long Ray lets the control service be away, as while it restarts, before it ends processes."""
+"""How long Ray waits for an absent control service before it ends processes."""
 
 LOST_S = 0.75 * RAY_WAITS_S
-"""How long we let it."""
+"""How long a command waits for it."""
 
 LOOK_S = LOST_S / 30
-"""How often it is looked for."""
+"""How often a command checks it."""
 
 PROBE_S = 3.0
 """How long a connection may take to be accepted."""
 
 ANSWER_S = 10.0
-"""How long Ray may take to answer the simplest question, on a machine that has too much to do."""
+"""How long Ray may take to answer the simplest question on an overloaded machine."""
 
 _DIRECTLY = (("grpc.enable_http_proxy", 0),)
-"""As Ray connects. A proxy that does not know the address would be silent."""
+"""Connect as Ray does, without a proxy: one that does not know the address would not answer."""
 
 _ANY_METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""Ray refuses a caller without a token before it looks at the question."""
+"""Ray refuses a caller without a token before it reads the question."""
 
 _TOKEN_PLACES = (
     "the token file that it was started with (RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token unless that "
@@ -66,10 +66,10 @@ _TOKEN_PLACES = (
 
 @contextmanager
 def open_cluster(name: str | None, *, must_serve: bool = True) -> Iterator[KVCacheCluster]:
-    """Yield a running cluster whose coordinator can be asked; connected to Ray meanwhile.
+    """Connect to Ray and yield a running cluster whose coordinator answers.
 
-    Raises NotRunningError where no Ray runs, or no such cluster, or where its coordinator is in a
-    process of its engine: that alone can ask it. Unless told otherwise, also as `require_plan`.
+    Raises NotRunningError if no Ray or no such cluster runs, or if its coordinator is embedded in
+    an engine's process, which alone can ask it. With `must_serve` also raises as `require_plan`.
     """
     with ray_session(may_start=False):
         cluster = named_cluster(name)
@@ -84,8 +84,8 @@ def open_cluster(name: str | None, *, must_serve: bool = True) -> Iterator[KVCac
 
 
 def require_plan(status: ClusterStatus) -> ClusterStatus:
-    """Return the status of a cluster that can serve; raises NotRunningError for one that has
-    failed, or whose coordinator does not know its workers yet."""
+    """Return the status unchanged. Raises NotRunningError if the cluster has failed or its
+    coordinator does not know its workers yet."""
     if status.state == "failed":
         raise NotRunningError(f"{status.name} has failed: {status.problem}")
     if not status.ranks:
@@ -98,9 +98,9 @@ def require_plan(status: ClusterStatus) -> ClusterStatus:
 
 
 def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
-    """Return a running cluster, default the only one. In a process that is connected to Ray.
+    """Return a running cluster, by default the only one. The process is connected to Ray.
 
-    Raises NotRunningError, naming those that run, unless there is one.
+    Raises NotRunningError, which lists the running clusters, if there is no such cluster.
     """
     names = running_clusters()
     if name is None:
@@ -111,7 +111,7 @@ def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
 
 
 def running_clusters() -> list[str]:
-    """Return the names of the clusters that run in this Ray cluster, in order."""
+    """Return the sorted names of the clusters in this Ray cluster."""
     suffix = coordinator_name("")
     actors: Any = ray.util.list_named_actors(all_namespaces=True)
     named = {
@@ -123,7 +123,7 @@ def running_clusters() -> list[str]:
 
 
 def only_cluster(names: list[str] | None = None) -> str:
-    """Return the name of the one cluster that runs; raises NotRunningError unless there is one."""
+    """Return the name of the only running cluster; raises NotRunningError if there is not one."""
     names = running_clusters() if names is None else names
     if len(names) == 1:
         return names[0]
@@ -135,8 +135,8 @@ def only_cluster(names: list[str] | None = None) -> str:
 
 
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
-    """Return what runs under a name: a cluster, or the replicas of one launch. Raises
-    NotRunningError, naming what does run, if there is nothing."""
+    """Return the cluster of a name, or the replicas of one launch. Raises NotRunningError, which
+    lists the running clusters, if there is none."""
     try:
         return named_cluster(name)
     except NotRunningError as error:
@@ -147,7 +147,7 @@ def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
 
 
 def names_under(name: str) -> list[str]:
-    """Return the names of what runs under a name: one cluster, or the replicas of one launch."""
+    """Return the names of the clusters under a name: one cluster, or the replicas of a launch."""
     return [
         each
         for each in running_clusters()
@@ -163,12 +163,12 @@ def _instead(names: list[str]) -> str:
 
 @contextmanager
 def ray_session(*, may_start: bool) -> Iterator[bool]:
-    """Connect to Ray for the `with` block; yield whether this command has started it. In a process
-    that is connected already, it stays so.
+    """Connect to Ray for the `with` block; yield whether this command has started it. A process
+    that is already connected stays connected.
 
-    Raises NotRunningError when no Ray runs and `may_start` is false; ClusterError when the one that
-    runs, or the one that RAY_ADDRESS names, cannot be joined. One that was not named, perhaps
-    somebody else's, is left alone where `may_start`.
+    Raises NotRunningError if no Ray runs and `may_start` is false. Raises ClusterError if the
+    running Ray, or the one that RAY_ADDRESS names, cannot be joined. With `may_start`, a Ray that
+    RAY_ADDRESS does not name may belong to another user and is left alone.
     """
     if ray.is_initialized():
         yield False
@@ -190,14 +190,14 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
     try:
         yield has_started
     finally:
-        ray.shutdown()  # which may wait for the control service, too
+        ray.shutdown()  # may wait for the control service, too
         is_over.set()
 
 
 def _watch(address: str, is_over: threading.Event) -> None:
-    """End the process when the control service at `address` has been away for too long. The main
+    """End the process when the control service at `address` has been absent for too long. The main
     thread may hang in a call of Ray, where no exception reaches it."""
-    since_s: float | None = None  # of the first look in vain, as this process may have stood still
+    since_s: float | None = None  # first failed check; this process may have been stopped
     while not is_over.wait(LOOK_S):
         why_not = why_unanswered(address)
         now_s = time.monotonic()
@@ -205,8 +205,8 @@ def _watch(address: str, is_over: threading.Event) -> None:
         if since_s is not None and now_s - since_s > LOST_S:
             print(
                 f"kvcache: the Ray at {address} is lost: its control service (GCS) has not "
-                f"answered for {LOST_S:g} s ({why_not}), and what runs there ends with it: "
-                "`ray stop --force` ends what is left; start Ray again, and launch",
+                f"answered for {LOST_S:g} s ({why_not}), and everything that ran there ends: "
+                "run `ray stop --force`, start Ray again, and launch",
                 file=sys.stderr,
                 flush=True,
             )
@@ -214,7 +214,7 @@ def _watch(address: str, is_over: threading.Event) -> None:
 
 
 def _has_joined(may_start: bool) -> bool:
-    """Join the Ray that runs; False, which happens only with `may_start`, if there is none."""
+    """Join the running Ray. Return False if there is none, which only `may_start` allows."""
     refusal = find_refusal()
     if refusal is None:
         try:
@@ -235,12 +235,12 @@ def _has_joined(may_start: bool) -> bool:
 def _pass_over(refusal: Refusal, may_start: bool) -> None:
     if refusal.is_named or not may_start:
         raise ClusterError(str(refusal))
-    print(f"a Ray of its own is started: {refusal.what}", file=sys.stderr, flush=True)
+    print(f"starting a separate Ray: {refusal.what}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """`what` is in the way, with values, and the `remedy`. `is_named`: RAY_ADDRESS asks for it."""
+    """What prevents joining, and the remedy. `is_named`: RAY_ADDRESS names this Ray."""
 
     what: str
     remedy: str
@@ -251,9 +251,9 @@ class Refusal:
 
 
 def find_refusal() -> Refusal | None:
-    """Look at the Ray cluster that would be joined; None where nothing speaks against it, or
-    it cannot be told, as where there is none or there are several."""
-    # Ray's own variable is looked at because Ray looks at it, too. Only host:port is tried.
+    """Check the Ray cluster that would be joined. Return None if it can be joined, or if that is
+    unknown because there is none or there are several."""
+    # Ray reads this variable too. Only host:port is tried.
     named = os.environ.get("RAY_ADDRESS", "")
     why_not = why_unanswered(named)
     if why_not:
@@ -273,14 +273,14 @@ def find_refusal() -> Refusal | None:
 
 
 def refusal_behind(error: ConnectionError) -> Refusal | None:
-    """Say why Ray could not connect, if the place that its error names says why."""
+    """Return why Ray could not connect, asked at the address that its error names."""
     match = re.search(r" at (\S+:[0-9]+)$", str(error))
     return None if match is None else refusal_at(match[1])
 
 
 def refusal_at(address: str) -> Refusal | None:
-    """Ask the control service at `address` anything, as Ray would; None unless it refuses the
-    token, hangs, is gone, or has no node here."""
+    """Ask the control service at `address` a question, as Ray would. Return None unless it refuses
+    the token, hangs, is gone, or has no node here."""
     is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
     if why_not := why_unanswered(address):
         return _broken(address, why_not, is_named)
@@ -296,7 +296,7 @@ def refusal_at(address: str) -> Refusal | None:
     except AuthenticationError as error:
         what = f"Ray's token cannot be read: {str(error).partition('. ')[0]}"
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
-    except (ImportError, AttributeError, TypeError):  # a Ray of another time
+    except (ImportError, AttributeError, TypeError):  # another version of Ray
         return None
     with grpc.insecure_channel(address, _DIRECTLY) as channel:
         try:
@@ -311,9 +311,9 @@ def refusal_at(address: str) -> Refusal | None:
 
 
 def _token(is_named: bool) -> tuple[tuple[str, str], ...]:
-    """Return the headers that Ray would send with this environment: none where its mode is off.
-    Where the mode is left open Ray turns it on if there is a token, for a cluster that it finds
-    itself; never for one that it is told of."""
+    """Return the headers that Ray would send with this environment, none if tokens are off.
+    If the mode is not set, Ray sends a token if it has one, but only to a cluster that it finds
+    itself, never to one that RAY_ADDRESS names."""
     mode = os.environ.get("RAY_AUTH_MODE")
     if is_named if mode is None else mode.lower() != "token":
         return ()
@@ -328,7 +328,7 @@ def _token(is_named: bool) -> tuple[tuple[str, str], ...]:
 
 def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
     if has_token:
-        what = f"the Ray at {address} runs with another token than this command has"
+        what = f"the Ray at {address} expects another token than this command has"
         return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
     what = f"the Ray at {address} expects a token, and this command sends none"
     remedy = f"set RAY_AUTH_MODE=token, and point to {_TOKEN_PLACES}"
@@ -337,26 +337,27 @@ def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
 
 def _broken(address: str, why: str, is_named: bool) -> Refusal:
     what = f"the Ray at {address} is broken: its control service (GCS) does not answer ({why})"
-    remedy = "`ray stop --force` ends what is left of it; start Ray again, and launch"
+    remedy = "run `ray stop --force`, start Ray again, and launch"
     return Refusal(what, remedy, is_named)
 
 
 def _without_node(address: str, is_named: bool) -> Refusal | None:
-    """Say that no node of a Ray is on this machine, as where its raylet was killed: a command joins
-    by one, and Ray waits a minute for it. Hosts have many names, so ports are compared."""
+    """Say that the Ray has no node on this machine, for example because its raylet was killed. A
+    command joins through a node, and Ray waits a minute for one. Hosts have many names, so only
+    ports are compared."""
     addresses = _local_addresses()
     if addresses is None or address.rpartition(":")[2] in {a.rpartition(":")[2] for a in addresses}:
         return None
     what = f"the Ray at {address} has no node on this machine, or its raylet has died"
     remedy = (
-        f"`ray start --address={address}` adds one; where one has died, `ray stop --force` ends "
-        "what is left of it: start Ray again, and launch"
+        f"`ray start --address={address}` adds one; if one has died, run `ray stop --force`, "
+        "start Ray again, and launch"
     )
     return Refusal(what, remedy, is_named)
 
 
 def why_unanswered(address: str) -> str:
-    """Say why no connection to host:port is accepted; empty if one is, or it is no such thing."""
+    """Return why host:port accepts no connection; empty if it does, or for another address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return ""
@@ -368,8 +369,8 @@ def why_unanswered(address: str) -> str:
 
 
 def _local_addresses() -> list[str] | None:
-    """Return where Ray clusters that have a node on this machine are served, as Ray finds them;
-    None where it cannot be asked."""
+    """Return the addresses of Ray clusters that have a node on this machine, as Ray finds them;
+    None if Ray cannot say."""
     try:
         from ray._private.services import find_gcs_addresses
     except ImportError:
@@ -379,7 +380,7 @@ def _local_addresses() -> list[str] | None:
 
 
 def _remembered_address() -> str:
-    """Return where `ray start` served last, which it writes down and only `ray stop` removes."""
+    """Return the address of the last `ray start`; only `ray stop` removes that record."""
     try:
         from ray._private.utils import read_ray_address
     except ImportError:

@@ -1,11 +1,11 @@
-"""What all commands share: their options, their exit codes, and one line for an error.
+"""What all commands share: options, exit codes, and one line per error.
 
-Every module that declares commands imports nothing slow at its top, so that `--help` is there at
-once: no numpy, torch or ray, and nothing of `kvcache`. A command imports its work when it runs.
+Modules that declare commands import nothing slow at the top (numpy, torch, ray, `kvcache`), so
+`--help` appears at once. A command imports what it needs when it runs.
 
-Scripts tell by the exit code whether bytes are wrong, the input is wrong, or the cluster is gone.
+The exit code tells scripts whether bytes are wrong, the input is wrong, or the cluster is gone.
 `EXIT_CODES` is the table that `--help` shows. `--verbose` shows the traceback of an error, with the
-same exit code. Only what was found wrong ends with 1.
+same exit code. Exit code 1 is only for a check that found something wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXIT_CLUSTER = 3
 EXIT_BUG = 4
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
-"""As of a process that SIGPIPE ends: its output is no longer read."""
+"""The code of a process that SIGPIPE ended: its output is no longer read."""
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 something is wrong: wrong bytes, a recording that replays differently, "
@@ -42,17 +42,17 @@ EXIT_CODES = (
 _CONFIG = typer.Option(
     "--config",
     "-c",
-    help="The cluster's configuration: a YAML file, or one that comes with the package by its "
-    "name, such as cpu_tp2.",
+    help="The cluster's configuration: a YAML file, or the name of one in the package, "
+    "such as cpu_tp2.",
 )
 ConfigOption = Annotated[Path, _CONFIG]
 OptionalConfigOption = Annotated[Path | None, _CONFIG]
 NameOption = Annotated[
     str | None,
-    typer.Option("--name", "-n", help="Name of the cluster; default: the only one that runs."),
+    typer.Option("--name", "-n", help="Name of the cluster (default: the only running one)."),
 ]
 SecondsOption = Annotated[
-    float | None, typer.Option("--for", help="End after so many seconds.", min=0)
+    float | None, typer.Option("--for", help="Stop after this many seconds.", min=0)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 NoProgressOption = Annotated[bool, typer.Option("--no-progress", help="Show no progress bar.")]
@@ -62,7 +62,7 @@ VerboseOption = Annotated[
 
 
 def command(work: Callable[..., None]) -> Callable[..., None]:
-    """Return `work` as a command: it has `--verbose`, too, and its errors become exit codes."""
+    """Return `work` as a command that also has `--verbose` and turns errors into exit codes."""
 
     @wraps(work)
     def run(*, verbose: bool, **options: object) -> None:
@@ -79,7 +79,7 @@ def command(work: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_command(work: Callable[[], None], verbose: bool) -> None:
-    """Do a command's work; every error becomes one line and an exit code, a bug its traceback."""
+    """Run a command. An error becomes one line and an exit code, a bug also its traceback."""
     try:
         work()
     except (typer.Exit, typer.Abort):
@@ -87,8 +87,8 @@ def run_command(work: Callable[[], None], verbose: bool) -> None:
     except KeyboardInterrupt:
         print("kvcache: interrupted", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    except (BrokenPipeError, SystemExit):  # rich makes the one into the other
-        # Python flushes stdout once more when it ends, and would complain.
+    except (BrokenPipeError, SystemExit):  # rich turns the first into the second
+        # Python flushes stdout again at exit, and would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_UNREAD) from None
     except Exception as error:
@@ -118,6 +118,6 @@ def outcome_of(error: Exception) -> tuple[int, str]:
 
 
 def _is_rays(error: Exception) -> bool:
-    """Say whether Ray raised it: a process that has not imported Ray asks without importing it."""
+    """Say whether Ray raised the error, without importing Ray."""
     exceptions = sys.modules.get("ray.exceptions")
     return exceptions is not None and isinstance(error, exceptions.RayError)

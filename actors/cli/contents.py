@@ -1,10 +1,10 @@
-"""`kvcache usage` and `prefixes`: what the blocks hold, and which beginnings of prompts are cached.
+"""`kvcache usage` and `prefixes`: what the blocks hold, and which prefixes are cached.
 
-    labels of rank 0 ──chains of digests──▶ nodes: blocks that all of their prompts share
-    holders, idle times by block ─────────▶ how many use each, and when it was used last
+    labels of rank 0 ──chains of digests──▶ nodes: runs of blocks with one continuation
+    users and idle time of each block ────▶ how many requests use a node, and its last use
 
-The tree of prefixes is of one group, whose blocks every prompt goes through. Shows no tokens:
-prefixes are told by digest and length.
+The tree covers the group with the most blocks. Prefixes are shown by digest and length, never by
+tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_NAMESPACES = 20
 SORTS = ("used", "shared", "longest", "recent")
 DIGEST_DIGITS = 16
 MAX_DEPTH = 8
-"""Levels of a tree that are shown to people."""
+"""Levels of the tree that are printed."""
 
 
 @command
@@ -50,7 +50,7 @@ def usage(name: NameOption = None, as_json: JsonOption = False) -> None:
         statistics = cluster.coordinator_statistics()
         inspection, labels = cluster.inspect(), cluster.collect_labels(0)
     if statistics is None:
-        raise NotRunningError(f"{cluster.name} has just begun: wait until it is ready")
+        raise NotRunningError(f"{cluster.name} is still starting: wait until it is ready")
     found = usage_of(statistics, inspection, labels)
     if as_json:
         print_json(json.dumps({"name": cluster.name, **_plain_usage(found)}, indent=2))
@@ -72,7 +72,7 @@ def prefixes(
     sort: Annotated[
         str, typer.Option("--sort", "-s", help="used (now), shared, longest or recent first.")
     ] = "used",
-    limit: Annotated[int, typer.Option("--limit", "-l", help="Show N of them.", min=1)] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-l", help="Show the first N.", min=1)] = 20,
     tree: Annotated[bool, typer.Option("--tree", help="Show a tree instead.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -107,7 +107,7 @@ class NamespaceUse:
 
 @dataclass(frozen=True)
 class Usage:
-    """Blocks by what they are. `states`: device blocks; those in use are apart by who uses them.
+    """Counts of blocks. `states`: device blocks; shared blocks in use are counted separately.
     `groups` and `namespaces`: sealed device blocks."""
 
     states: dict[str, int]
@@ -120,15 +120,15 @@ class Usage:
 def usage_of(
     statistics: CoordinatorStatistics, inspection: CacheInspection, labels: LabelSet
 ) -> Usage:
-    """Return what the blocks are, from the statistics of one moment or of moments close together.
+    """Count the blocks, from statistics of one moment or of moments close together.
 
-    Raises NotRunningError while there is no cache: an epoch is about to begin.
+    Raises NotRunningError while there is no cache, before an epoch begins.
     """
     from kvcache.base.errors import NotRunningError
 
     manager, offload = statistics.manager, statistics.offload
     if manager is None:
-        raise NotRunningError("the coordinator has no cache just now: wait until it is ready")
+        raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")
     core = manager.core
     num_shared = int((inspection.holders > 1).sum())
     states = {
@@ -153,7 +153,7 @@ def usage_of(
 
 
 def namespace_text(namespace: Namespace) -> str:
-    """Return what tells a namespace apart, in words."""
+    """Describe a namespace in words."""
     from kvcache.base.errors import legible
 
     parts = {
@@ -166,7 +166,7 @@ def namespace_text(namespace: Namespace) -> str:
 
 
 def namespace_fields(namespace: Namespace) -> dict[str, Any]:
-    """Return the same for programs."""
+    """Describe a namespace for programs."""
     return {
         "model_epoch": namespace.model_epoch,
         "tenant": namespace.tenant,
@@ -276,7 +276,7 @@ def _prefix_table(nodes: Sequence[PrefixNode]) -> Table:
 
 
 def last_use(idle_s: float, num_holders: int) -> str:
-    """Return when something was used last, in words; empty where it is not known."""
+    """Return the time of the last use, in words; empty if unknown."""
     if num_holders:
         return "in use"
     if idle_s < 0:
@@ -305,7 +305,7 @@ def _plain_node(node: PrefixNode) -> dict[str, Any]:
 
 
 def _plain_tree(root: PrefixNode) -> dict[str, Any]:
-    """Return a node with all below it; not by recursion: a tree of conversations is deep."""
+    """Return a node and its subtree, without recursion: trees of conversations are deep."""
     plain = {id(node): {**_plain_node(node), "children": []} for node in root.walk()}
     for node in root.walk():
         plain[id(node)]["children"] = [plain[id(child)] for child in node.children]
@@ -314,11 +314,11 @@ def _plain_tree(root: PrefixNode) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class PrefixNode:
-    """Blocks in a row that are continued in one way only; `digest` is the last one's.
+    """A run of blocks with only one continuation each; `digest` is that of the last block.
 
     `num_blocks` and `num_tokens` count from the prompt's start. `num_holders` requests and pins use
-    all of it now; `num_ends` different prefixes go through it, or end with it. `idle_s`: for how
-    long its first block was not used, -1: it is in use, or that is not known.
+    the whole run now; `num_ends` different prefixes pass through it or end with it. `idle_s`: how
+    long its first block has been idle; -1 if it is in use, or the time is unknown.
     """
 
     digest: bytes
@@ -332,7 +332,7 @@ class PrefixNode:
     children: list[PrefixNode] = field(default_factory=list)
 
     def walk(self) -> Iterator[PrefixNode]:
-        """Yield this node and all below, parents first."""
+        """Yield this node and its subtree, parents first."""
         pending = [self]
         while pending:
             node = pending.pop()
@@ -341,14 +341,14 @@ class PrefixNode:
 
 
 def prefix_roots(labels: LabelSet, inspection: CacheInspection) -> list[PrefixNode]:
-    """Return the first nodes of every prompt that is cached. Raises MalformedMessageError for
-    namespaces that cannot be read. Blocks of equal content count once."""
+    """Return the roots of the tree of cached prefixes. Raises MalformedMessageError for unreadable
+    namespaces. Blocks of equal content count once."""
     return _Forest(labels, inspection).roots()
 
 
 def sorted_prefixes(roots: list[PrefixNode], sort: str, count: int) -> list[PrefixNode]:
-    """Return the `count` first prefixes by one of `SORTS`: most users now, most continuations,
-    most tokens (of those that nothing continues), or least idle."""
+    """Return the first `count` prefixes in one of `SORTS`: most users now, most continuations,
+    most tokens (of the leaves only), or least idle."""
     nodes = [node for root in roots for node in root.walk()]
     if sort == "longest":
         ends = [node for node in nodes if not node.children]
@@ -361,12 +361,12 @@ def sorted_prefixes(roots: list[PrefixNode], sort: str, count: int) -> list[Pref
 
 
 def blocks_by_group(labels: LabelSet) -> dict[int, int]:
-    """Return how many sealed blocks each group has."""
+    """Count the sealed blocks of each group."""
     return dict(sorted(Counter(labels.labels.groups.tolist()).items()))
 
 
 def blocks_by_namespace(labels: LabelSet) -> dict[Namespace, int]:
-    """Return how many sealed blocks each namespace has, most first."""
+    """Count the sealed blocks of each namespace, most first."""
     from kvcache.requests.request_content import parse_namespace_name
 
     counts = Counter(labels.labels.namespaces.tolist())
@@ -375,7 +375,7 @@ def blocks_by_namespace(labels: LabelSet) -> dict[Namespace, int]:
 
 
 class _Forest:
-    """The blocks of one group, each with what continues it."""
+    """The blocks of one group, each with its children."""
 
     def __init__(self, labels: LabelSet, inspection: CacheInspection) -> None:
         import numpy as np
@@ -383,7 +383,7 @@ class _Forest:
         self._labels, self._inspection = labels.labels, inspection
         self._size = labels.digest_bytes
         groups = self._labels.groups
-        # The group with most blocks: windows and states have few of each prompt.
+        # The group with the most blocks: windows and states keep few blocks of a prompt.
         group = int(np.bincount(groups).argmax()) if len(groups) else 0
         self._rows: dict[tuple[int, bytes], int] = {}
         for row in np.flatnonzero(groups == group).tolist():
@@ -413,8 +413,8 @@ class _Forest:
         return sorted(roots, key=lambda node: (-node.num_ends, -node.num_tokens, node.digest))
 
     def _node(self, first: int, above: PrefixNode | None) -> tuple[PrefixNode, int]:
-        """Return the node that begins with a row, and its last row: while one continues it, and as
-        many use it."""
+        """Return the node that begins with row `first`, and the node's last row. A node extends
+        while a block has one child, with as many users."""
         from kvcache.requests.request_content import parse_namespace_name
 
         row, num_blocks, num_tokens = first, 1, self._num_tokens(first)

@@ -1,11 +1,11 @@
-"""`kvcache doctor`: what this machine is, how fast it copies, and what would keep a cluster off it.
+"""`kvcache doctor`: examine this machine, measure copies, and say what would make a launch fail.
 
-Works without a cluster. A Ray that runs here is joined and left again. Each problem says what, the
-values and the remedy, and whether a launch would fail. Looks at this node only: ranks of one
-pipeline stage share a node, other stages may be elsewhere. Bandwidths come from the copy engines
-themselves; with a configuration, for the pages of its plan.
+Needs no cluster. If a Ray runs here, doctor joins it and leaves it again. Each problem has its
+values, a remedy, and whether a launch would fail. Only this node is examined: the ranks of one
+pipeline stage share a node, other stages may be elsewhere. The copy engines themselves measure the
+bandwidths, with a configuration for the pages of its plan.
 
-Nothing is started. A port is bound and given back; a file in the directory of the file tier is
+Nothing is started. A port is bound and released; a file in the directory of the file tier is
 written and removed.
 """
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from kvcache.worker.copies.measurement import CopyFigure, CopyMeasurement
 
 MAX_MEASURED_PAGE_BYTES = 16 * 2**20
-"""Longer pages are as fast as a plain copy; they are not measured."""
+"""Longer pages are not measured: they are as fast as a plain copy."""
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_BYTES = 128 * 2**20
 SYNC_BYTES = 4 * 2**20
 
 MIN_OPEN_FILES = 4096
-"""Ray's own advice begins there: sockets to every worker are files."""
+"""Ray recommends at least this: each socket to a worker is a file."""
 
 _TCP = re.compile(r"tcp://(?P<host>.+):(?P<port>[0-9]+)")
 
@@ -72,7 +72,7 @@ def doctor(
 
 @dataclass(frozen=True)
 class Problem:
-    """`what` is wrong, with values, and the `remedy`. `prevents_launch`: a launch would fail."""
+    """What is wrong, with values, and the remedy. `prevents_launch`: a launch would fail."""
 
     what: str
     remedy: str
@@ -81,9 +81,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class NodeStatistics:
-    """What this node has. None: no limit, or none that can be read.
+    """What this node has. None: no limit, or it cannot be read.
 
-    `gpu_free_bytes`: one figure for each GPU that torch can use.
+    `gpu_free_bytes`: one number for each GPU that torch can use.
     """
 
     available_bytes: int | None
@@ -93,7 +93,7 @@ class NodeStatistics:
 
     @classmethod
     def of_this_node(cls) -> NodeStatistics:
-        """Look; changes nothing."""
+        """Read them; changes nothing."""
         import torch
 
         from kvcache.worker.host_memory.shared_memory import available_memory_bytes
@@ -111,8 +111,8 @@ class NodeStatistics:
 
 @dataclass(frozen=True)
 class DirectoryStatistics:
-    """The directory of the file tier. `sync_bytes_per_s`: written and brought to the disk; None
-    where nothing can be written."""
+    """The directory of the file tier. `sync_bytes_per_s`: write and sync to disk; None if nothing
+    can be written."""
 
     path: Path
     free_bytes: int | None = None
@@ -122,9 +122,9 @@ class DirectoryStatistics:
 
 @dataclass(frozen=True)
 class RayStatistics:
-    """The Ray cluster of this machine, as a command would find it. `problem` says why there is
-    none that can be used, `remedy` what helps, `is_wanted` that a launch cannot do without it;
-    `clusters` are ours that run there."""
+    """The Ray cluster of this machine, as a command would find it. `problem` says why none can be
+    used, `remedy` what helps, `is_wanted` that a launch needs it; `clusters` are the kvcache
+    clusters that run there."""
 
     version: str
     is_running: bool = False
@@ -139,7 +139,7 @@ class RayStatistics:
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was found. `page_bytes` are those of the plan, empty without a configuration."""
+    """All results. `page_bytes` are those of the plan, empty without a configuration."""
 
     machine: dict[str, str]
     node: NodeStatistics
@@ -157,7 +157,7 @@ class Examination:
 
 
 def examine(config: ClusterConfig | None) -> Examination:
-    """Look at this machine, and measure; takes a few seconds."""
+    """Examine and measure this machine; takes a few seconds."""
     from kvcache.base.clock import SystemClock
     from kvcache.base.errors import KVCacheError
     from kvcache.config.sections import Location
@@ -197,7 +197,7 @@ def examine(config: ClusterConfig | None) -> Examination:
 
 
 def _measure_gpu(page_bytes: Sequence[int], problems: list[Problem]) -> list[CopyMeasurement]:
-    """Measure the first GPU; what is missing or fails there becomes a problem."""
+    """Measure the first GPU; append what fails to `problems`."""
     import torch
 
     from kvcache.worker.copies.measurement import find_kernel, measure_cuda
@@ -206,19 +206,19 @@ def _measure_gpu(page_bytes: Sequence[int], problems: list[Problem]) -> list[Cop
     found = find_kernel(device)
     if found.kernel is None:
         what = f"small pages are copied without a kernel: {found.why_not}"
-        problems.append(Problem(what, "or leave it: it is slower", prevents_launch=False))
+        problems.append(Problem(what, "or accept slower copies", prevents_launch=False))
     try:
         return [measure_cuda(device, found.kernel, page_bytes)]
     except RuntimeError as error:
-        remedy = "look at nvidia-smi; end what else runs there"
+        remedy = "check nvidia-smi, and end other processes on the GPU"
         problems.append(Problem(f"copies on {device} fail: {error}", remedy))
         return []
 
 
 def _memories(config: ClusterConfig, node: NodeStatistics) -> list[int] | None:
-    """Return what each rank would report; None where the configuration says it.
+    """Return the memory each rank would report; None if the configuration sets it.
 
-    A guess, good enough to plan pages with: the launch asks the ranks themselves.
+    A guess that is good enough to plan pages. A launch asks the ranks themselves.
     """
     if config.cache.memory_per_rank is not None:
         return None
@@ -227,7 +227,7 @@ def _memories(config: ClusterConfig, node: NodeStatistics) -> list[int] | None:
 
 
 def _pages(plan: Plan) -> tuple[int, ...]:
-    """Return the sizes, in bytes, of what one block is on any rank: a row for each region."""
+    """Return the bytes of one block in each region of any rank."""
     from kvcache.worker.kv_cache_pool import PoolLayout
 
     layouts = [PoolLayout.from_config(config) for config in plan.configs]
@@ -235,9 +235,9 @@ def _pages(plan: Plan) -> tuple[int, ...]:
 
 
 def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
-    """Write a file there, bring it to the disk, remove it. Never raises for a bad path.
+    """Write, sync and remove a file there. Never raises for a bad path.
 
-    What would be made below the root is not: the statistics are of the directory that holds it.
+    Makes no directory: if the location does not exist yet, its parent is examined.
     """
     import tempfile
 
@@ -245,7 +245,7 @@ def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
     while path != location.root and not path.exists():
         path = path.parent
     if not path.is_dir():
-        return DirectoryStatistics(path, problem="is no directory")
+        return DirectoryStatistics(path, problem="is not a directory")
     try:
         free_bytes = shutil.disk_usage(path).free
         with tempfile.TemporaryFile(dir=path) as file:
@@ -260,7 +260,7 @@ def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
 
 
 def node_problems(node: NodeStatistics) -> list[Problem]:
-    """Return what is wrong with a node whatever runs there."""
+    """Return the problems of a node that affect every configuration."""
     free = node.shared_free_bytes
     if free is None or free >= MIN_SHARED_BYTES:
         return []
@@ -275,7 +275,7 @@ def node_problems(node: NodeStatistics) -> list[Problem]:
 
 
 def device_problems(config: ClusterConfig, node: NodeStatistics) -> list[Problem]:
-    """Return what is wrong with the GPUs that a configuration wants; none on CPU."""
+    """Return problems with the GPUs that a configuration needs; none on CPU."""
     import torch
 
     workers, parallel = config.workers, config.parallel
@@ -295,16 +295,16 @@ def device_problems(config: ClusterConfig, node: NodeStatistics) -> list[Problem
         return []
     return [
         Problem(
-            f"the {parallel.tensor_parallel_size} ranks of a pipeline stage share a node and want "
-            f"{wanted:g} GPUs, {len(node.gpu_free_bytes)} are here",
-            "lower parallel.tensor_parallel_size or workers.num_gpus_per_rank, or launch where a "
-            "node has as many",
+            f"the {parallel.tensor_parallel_size} ranks of a pipeline stage share a node and need "
+            f"{wanted:g} GPUs, this node has {len(node.gpu_free_bytes)}",
+            "lower parallel.tensor_parallel_size or workers.num_gpus_per_rank, or launch on nodes "
+            "that have as many",
         )
     ]
 
 
 def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> list[Problem]:
-    """Return what does not fit: pools on GPUs, pools and host slots in memory."""
+    """Return what exceeds memory: pools on GPUs, pools and host slots on the node."""
     width = config.parallel.tensor_parallel_size
     pool_bytes = max(rank.total_size_bytes for rank in plan.configs)
     host_bytes = config.offload.host_memory_per_rank or 0
@@ -315,9 +315,9 @@ def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> 
     elif node.gpu_free_bytes and pool_bytes > max(node.gpu_free_bytes):
         problems.append(
             Problem(
-                f"a rank's blocks take {bytes_text(pool_bytes)}, the GPU with most room has "
+                f"a rank's blocks take {bytes_text(pool_bytes)}, the GPU with the most room has "
                 f"{bytes_text(max(node.gpu_free_bytes))} free",
-                "lower cache.memory_per_rank, or end what else runs on the GPU",
+                "lower cache.memory_per_rank, or end other processes on the GPU",
             )
         )
     if node.available_bytes is not None and width * on_node > node.available_bytes:
@@ -343,7 +343,7 @@ def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> 
 
 
 def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) -> list[Problem]:
-    """Return what is wrong with the directory of the file tier."""
+    """Return problems with the directory of the file tier."""
     disk = config.offload.disk
     if disk is None:
         return []
@@ -351,7 +351,7 @@ def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) ->
         return [
             Problem(
                 f"offload.disk.directory {directory.path} {directory.problem}",
-                "make or mount it, and let the workers' user write there",
+                "create or mount it, and let the workers' user write there",
             )
         ]
     wanted = disk.capacity_per_rank * config.parallel.tensor_parallel_size
@@ -362,7 +362,7 @@ def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) ->
             f"the files of the {config.parallel.tensor_parallel_size} ranks of a pipeline stage "
             f"may take {bytes_text(wanted)}, {bytes_text(directory.free_bytes)} are free in "
             f"{directory.path}",
-            "lower offload.disk.capacity_per_rank, or free some; files that are there already "
+            "lower offload.disk.capacity_per_rank, or free some; files that exist already "
             "count twice here",
             prevents_launch=False,
         )
@@ -370,7 +370,7 @@ def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) ->
 
 
 def look_at_ray() -> RayStatistics:
-    """Join the Ray cluster that runs here, if there is one, look, and leave it. Never raises."""
+    """Join this machine's Ray cluster, if any, read its facts, and leave. Never raises."""
     from kvcache.base.errors import KVCacheError, NotRunningError
 
     try:
@@ -397,21 +397,21 @@ def look_at_ray() -> RayStatistics:
 
 
 def ray_problems(found: RayStatistics) -> list[Problem]:
-    """Return what is wrong with Ray: that none runs is none, `kvcache launch` starts one."""
+    """Return problems with Ray. No running Ray is not a problem: `kvcache launch` starts one."""
     if found.problem:
-        what = f"the Ray cluster that should run here cannot be joined: {found.problem}"
+        what = f"the Ray cluster of this machine cannot be joined: {found.problem}"
         return [Problem(what, found.remedy, prevents_launch=found.is_wanted)]
     return []
 
 
 def open_files_limit() -> int | None:
-    """Return how many files a process may open, None without a limit."""
+    """Return the limit of open files of a process, None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def limit_problems(limit: int | None) -> list[Problem]:
-    """Return what is wrong with the limit of open files."""
+    """Return problems with the limit of open files."""
     if limit is None or limit >= MIN_OPEN_FILES:
         return []
     return [
@@ -425,7 +425,7 @@ def limit_problems(limit: int | None) -> list[Problem]:
 
 
 def port_problems(config: ClusterConfig) -> list[Problem]:
-    """Return which ports that events are published at cannot be bound on this node."""
+    """Return the event ports that cannot be bound on this node."""
     from kvcache.config.events import shifted
 
     if not config.events.enabled:
@@ -439,7 +439,7 @@ def port_problems(config: ClusterConfig) -> list[Problem]:
                 problems.append(
                     Problem(
                         f"events.{key} {place} cannot be bound: {why_not}",
-                        "end what is there (a cluster of yours? `kvcache stop`), or choose another "
+                        "end its user (a cluster? `kvcache stop`), or choose another "
                         "port; 0 lets the system choose",
                     )
                 )
@@ -447,7 +447,7 @@ def port_problems(config: ClusterConfig) -> list[Problem]:
 
 
 def _why_not_bound(place: str) -> str:
-    """Say why a TCP address cannot be bound, empty if it can, or is none."""
+    """Return why a TCP address cannot be bound; empty if it can, or if it is no TCP address."""
     match = _TCP.fullmatch(place)
     if match is None or match["port"] == "0":
         return ""
@@ -543,7 +543,7 @@ def _size(size_bytes: int | None, otherwise: str = "unknown") -> str:
 
 
 def _copies(measurement: CopyMeasurement, page_bytes: Sequence[int]) -> Table:
-    """One line for each direction and size of page; the way that is chosen has a star."""
+    """One line per direction and page size; a star marks the chosen method."""
     from kvcache.worker.copies.measurement import PLAIN
 
     ways = list(dict.fromkeys(f.way for f in measurement.figures if f.way != PLAIN))
@@ -576,7 +576,7 @@ def _share(figure: CopyFigure | None, plain: CopyFigure | None) -> str:
 
 
 def _choices(measurement: CopyMeasurement) -> list[str]:
-    """Say in words what is chosen."""
+    """Describe the chosen methods."""
     return [
         f"{c.direction}: {c.below} below {bytes_text(c.piece_bytes)} a piece, {c.above} from there"
         for c in measurement.crossovers

@@ -1,10 +1,8 @@
-"""What a stretch of cache events comes to: rates, positions, prefixes, and whether the state is
-the same.
+"""Add up cache events: rates, positions, prefixes, and whether the state equals the publisher's.
 
-Between a subscriber and what `kvcache watch` or the dashboard shows. State machines: the caller
-tells the time. Prefixes are blocks by hash, each with its parent, of group 0 only, which every
-prompt goes through; they are shown by hash and length, never by tokens. States of different numbers
-are not compared.
+Used by `kvcache watch` and the dashboard. State machines: the caller passes the time in. Prefixes
+are blocks of group 0, by hash, each with its parent. They are shown by hash and length, never by
+tokens. States are compared only at equal sequence numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ class PrefixRow:
 
 @dataclass(frozen=True)
 class TopPrefixes:
-    """Prefixes that stand out, the first ones first: those that most blocks continue, the longest,
-    and those that were extended last."""
+    """The prefixes with the most continuations, the longest, and the most recently extended."""
 
     most_children: tuple[PrefixRow, ...]
     longest: tuple[PrefixRow, ...]
@@ -46,7 +43,7 @@ class TopPrefixes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What came within a stretch of time, per second. Snapshots do not count."""
+    """Events of an interval, per second. Snapshots do not count."""
 
     batches: float
     events: float
@@ -56,11 +53,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Look:
-    """What there is to see at one moment.
+    """The state at one moment.
 
-    `publisher_seq`, `publisher_checksum` and hit rates are None where the coordinator is not asked;
-    `is_same_state` is None until a checksum of the same number is known from both. Hit rates are
-    tokens found per token asked for, since the epoch began and within the last stretch.
+    `publisher_seq`, `publisher_checksum` and hit rates are None if the coordinator is not asked;
+    `is_same_state` is None until both checksums are known for one sequence number. Hit rates are
+    hit tokens per token looked up, since the epoch began and in the last interval.
     """
 
     traffic: Traffic
@@ -106,10 +103,10 @@ class Look:
 
 
 class EventTally:
-    """Adds up what a subscriber passes on. One owner, one thread."""
+    """Adds up the updates of a subscriber. Not thread-safe."""
 
     def __init__(self, now_s: float) -> None:
-        """Begin the first stretch at `now_s`, in seconds of any clock."""
+        """Begin the first interval at `now_s`, in seconds of any clock."""
         self._forest = PrefixForest()
         self._since_s = now_s
         self._num_batches = self._num_events = self._num_stored = self._num_removed = 0
@@ -131,7 +128,7 @@ class EventTally:
                 self._num_removed += len(event.block_hashes)
 
     def note(self, seq: int | None, checksum: int) -> None:
-        """Remember the state at a number, for when the publisher says what it was there."""
+        """Remember the state at a sequence number, to compare it with the publisher's later."""
         if seq is not None:
             self._checksums[seq] = checksum
             if len(self._checksums) > _KEPT_CHECKSUMS:
@@ -146,7 +143,7 @@ class EventTally:
         problem: str = "",
         num_top: int = 5,
     ) -> Look:
-        """Return what there is to see at `now_s`, and begin the next stretch."""
+        """Return the state at `now_s`, and begin the next interval."""
         told = (None if statistics is None else statistics.events) or {}
         seq, checksum = told.get("last_seq"), told.get("checksum")
         ours = None if seq is None else self._checksums.get(seq)
@@ -176,7 +173,7 @@ class EventTally:
             return None, None
         asked, hit = manager.num_asked_tokens, manager.num_hit_tokens
         before, self._asked_before = self._asked_before, (asked, hit)
-        if before is None or asked < before[0]:  # a coordinator that has just begun
+        if before is None or asked < before[0]:  # a new coordinator
             before = (0, 0)
         return _share(hit, asked), _share(hit - before[1], asked - before[0])
 
@@ -201,21 +198,21 @@ class _Block:
 
 
 class PrefixForest:
-    """Blocks and what continues them. One owner, one thread."""
+    """Blocks and their children. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Know no block."""
+        """Begin without blocks."""
         self._blocks: dict[int, _Block] = {}
         self._children: dict[int, int] = {}
-        """How many present blocks continue a block, which itself may be gone."""
+        """How many present blocks continue a block. The block itself may be gone."""
         self._order = 0
 
     def __len__(self) -> int:
-        """Return how many blocks there are, in whatever medium, each counted once."""
+        """Return the number of blocks; a block in several media counts once."""
         return len(self._blocks)
 
     def follow(self, events: Iterable[WireEvent]) -> None:
-        """Take events, in order."""
+        """Apply events in order."""
         for event in events:
             if isinstance(event, ClearedEvent):
                 self._blocks.clear()
@@ -228,7 +225,7 @@ class PrefixForest:
                 self._take(event)
 
     def top(self, count: int) -> TopPrefixes:
-        """Return the `count` first prefixes of each sort."""
+        """Return the first `count` prefixes of each order."""
         branching = [h for h, n in self._children.items() if n > 1 and h in self._blocks]
         ends = [h for h in self._blocks if not self._children.get(h)]
         blocks = self._blocks

@@ -1,10 +1,10 @@
-"""`kvcache watch` and `kvcache events dump`: what a cache's events say, live or as lines of JSON.
+"""`kvcache watch` and `kvcache events dump`: cache events, live or as lines of JSON.
 
-Both follow a running cluster, or the two addresses at which events are published, as a router does,
-and change nothing. `watch` also asks the cluster's coordinator, for its hit rate and for the state
-that its publisher has; it asks in a thread of its own, so that a coordinator that is away does not
-hold up the events. `dump` begins with what is cached now, as the publisher states it, and leaves
-out only empty batches; its fields are those of the wire, hashes as plain integers.
+Both follow a running cluster, or the two addresses of a publisher, as a router does, and change
+nothing. `watch` also asks the coordinator for its hit rate and for its publisher's state, in a
+thread of its own, so that a silent coordinator does not delay events. `dump` begins with a snapshot
+of the cache and leaves out only empty batches. Its fields are those of the wire, hashes as plain
+integers.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _STATE_S = 15.0
 _POLL_S = 0.1
 
 ClusterArgument = Annotated[
-    str | None, typer.Argument(help="Name of the cluster; default: the only one that runs.")
+    str | None, typer.Argument(help="Name of the cluster (default: the only running one).")
 ]
 EndpointOption = Annotated[
-    str | None, typer.Option("--endpoint", help="Instead: the publisher's address.")
+    str | None, typer.Option("--endpoint", help="Follow the publisher at this address.")
 ]
 ReplayEndpointOption = Annotated[
     str | None,
     typer.Option(
-        "--replay-endpoint", help="With --endpoint: the address that answers for missed events."
+        "--replay-endpoint", help="With --endpoint: the address that replays missed events."
     ),
 ]
 
@@ -61,7 +61,7 @@ def watch(
     replay_endpoint: ReplayEndpointOption = None,
     seconds: SecondsOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON each second instead.")
+        bool, typer.Option("--json", help="Print a line of JSON each second.")
     ] = False,
 ) -> None:
     """Follow a cache's events live: rates, blocks, prefixes, and whether any are missing."""
@@ -80,13 +80,13 @@ def dump(
     endpoint: EndpointOption = None,
     replay_endpoint: ReplayEndpointOption = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then print new events as they come.")
+        bool, typer.Option("--follow", "-f", help="Continue with new events.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-l", help="End after N events.", min=1)
+        int | None, typer.Option("--limit", "-l", help="Stop after N events.", min=1)
     ] = None,
 ) -> None:
-    """Print cache events as lines of JSON: first the present state, prompt tokens included."""
+    """Print cache events as lines of JSON, first a snapshot; prompt tokens included."""
     from actors.routing.event_endpoints import subscribe
 
     with (
@@ -98,7 +98,7 @@ def dump(
                 print(line, flush=follow)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Who reads the lines has gone; nothing may be flushed to it when this process ends.
+            # The reader of the pipe has gone: flush nothing to it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except KeyboardInterrupt:
             return
@@ -106,8 +106,8 @@ def dump(
 
 @dataclass(frozen=True)
 class EventSource:
-    """Where to follow. `look` asks the coordinator for its statistics; None where only addresses
-    are known. `host`: where its publisher runs."""
+    """What to follow. `look` asks the coordinator for its statistics; None if only addresses are
+    known. `host`: where the publisher runs."""
 
     title: str
     endpoints: EventEndpoints
@@ -119,10 +119,10 @@ class EventSource:
 def open_source(
     name: str | None, endpoint: str | None, replay_endpoint: str | None
 ) -> Iterator[EventSource]:
-    """Yield what to follow; connected to Ray meanwhile, if it is a cluster.
+    """Yield the source; connect to Ray for a cluster.
 
     Raises ConfigurationError when the choices contradict each other or the cluster publishes no
-    events, NotRunningError if there is none, or none whose coordinator can be asked.
+    events, NotRunningError if no cluster runs or its coordinator cannot be asked.
     """
     from actors.routing.event_endpoints import EventEndpoints
     from kvcache.base.errors import ConfigurationError
@@ -132,8 +132,8 @@ def open_source(
             yield source
     elif endpoint is None or replay_endpoint is None:
         raise ConfigurationError(
-            "one address is not enough: give --endpoint for the live stream and --replay-endpoint "
-            "for what was missed"
+            "one address is missing: give --endpoint for the live stream and --replay-endpoint "
+            "for missed events"
         )
     elif name is not None:
         raise ConfigurationError(
@@ -196,7 +196,7 @@ class _Watch:
         self._subscriber.close()
 
     def run(self, show: Show, seconds: float | None) -> None:
-        """Show a look once per interval, and a last one when `seconds` are over."""
+        """Show the state once per interval, and once more after `seconds`."""
         now_s = time.monotonic()
         end_s = None if seconds is None else now_s + seconds
         next_s = now_s + _INTERVAL_S
@@ -222,7 +222,7 @@ class _Watch:
         return self._tally.look(now_s, statistics, coordinator, problem=self._problem)
 
     def _ask(self) -> None:
-        """Ask the coordinator once, in the reader's thread."""
+        """Ask the coordinator once. Runs in its own thread."""
         from kvcache.base.errors import DeadlineError, NotRunningError
 
         assert self._source.look is not None
@@ -233,7 +233,7 @@ class _Watch:
         self._reader.pause(_ASK_S)
 
     def _follow_to(self, endpoints: EventEndpoints) -> None:
-        """Follow a publisher that started again elsewhere: it sends a snapshot."""
+        """Follow a publisher that restarted at another address; it sends a snapshot."""
         from actors.routing.event_endpoints import subscribe
 
         if endpoints != self._endpoints:
@@ -244,7 +244,7 @@ class _Watch:
 
 @contextmanager
 def _shower(title: str, as_json: bool) -> Iterator[Show]:
-    """Yield what shows a look: a line of JSON, or the whole screen."""
+    """Yield a function that shows the state, as a line of JSON or on the whole screen."""
     if as_json:
         yield lambda look: print(json.dumps(look.as_json()), flush=True)
         return
@@ -327,8 +327,8 @@ def _cells(row: PrefixRow) -> tuple[str, ...]:
 
 
 def event_fields(seq: int, rank: int, time_s: float, event: WireEvent) -> dict[str, Any]:
-    """Return one event as plain values: number and rank of its batch, then the wire's fields, the
-    optional ones only where they say something."""
+    """Return one event as plain values: number and rank of its batch, then the wire's fields,
+    optional ones only if they are set."""
     from kvcache.events.wire_events import RemovedEvent, StoredEvent
 
     fields: dict[str, Any] = {"seq": seq, "rank": rank, "time_s": time_s}
@@ -373,15 +373,15 @@ def _lines(updates: Iterator[Update]) -> Iterator[str]:
 
 
 def _updates(subscriber: KVEventSubscriber, follows: bool) -> Iterator[Update]:
-    """Yield what states everything, then what comes if it `follows`."""
+    """Yield a snapshot, then new updates if `follows`."""
     from kvcache.base.errors import DeadlineError
 
     give_up_s = time.monotonic() + _STATE_S
     while not (found := subscriber.poll(_POLL_S)):
         if time.monotonic() > give_up_s:
             raise DeadlineError(
-                f"no publisher said within {_STATE_S:g} s what is cached: is the publisher there, "
-                "and are both addresses its own?"
+                f"no snapshot arrived within {_STATE_S:g} s: check that the publisher runs and "
+                "that both addresses are its own"
             )
     yield found[0]
     if not follows:

@@ -1,4 +1,4 @@
-"""`kvcache launch` and `stop`: a cluster that lives longer than one command's work."""
+"""`kvcache launch` and `stop`: a cluster that outlives one command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def launch(
     config: ConfigOption,
     name: Annotated[
         str | None,
-        typer.Option("--name", "-n", help="Name of the cluster; default: the configuration's."),
+        typer.Option("--name", "-n", help="Name of the cluster (default: the configuration's)."),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when ready; the cluster stays.")
@@ -64,7 +64,7 @@ def launch(
 
 @command
 def stop(name: NameOption = None) -> None:
-    """Stop a running cluster, and leave nothing of it behind."""
+    """Stop a running cluster and remove everything it started."""
     from actors.cli.clusters import find_launched, names_under, only_cluster, ray_session
     from actors.clusters.shutdown import ClusterParts, take_down
     from actors.connect import is_actor_known
@@ -79,14 +79,14 @@ def stop(name: NameOption = None) -> None:
             hanging = [n for n in names_under(name) if is_actor_known(coordinator_name(n))]
             if not hanging:
                 raise
-            say(f"the coordinator of {name} does not answer: everything of it is ended by name")
+            say(f"the coordinator of {name} does not answer: ending its actors by name")
             for each in hanging:
                 take_down(ClusterParts.found(each))
     say(f"{name} has stopped")
 
 
 def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
-    """Name the files with the coordinators' logs, of those that can tell."""
+    """Print the paths of the coordinators' logs, if known."""
     from kvcache.base.errors import KVCacheError
 
     for cluster in clusters:
@@ -97,7 +97,8 @@ def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
 
 
 def _watch(clusters: list[KVCacheCluster]) -> str:
-    """Return why a cluster has ended by itself; a coordinator that restarts has not."""
+    """Wait until a cluster ends by itself, and return why. A restarting coordinator has not
+    ended."""
     from kvcache.base.errors import DeadlineError, NotRunningError
 
     while True:
@@ -106,7 +107,7 @@ def _watch(clusters: list[KVCacheCluster]) -> str:
             try:
                 status = cluster.status()
             except NotRunningError:
-                return f"{cluster.name} was stopped from elsewhere"
+                return f"{cluster.name} was stopped by another command"
             except DeadlineError:
                 continue
             if status.state == "failed":
@@ -115,8 +116,8 @@ def _watch(clusters: list[KVCacheCluster]) -> str:
 
 @contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: raise KeyboardInterrupt. Inside `ray_session`, which sets a
-    handler of its own."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does. Use it inside `ray_session`, which sets
+    its own handler."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -130,7 +131,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore SIGTERM and Ctrl-C while something is taken down; it has deadlines of its own."""
+    """Ignore SIGTERM and Ctrl-C during a shutdown, which has its own deadlines."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
     try:

@@ -1,4 +1,4 @@
-"""`kvcache plan`: what a configuration or a published model takes, before anything runs."""
+"""`kvcache plan`: the blocks and bytes of a configuration or a published model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     *,
     hf_config: Annotated[
         Path | None,
-        typer.Option("--hf-config", help="Instead: the config.json of a model on Hugging Face."),
+        typer.Option("--hf-config", help="Plan this config.json of a Hugging Face model."),
     ] = None,
     tp: Annotated[
         int | None,
@@ -39,21 +39,22 @@ def plan(
         int | None, typer.Option(help="With --hf-config: tokens per block (default: 16).", min=1)
     ] = None,
     max_model_len: Annotated[
-        str | None, typer.Option(help="With --hf-config: tokens of a request (default: auto).")
+        str | None,
+        typer.Option(help="With --hf-config: longest request (default: auto)."),
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="With --hf-config: tokens of a step (default: 8192).", min=1)
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --hf-config: of keys and values (default: the model's)."),
+        typer.Option(help="With --hf-config: type of keys and values (default: the model's)."),
     ] = None,
     mamba_cache_mode: Annotated[
         str | None, typer.Option(help="With --hf-config: none or align (default: none).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the plan of a configuration or a model: blocks, bytes, tokens, concurrency, per rank."""
+    """Show the plan of a configuration or a model: blocks, bytes, tokens and concurrency."""
     from kvcache.base.errors import ConfigurationError
     from kvcache.config import load_config
     from kvcache.planner import HFChoices, cluster_from_hf_config, plan_cluster, report_plan
@@ -72,18 +73,18 @@ def plan(
         typed = [option for option, value in of_a_model.items() if value is not None]
         if typed:
             raise ConfigurationError(
-                f"{', '.join(typed)} cannot be typed with --config: set them in {config}"
+                f"{', '.join(typed)} cannot be combined with --config: set them in {config}"
             )
         settings = load_config(config)
         name = settings.name
     elif hf_config is None or config is not None:
         raise ConfigurationError(
-            "there must be one thing to plan: give --config FILE for a configuration, or "
+            "nothing to plan, or two things: give --config FILE for a configuration, or "
             "--hf-config FILE for the config.json of a model"
         )
     elif memory is None:
         raise ConfigurationError(
-            "a config.json does not say how much memory there is: give --memory, such as 60GiB"
+            "a config.json does not say how much memory a rank has: give --memory, such as 60GiB"
         )
     else:
         choices = HFChoices(
@@ -115,7 +116,7 @@ def plan(
 
 
 def _tokens_or_text(text: str) -> int | str:
-    """Return a number that was typed as one, other text as it is for the model to refuse."""
+    """Return an integer if the text is one, else the text, which the model refuses."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else text
 
 

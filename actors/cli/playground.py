@@ -1,4 +1,4 @@
-"""What a replay is played on: a cluster made for it, one that is running, or this process alone."""
+"""Where a replay runs: on a new cluster, on a running one, or in this process alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SEND_AGAIN_S = 0.1
 
 @dataclass(frozen=True)
 class Playground:
-    """Whom the engine drives, by which limits, and what to call it."""
+    """The stepper that the engine drives, its limits, and a title."""
 
     title: str
     stepper: Stepper
@@ -45,15 +45,15 @@ class Playground:
 Look: TypeAlias = (
     "Callable[[], tuple[CoordinatorStatistics | None, Sequence[WorkerStatistics | None]]]"
 )
-"""Asks a cluster for the statistics of its coordinator and its ranks, None of who does not
-answer."""
+"""Asks a cluster for the statistics of its coordinator and its ranks, None for a process that
+does not answer."""
 
 
 class ClientStepper:
-    """A cluster behind its client. `look` asks for what the client is not told.
+    """A cluster behind its client. `look` asks for statistics that the client does not get.
 
     `return_s`: how long a cluster that has lost a process may take to serve steps again, as
-    `DeadlinesConfig.return_s`. `tell` hears what is waited for, a line each time.
+    `DeadlinesConfig.return_s`. `tell` gets a line for each wait.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ClientStepper:
         return self._client.submit(step)
 
     def wait_result(self, step: int) -> StepResult:
-        """Wait for the coordinator's answer; send the step again while it is refused because a
-        rank is silent. Nothing has happened then, and the epoch goes on."""
+        """Wait for the coordinator's answer. If it refuses the step because a rank is silent,
+        nothing has happened and the epoch continues: send the step again."""
         give_up_s = time.monotonic() + self._return_s
         is_told = False
         while True:
@@ -93,9 +93,7 @@ class ClientStepper:
                     is_told = True
                     self._tell(f"{error}: waiting, {self._return_s:.0f} s at most")
                 if time.monotonic() > give_up_s:
-                    raise DeadlineError(
-                        f"step {step} is refused again and again: {error}"
-                    ) from error
+                    raise DeadlineError(f"step {step} is refused repeatedly: {error}") from error
             time.sleep(_SEND_AGAIN_S)
             step = self._client.submit(self._submitted)
 
@@ -104,7 +102,7 @@ class ClientStepper:
         self._client.wait_finished(step)
 
     def attach(self) -> None:
-        """Attach again. What was checked before still counts."""
+        """Attach again. Earlier checks still count."""
         client = self._client
         checked, failures = client.bytes_checked, client.failures
         give_up_s = time.monotonic() + self._return_s
@@ -122,7 +120,7 @@ class ClientStepper:
         self._failures_before += failures
 
     def progress(self) -> ForwardProgress:
-        """Say what the client has heard."""
+        """Return the progress that the client knows of."""
         client = self._client
         return ForwardProgress(
             finished_step=client.finished_step,
@@ -131,12 +129,13 @@ class ClientStepper:
         )
 
     def statistics(self) -> CacheCounters:
-        """Ask the cluster; the last known statistics where the coordinator has none, or is away."""
+        """Ask the cluster; return the last known statistics if the coordinator has none or is
+        away."""
         try:
             statistics, workers = self._look()
         except (DeadlineError, NotRunningError, WorkerLostError):
             return self._counters
-        # Every rank executes the same copies; one that was replaced knows of fewer.
+        # Every rank executes the same copies; a replaced one has counted fewer.
         copies = max((w.num_blocks_copied for w in workers if w is not None), default=0)
         if statistics is not None and statistics.manager is not None:
             core = statistics.manager.core
@@ -169,10 +168,10 @@ def _tier_counters(offload: OffloadStatistics | None) -> TierCounters | None:
 def open_playground(
     config_path: Path | None, name: str | None, is_local: bool
 ) -> Iterator[Playground]:
-    """Yield what to play on; whatever was started for it is stopped afterwards.
+    """Yield where to play; afterwards stop what was started for it.
 
-    Raises ConfigurationError when the choices contradict each other, and what starting or
-    connecting raises.
+    Raises ConfigurationError if the choices contradict each other, and the errors of starting or
+    connecting.
     """
     if name is not None and (is_local or config_path is not None):
         other = "--local" if is_local else "--config"
@@ -213,7 +212,7 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
 
 @contextmanager
 def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
-    """A cluster on Ray that lives as long as the replay."""
+    """A cluster on Ray for the duration of the replay."""
     from actors.cli.clusters import ray_session
     from actors.cli.launch import interrupted_by_sigterm
     from actors.clusters.cluster import KVCacheCluster
@@ -230,7 +229,7 @@ def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
 
 @contextmanager
 def _running_cluster(name: str) -> Iterator[Playground]:
-    """A cluster that runs already, and goes on running."""
+    """A running cluster, which keeps running afterwards."""
     from actors.cli.clusters import ray_session
     from actors.cli.launch import interrupted_by_sigterm
     from actors.clusters.cluster import KVCacheCluster
@@ -263,7 +262,7 @@ def _limits(config: ClusterConfig, max_model_len: int) -> EngineLimits:
     groups = get_kv_cache_groups(
         merge_rank_specs(layer_specs(config)),
         disable_hybrid_kv_cache_manager=config.cache.disable_hybrid_manager,
-        warn=lambda warning: None,  # the plan has said it already
+        warn=lambda warning: None,  # the plan has warned already
     )
     return EngineLimits(
         max_model_len=max_model_len,

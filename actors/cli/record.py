@@ -1,7 +1,7 @@
-"""`kvcache record`: the requests of a running cluster as a trace that `kvcache simulate` reads.
+"""`kvcache record`: write the requests of a running cluster to a trace for `kvcache simulate`.
 
-Asks the coordinator again and again for what has been served since. Tokens do not leave it, digests
-not this process. Ctrl-C and SIGTERM end a recording as its limits do: in order, with all that ran.
+Asks the coordinator periodically for newly served requests. Tokens do not leave the coordinator,
+and digests do not leave this process. Ctrl-C, SIGTERM and the limits all end a recording after
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def record(
     *,
     name: NameOption = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="End after so many seconds, above 0.")
+        float | None, typer.Option("--seconds", help="Stop after this many seconds, above 0.")
     ] = None,
     requests: RequestsOption = None,
-    max_size: Annotated[str, typer.Option(help="End before the file is larger.")] = "256MiB",
+    max_size: Annotated[str, typer.Option(help="Stop before the file grows larger.")] = "256MiB",
     tenants: Annotated[
-        bool, typer.Option("--tenants", help="Write the tenant of each request, too.")
+        bool, typer.Option("--tenants", help="Also write the tenant of each request.")
     ] = False,
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Record the requests of a running cluster as a trace, without tokens, until Ctrl-C."""
+    """Record the requests of a running cluster, without tokens, until Ctrl-C."""
     import secrets
 
     from actors.cli.clusters import only_cluster, ray_session, require_plan
@@ -61,8 +61,8 @@ def record(
 
     if seconds is not None and not seconds > 0:
         raise ConfigurationError(
-            f"--seconds {seconds:g} records nothing: give how many seconds to record, such as 600, "
-            "or leave it out and end the recording with Ctrl-C"
+            f"--seconds {seconds:g} records nothing: give a number above 0, such as 600, "
+            "or omit it and end the recording with Ctrl-C"
         )
     options = RecordingOptions(_parse_size(max_size), tenants)
     with ray_session(may_start=False):
@@ -104,7 +104,7 @@ def record(
 
 @dataclass(frozen=True)
 class RecordingSummary:
-    """What was recorded. `num_lost` requests came faster than they could be told."""
+    """What was recorded. `num_lost` requests arrived faster than they could be reported."""
 
     path: str
     num_requests: int
@@ -117,8 +117,8 @@ class RecordingSummary:
 class RecordingFollower:
     """Writes requests into a recording until a limit.
 
-    `take` asks for requests, with True for the last time. What it raises for longer than
-    `patience_s` is raised: a coordinator that restarts is waited for.
+    `take` asks for requests, and gets True the last time. Its errors are passed on only after
+    `patience_s`, so that a coordinator has time to restart.
     """
 
     def __init__(
@@ -180,18 +180,19 @@ class RecordingFollower:
         return batch
 
     def _finish(self, *, is_wanted: bool) -> None:
-        """Have the coordinator end it; write what still waited there if it is wanted."""
+        """End the recording in the coordinator. If `is_wanted`, write the requests that waited
+        there."""
         from kvcache.base.errors import DeadlineError, NotRunningError
 
         try:
             batch = self._take(True)
         except (DeadlineError, NotRunningError):
-            return  # it ends by itself when the questions stop
+            return  # it ends by itself when nothing asks any more
         if is_wanted:
             self._write(batch)
 
     def _write(self, batch: RecordedBatch | None) -> str:
-        """Write requests; return which limit was reached, if one was."""
+        """Write requests; return the limit that was reached, if any."""
         if batch is None:
             return ""
         if batch.num_lost < self._lost:  # another coordinator
@@ -227,7 +228,7 @@ class RecordingFollower:
 
 @contextmanager
 def ended_by_signals() -> Iterator[threading.Event]:
-    """Yield what Ctrl-C and SIGTERM set while the `with` block runs. Main thread only."""
+    """Yield an event that Ctrl-C and SIGTERM set during the `with` block. Main thread only."""
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -251,5 +252,5 @@ def _parse_size(text: str) -> int:
     except ValueError as error:
         raise ConfigurationError(f"--max-size {text!r}: {error}") from error
     if not isinstance(size_bytes, int) or size_bytes < 1:
-        raise ConfigurationError(f"--max-size {text!r} is no size: give one such as 256MiB")
+        raise ConfigurationError(f"--max-size {text!r} is not a size: give one such as 256MiB")
     return size_bytes

@@ -1,8 +1,8 @@
-"""`kvcache replay` and `replay-record`: play a workload on a cluster, or repeat a recording.
+"""`kvcache replay` and `replay-record`: play a workload on a cluster, or replay a recording.
 
-A workload is played on a cluster that is started for it or is running already, in this process
-without Ray, or by the counting rule without any cluster at all. A recording is repeated in this
-process, without cluster and workers.
+A workload runs on a new cluster, on a running one, in this process without Ray, or with
+`--prefill-only` as a plain count of hits. A recording is replayed in this process, without cluster
+and workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def replay(
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", help="Play the first N requests only.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of a workload that is made.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a generated workload.")] = 0,
     name: Annotated[
         str | None, typer.Option("--name", "-n", help="Play on this running cluster.")
     ] = None,
@@ -56,7 +56,7 @@ def replay(
     prefill_only: Annotated[
         bool,
         typer.Option(
-            "--prefill-only", help="No cluster: count hits of the prompts, one after another."
+            "--prefill-only", help="No cluster: count the hits of one prompt after another."
         ),
     ] = False,
     blocks: Annotated[
@@ -66,13 +66,11 @@ def replay(
         int | None, typer.Option(help="With --prefill-only: tokens per block.", min=1)
     ] = None,
     pipeline_depth: Annotated[
-        int, typer.Option(help="Steps that may run while the next is scheduled.", min=1)
+        int, typer.Option(help="Steps that may run while the next one is scheduled.", min=1)
     ] = 1,
     skip_too_long: Annotated[
         bool,
-        typer.Option(
-            "--skip-too-long", help="Leave out and count requests longer than max_model_len."
-        ),
+        typer.Option("--skip-too-long", help="Skip and count requests longer than max_model_len."),
     ] = False,
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
@@ -128,7 +126,7 @@ def replay_record(
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Repeat a recording, and compare the results."""
+    """Replay a recording and compare the results."""
     from kvcache.base.clock import SystemClock
     from kvcache.recorder import RecordReplay, open_recording
 
@@ -152,7 +150,7 @@ def replay_record(
 
 @dataclass(frozen=True)
 class WorkloadSize:
-    """How much there is to play."""
+    """Number of requests and tokens to play."""
 
     num_requests: int
     num_input_tokens: int
@@ -161,16 +159,16 @@ class WorkloadSize:
 
     @property
     def num_tokens(self) -> int:
-        """Input and output."""
+        """Input and output tokens."""
         return self.num_input_tokens + self.num_output_tokens
 
 
 def measure_workload(workload: Workload, max_num_tokens: int | None = None) -> WorkloadSize:
-    """Read all of a workload once, without making its tokens. With `max_num_tokens`, longer
-    requests do not count.
+    """Read a workload once, without its tokens. With `max_num_tokens`, longer requests do not
+    count.
 
-    An error in it is found here, before anything has been started. Raises TraceError
-    when there is nothing to play.
+    Finds errors in the workload before anything is started. Raises TraceError if it has no
+    request to play.
     """
     from kvcache.base.errors import TraceError
 
@@ -191,19 +189,20 @@ def measure_workload(workload: Workload, max_num_tokens: int | None = None) -> W
             f"({max_num_tokens}): raise it, or give another workload"
         )
     if longest is None:
-        raise TraceError(f"{workload.name} holds no request: give a workload with at least one")
+        raise TraceError(f"{workload.name} has no requests: give a workload with at least one")
     return WorkloadSize(num_requests, num_input_tokens, num_output_tokens, longest)
 
 
 def _counting_options(blocks: str, block_size: int | None, skip_too_long: bool) -> CountingOptions:
-    """Raises ConfigurationError for `--skip-too-long`: no model limits a count."""
+    """Raises ConfigurationError for `--skip-too-long`: a count has no model and no longest
+    request."""
     from actors.cli.simulations import parse_capacity
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.counting import CountingOptions
 
     if skip_too_long:
         raise ConfigurationError(
-            "--prefill-only has no model, so no request is too long: leave --skip-too-long out"
+            "--prefill-only has no model, so no request is too long: omit --skip-too-long"
         )
     return CountingOptions(parse_capacity(blocks), block_size)
 
@@ -211,7 +210,7 @@ def _counting_options(blocks: str, block_size: int | None, skip_too_long: bool) 
 def _count_prefills(
     workload: Workload, size: WorkloadSize, options: CountingOptions, *, is_shown: bool
 ) -> PrefillCount:
-    """Count the hits of the prompts alone."""
+    """Count the hits of the prompts."""
     from kvcache.base.clock import SystemClock
     from kvcache.simulate.counting import count_prefill_hits
 
@@ -230,9 +229,9 @@ def _count_prefills(
 def _playable(
     workload: Workload, size: WorkloadSize, max_model_len: int, skips_too_long: bool
 ) -> WorkloadSize:
-    """Return how much of a workload a model of `max_model_len` tokens plays.
+    """Return the part of a workload that fits a model of `max_model_len` tokens.
 
-    Raises RequestError when a request is too long and none is to be skipped, or when all are.
+    Raises RequestError if a request is too long and may not be skipped, or if all are too long.
     """
     from kvcache.replay.limits import require_model_len
 

@@ -1,4 +1,4 @@
-"""`kvcache simulate`: traces on the manager alone, by policy and capacity, without Ray or torch."""
+"""`kvcache simulate`: play traces on the manager alone, without Ray or torch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from kvcache.simulate.simulation import SimulationResult
     from kvcache.specs import KVCacheGroupSpec
 
-SeedOption = Annotated[int, typer.Option(help="Seed of a trace that is made.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of a generated trace.")]
 RequestsOption = Annotated[
-    int | None, typer.Option("--requests", "-l", help="The first N requests only.", min=1)
+    int | None, typer.Option("--requests", "-l", help="Only the first N requests.", min=1)
 ]
 BlockSizeOption = Annotated[
     int | None,
-    typer.Option(help="Tokens per block, where the trace does not say.", min=1),
+    typer.Option(help="Tokens per block, if the trace does not say.", min=1),
 ]
 ProcessesOption = Annotated[
     int | None,
-    typer.Option("--processes", "-j", help="At once (default: one for each core).", min=1),
+    typer.Option("--processes", "-j", help="Parallel simulations (default: one per core).", min=1),
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option(help="Draw it, too: .svg, .png or .pdf (extra `plots`).")
+    Path | None, typer.Option(help="Draw the curves: .svg, .png or .pdf (extra `plots`).")
 ]
 
 
@@ -43,7 +43,7 @@ def simulate(
         list[str],
         typer.Argument(
             metavar="TRACE...",
-            help="Mooncake's JSONL or a recording of ours (.jsonl, .jsonl.gz), or made: chat, "
+            help="A Mooncake trace or a kvcache recording (.jsonl, .jsonl.gz), or generated: chat, "
             "agents, retrieval, scans, conversations.",
         ),
     ],
@@ -59,51 +59,53 @@ def simulate(
         typer.Option(
             "--blocks",
             "-b",
-            help="Capacity in blocks, or unlimited; may be repeated (default: a range).",
+            help="Capacity in blocks, or unlimited; may be repeated (default: a range of sizes).",
         ),
     ] = None,
     host_blocks: Annotated[
         int, typer.Option(help="Blocks of host memory below the device.", min=0)
     ] = 0,
-    disk_blocks: Annotated[int, typer.Option(help="Blocks on disk below that.", min=0)] = 0,
+    disk_blocks: Annotated[int, typer.Option(help="Blocks on disk below host memory.", min=0)] = 0,
     window: Annotated[
         int | None,
         typer.Option(help="A hybrid model: half its layers have a window of N tokens.", min=1),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="Groups, block sizes and capacity of this cluster."),
+        typer.Option(
+            "--config", "-c", help="Take groups, block sizes and capacity from this configuration."
+        ),
     ] = None,
     running: Annotated[
         bool,
         typer.Option(
             "--running/--prefill-only",
-            help="Requests run side by side by their timestamps, answers included; or one after "
-            "another, prompts only.",
+            help="Run requests concurrently, by their timestamps and with answers; or one after "
+            "another, only prompts.",
         ),
     ] = False,
     prefill_speed: Annotated[
-        float, typer.Option(help="With --running: tokens of a prompt a second.")
+        float, typer.Option(help="With --running: prompt tokens per second.")
     ] = 10_000,
     decode_speed: Annotated[
-        float, typer.Option(help="With --running: tokens of an answer a second.")
+        float, typer.Option(help="With --running: answer tokens per second.")
     ] = 40,
     optimum: Annotated[
-        bool, typer.Option(help="Also show what no policy can beat (Belady).")
+        bool, typer.Option(help="Also show the bound of all policies (Belady).")
     ] = True,
     seed: SeedOption = 0,
     requests: RequestsOption = None,
     block_size: BlockSizeOption = None,
     write_trace: Annotated[
         Path | None,
-        typer.Option(help="Instead: write the trace to this file (.jsonl, .jsonl.gz)."),
+        typer.Option(help="Write the trace to this file (.jsonl, .jsonl.gz) and stop."),
     ] = None,
     processes: ProcessesOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
     no_progress: NoProgressOption = False,
 ) -> None:
-    """Play traces on the manager alone: hit rates by policy and capacity, without a cluster."""
+    """Simulate hit rates of traces by policy and capacity, without a cluster."""
     from actors.cli.simulations import parse_policies, play, read_traces, require_plots
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.running_counting import Pace
@@ -115,7 +117,7 @@ def simulate(
     if write_trace is not None:
         if len(traces) != 1:
             raise ConfigurationError(
-                f"--write-trace writes one trace, {len(traces)} are named: name one"
+                f"--write-trace writes one trace, {len(traces)} are given: give one"
             )
         (trace,) = read()
         write_lines(write_trace, trace.to_lines())
@@ -150,22 +152,20 @@ def simulate(
 def _model(
     traces: Sequence[BlockTrace], window_tokens: int | None, config: Path | None
 ) -> tuple[tuple[KVCacheGroupSpec, ...], int | None]:
-    """Return which groups of layers share the blocks, and how many blocks a configuration has.
+    """Return the groups of layers that share the blocks, and a configuration's number of blocks.
 
-    Raises ConfigurationError where `--window` and `--config` contradict each other or the traces.
+    Raises ConfigurationError if `--window` and `--config` contradict each other or the traces.
     """
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.simulated_cache import window_groups
 
     if config is not None and window_tokens is not None:
-        raise ConfigurationError(
-            "--window and --config both say what the model is: give one of them"
-        )
+        raise ConfigurationError("--window and --config both describe the model: give one of them")
     if window_tokens is not None:
         sizes = {trace.block_size for trace in traces}
         if len(sizes) > 1:
             raise ConfigurationError(
-                f"--window with traces of blocks of {sorted(sizes)} tokens: simulate them one by "
+                f"--window needs one block size, the traces have {sorted(sizes)}: simulate one by "
                 "one"
             )
         return window_groups(sizes.pop(), window_tokens), None
@@ -184,7 +184,7 @@ def _capacities(
     groups: Sequence[KVCacheGroupSpec],
     num_blocks: int | None,
 ) -> list[int | None]:
-    """Return what was typed, what the configuration has, or a range."""
+    """Return the given capacities, the configuration's, or a range."""
     from actors.cli.simulations import capacity_range, parse_capacity
     from kvcache.base.errors import ConfigurationError
 
@@ -194,7 +194,7 @@ def _capacities(
         return [num_blocks]
     if groups:
         raise ConfigurationError(
-            "--window without --blocks: the kinds of layers share them, so say how many there are"
+            "--window needs --blocks: the kinds of layers share the blocks, so give their number"
         )
     return list(capacity_range(traces))
 
@@ -207,7 +207,7 @@ def _summary(trace: BlockTrace) -> str:
 
 
 def _print(console: Console, trace: BlockTrace, results: list[SimulationResult]) -> None:
-    """Print a table: a row for each policy, a column for each capacity."""
+    """Print a table with a row per policy and a column per capacity."""
     from actors.cli.simulations import capacity_text
     from kvcache.simulate.simulated_cache import OPTIMUM
 

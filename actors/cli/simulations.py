@@ -1,9 +1,8 @@
-"""Simulations that were typed: which traces, policies and capacities; run, and drawn as curves.
+"""Traces, policies and capacities of simulations; run them, and draw curves.
 
-Below `kvcache simulate` and `advise`. Errors in what was typed and in the traces are found before
-the first simulation begins; only whether requests fit where groups share the blocks is not. Curves
-need matplotlib (extra `plots`). The same curves give the same bytes in an SVG file: it has no dates
-and no random names.
+Used by `kvcache simulate` and `advise`. Errors in options and traces are found before the first
+simulation, except for requests that do not fit when groups share the blocks. Curves need matplotlib
+(extra `plots`). Equal curves give equal SVG files, without dates and random names.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _ENDS = (".svg", ".png", ".pdf")
 def read_traces(
     names: Sequence[str], *, limit: int | None, seed: int, block_size: int | None
 ) -> list[BlockTrace]:
-    """Return all traces, each once, under names that tell them apart. Raises TraceError."""
+    """Return all traces once, under distinct names. Raises TraceError."""
     names = list(dict.fromkeys(names))
     traces = [
         open_block_trace(name, limit=limit, seed=seed, block_size=block_size) for name in names
@@ -49,7 +48,7 @@ def read_traces(
 
 
 def parse_policies(names: Sequence[str]) -> tuple[str, ...]:
-    """Return what was typed, each once. Raises ConfigurationError for what is no policy's name."""
+    """Return the policies without repetitions. Raises ConfigurationError for an unknown name."""
     if not names:
         return (_DEFAULT_POLICY,)
     if ALL in names:
@@ -58,20 +57,20 @@ def parse_policies(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_capacity(text: str) -> int | None:
-    """Return the capacity that was typed; None for unlimited. Raises ConfigurationError."""
+    """Return the capacity in blocks, None for unlimited. Raises ConfigurationError."""
     if text == UNLIMITED:
         return None
     digits = text.replace("_", "").replace(",", "")
     if not (digits.isascii() and digits.isdigit() and int(digits)):
         raise ConfigurationError(
-            f"--blocks {text!r} is no capacity: give a number of at least 1, or {UNLIMITED}"
+            f"--blocks {text!r} is not a capacity: give a number of at least 1, or {UNLIMITED}"
         )
     return int(digits)
 
 
 def capacity_range(traces: Sequence[BlockTrace]) -> list[int]:
-    """Return capacities worth a look: 1, 2, 5, 10, ... from the longest request on, until all
-    blocks fit; the largest ones where they are many."""
+    """Return capacities 1, 2, 5, 10, ... from the longest request up to all blocks; the largest
+    ones if there are many."""
     least = max(trace.most_blocks for trace in traces)
     enough = max(trace.num_distinct_blocks for trace in traces)
     capacities: list[int] = []
@@ -85,7 +84,7 @@ def capacity_range(traces: Sequence[BlockTrace]) -> list[int]:
 
 
 def capacity_text(num_blocks: int | None) -> str:
-    """Return a capacity for people."""
+    """Return a capacity as text."""
     return UNLIMITED if num_blocks is None else f"{num_blocks:,}"
 
 
@@ -96,7 +95,7 @@ def play(
     *,
     is_shown: bool,
 ) -> list[SimulationResult]:
-    """Run simulations and show how far they are."""
+    """Run simulations and show the progress."""
     num_played = [0] * len(tasks)
     total = sum(traces[task.trace_index].num_requests for task in tasks)
     title = f"{len(tasks)} simulations" if len(tasks) > 1 else "simulation"
@@ -112,7 +111,7 @@ def play(
 
 @dataclass(frozen=True)
 class Curve:
-    """A line with a name. `is_bound`: it is what others are measured against."""
+    """A named line. `is_bound`: the line is the bound of the others."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -120,13 +119,13 @@ class Curve:
 
 
 def require_plots(path: Path) -> None:
-    """Raise ConfigurationError if nothing can be drawn to `path`."""
+    """Raise ConfigurationError if no plot can be written to `path`."""
     if path.suffix not in _ENDS:
         raise ConfigurationError(
             f"--plot {path}: pictures end with {', '.join(_ENDS[:-1])} or {_ENDS[-1]}: choose one"
         )
     if not path.parent.is_dir():
-        raise ConfigurationError(f"--plot {path}: there is no directory {path.parent}: make it")
+        raise ConfigurationError(f"--plot {path}: there is no directory {path.parent}: create it")
     if find_spec("matplotlib") is None:
         raise ConfigurationError(
             "--plot needs matplotlib, which is not installed: pip install 'kvcache[plots]'"

@@ -1,4 +1,4 @@
-"""`kvcache status`: what a running cluster is, how it does, and what it waits for."""
+"""`kvcache status`: state and pending work of a running cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def status(
     *,
     stuck: Annotated[
         bool,
-        typer.Option("--stuck", help="Instead: pending work; exit code 1 if any of it is stuck."),
+        typer.Option("--stuck", help="Show pending work; exit code 1 if any of it is stuck."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,9 +65,9 @@ def status(
 
 
 def _show_pending(name: str | None, as_json: bool) -> bool:
-    """Print what a running cluster waits for; say whether any of it is stuck.
+    """Print the pending work of a running cluster; return whether any of it is stuck.
 
-    Raises NotRunningError if there is none, or none that can be asked.
+    Raises NotRunningError if no cluster runs, or its coordinator cannot be asked.
     """
     from actors.cli.clusters import named_cluster, ray_session
     from actors.clusters.cluster import KVCacheCluster
@@ -140,7 +140,7 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
         if manager.num_pins:
             facts["pins"] = f"{manager.num_pins:,}, {core.num_pinned_blocks:,} blocks"
         if manager.is_draining:
-            facts["draining"] = "nothing hits until running requests have left"
+            facts["draining"] = "no hits until the running requests have finished"
     offload = None if statistics is None else statistics.offload
     if offload is not None:
         facts |= tier_facts(offload)
@@ -175,7 +175,7 @@ def _ranks(status: ClusterStatus) -> Table:
 
 
 def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
-    """Return what the tiers below the device hold and have done."""
+    """Return the contents and counters of the tiers below the device."""
     facts: dict[str, str] = {}
     for tier in (offload.tiers.host, offload.tiers.disk):
         if tier is None:
@@ -203,7 +203,7 @@ def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
 
 
 def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatistics, ...]:
-    """Return the statistics of all tenants in all tiers; none where none are configured."""
+    """Return the statistics of all tenants in all tiers; empty without tenants."""
     if statistics is None or statistics.manager is None:
         return ()
     found = statistics.manager.tenants
@@ -215,9 +215,9 @@ def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatisti
 
 
 def tenant_table(tenants: Sequence[TenantStatistics]) -> Table:
-    """Return a table with a row for each tenant in each tier. Below the device slots are counted.
+    """Return a table with a row per tenant and tier. Below the device, slots are counted.
 
-    `evicted`: of the tenant, and for what it asked.
+    `evicted`: blocks lost by the tenant, and blocks evicted for it.
     """
     headings = ("tenant", "tier", "held", "cached", "pinned", "share")
     table = Table(*headings, "hit rate", "evicted", "refused")
@@ -238,7 +238,7 @@ def tenant_table(tenants: Sequence[TenantStatistics]) -> Table:
 
 
 def tenant_usage_table(tenants: Sequence[TenantStatistics]) -> Table:
-    """Return a table of what tenants have of each tier, asked of it in tokens, and hit."""
+    """Return a table with the blocks, looked-up tokens and hits of each tenant in each tier."""
     table = Table("tenant", "tier", "held", "of at most", "tokens asked", "hit")
     for each in tenants:
         counts = (each.num_held_blocks, each.limit_blocks, each.num_asked_tokens)
@@ -253,7 +253,7 @@ def tenant_usage_table(tenants: Sequence[TenantStatistics]) -> Table:
 
 
 def refusal_lines(tenants: Sequence[TenantStatistics]) -> list[str]:
-    """Return, for tenants that were refused, the last reason, with its numbers and the remedy."""
+    """Return the last refusal of each refused tenant, with its numbers and the remedy."""
     from kvcache.base.errors import legible
 
     return [

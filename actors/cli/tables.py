@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and on stderr how far they are."""
+"""What commands print: tables for people, JSON for programs, progress on stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LINE_INTERVAL_S = 10.0
 
 
 def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    """Print a table of two columns: what, and how much."""
+    """Print a table of names and values."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -29,9 +29,9 @@ def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """Print a table below its title, which may be wider than the table. Where the terminal is too
-    narrow cells go on in the next line: no figure loses its end. Names in cells are shown as they
-    are, and `legible`: they are no markup."""
+    """Print a table below its title, which may be wider. In a narrow terminal cells wrap, so that
+    no number is cut off. Names in cells are printed literally and `legible`, not as markup."""
+
     from kvcache.base.errors import legible
 
     for column in table.columns:
@@ -43,12 +43,12 @@ def print_table(console: Console, title: str, table: Table) -> None:
 
 
 def say(line: str) -> None:
-    """Say on stderr what is being done: stdout is for results."""
+    """Print a line to stderr; stdout is for results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def print_json(text: str) -> None:
-    """Print JSON as it is: no colours, no wrapping."""
+    """Print JSON without colours and wrapping."""
     print(text, file=sys.stdout)
 
 
@@ -61,8 +61,8 @@ def bytes_text(size_bytes: float) -> str:
 
 
 class WorkProgress:
-    """Shows on stderr, while the `with` block runs, how much of `total` is done: a bar on a
-    terminal, a line now and then elsewhere; nothing unless `is_shown`."""
+    """Shows progress towards `total` on stderr during the `with` block: a bar on a terminal,
+    occasional lines elsewhere; nothing unless `is_shown`."""
 
     def __init__(self, title: str, total: int, clock: Clock, *, is_shown: bool) -> None:
         from rich.progress import (
@@ -107,11 +107,11 @@ class WorkProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Since it was made."""
+        """Seconds since construction."""
         return self._clock.now() - self._start_s
 
     def show(self, done: int, rate: str) -> None:
-        """Show that so much is done, and how fast."""
+        """Show the progress and the rate."""
         if not self._bar.disable:
             self._bar.update(self._task, completed=done, rate=rate)
         now_s = self._clock.now()

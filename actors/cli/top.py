@@ -1,4 +1,4 @@
-"""`kvcache top` and `dashboard`: how a running cluster does, live, on a terminal or on a page."""
+"""`kvcache top` and `dashboard`: a running cluster live, on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ BAR_CELLS = 30
 def top(
     name: NameOption = None,
     *,
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and stop.")] = False,
     interval: Annotated[
-        float, typer.Option("--interval", "-i", help="Seconds between two looks.", min=0.1)
+        float, typer.Option("--interval", "-i", help="Seconds between updates.", min=0.1)
     ] = 1.0,
     seconds: SecondsOption = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON for each look instead.")
+        bool, typer.Option("--json", help="Print a line of JSON per update.")
     ] = False,
 ) -> None:
-    """Show live how a cluster does: steps, hit rate, blocks, tiers, ranks."""
+    """Show a cluster live: steps, hit rate, blocks, tiers, ranks."""
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import DeadlineError
 
@@ -51,7 +51,7 @@ def top(
         def look() -> Look:
             try:
                 status, statistics = cluster.status(), cluster.statistics()
-            except DeadlineError as error:  # a coordinator that restarts
+            except DeadlineError as error:  # the coordinator restarts
                 return Look(time.monotonic(), None, None, str(error))
             return Look(time.monotonic(), status, statistics)
 
@@ -72,12 +72,12 @@ def dashboard(
     port: Annotated[
         int, typer.Option("--port", "-p", help="Where to listen; 0: any port.", min=0, max=65535)
     ] = 8266,
-    host: Annotated[str, typer.Option(help="An address of this machine only.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="A loopback address to listen at.")] = "127.0.0.1",
     browser: Annotated[
         bool, typer.Option("--browser", help="Open the page in this machine's browser.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print where the page is as a line of JSON.")
+        bool, typer.Option("--json", help="Print the page's address as a line of JSON.")
     ] = False,
 ) -> None:
     """Serve a page about a running cluster: the pool as a picture, prefixes, tiers, traffic."""
@@ -90,8 +90,8 @@ def dashboard(
 
     if not is_loopback(host):
         raise ConfigurationError(
-            f"--host {host} is not this machine alone, and the page does not ask its readers who "
-            "they are: leave it out, and reach the page through an SSH tunnel"
+            f"--host {host} can be reached from other machines, and the page has no "
+            "authentication: omit it, and reach the page through an SSH tunnel"
         )
     try:
         from actors.dashboard.server import DashboardServer
@@ -119,7 +119,7 @@ def dashboard(
 
 @dataclass(frozen=True)
 class Look:
-    """All statistics of one moment; `problem` says why there are none."""
+    """The statistics of one moment; `problem` says why there are none."""
 
     at_s: float
     status: ClusterStatus | None
@@ -128,7 +128,7 @@ class Look:
 
     @property
     def coordinator(self) -> CoordinatorStatistics:
-        """The coordinator's statistics, zeroes where there are none."""
+        """The coordinator's statistics, zeros if there are none."""
         from kvcache.coordinator.settings import CoordinatorStatistics
 
         known = None if self.statistics is None else self.statistics.coordinator
@@ -137,7 +137,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Rates:
-    """What happened between two looks, by second; `hit_rate` is of the tokens asked for then."""
+    """Events per second between two looks; `hit_rate` covers the tokens looked up then."""
 
     steps: float
     evictions: float
@@ -149,7 +149,8 @@ class Rates:
 
 
 def rates(before: Look, now: Look) -> Rates:
-    """Return what happened between two looks; where an epoch has begun, since then."""
+    """Return the rates between two looks, or since the start of an epoch that began between
+    them."""
     from kvcache.coordinator.settings import CoordinatorStatistics
 
     seconds = max(1e-9, now.at_s - before.at_s)
@@ -190,7 +191,7 @@ Show = Callable[[Look, Rates], None]
 
 @contextmanager
 def _shower(name: str, once: bool, as_json: bool) -> Iterator[Show]:
-    """Yield what shows a look: a line of JSON, a table, or the whole screen."""
+    """Yield a function that shows a look, as a line of JSON, a table or the whole screen."""
     if as_json:
         yield lambda look, rate: print(json.dumps(as_plain(name, look, rate)), flush=True)
     elif once:
@@ -203,7 +204,7 @@ def _shower(name: str, once: bool, as_json: bool) -> Iterator[Show]:
 
 
 def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
-    """Return a look for programs."""
+    """Return a look as plain values for JSON."""
     statistics = look.coordinator
     manager = statistics.manager
     values: dict[str, Any] = {
@@ -234,7 +235,7 @@ def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
 
 
 def screen(name: str, look: Look, rate: Rates) -> RenderableType:
-    """Return a look for people."""
+    """Return a look as a screen."""
     status, statistics = look.status, look.coordinator
     state = "no answer" if status is None else status.state
     problem = look.problem or ("" if status is None else status.problem)

@@ -46,7 +46,7 @@ def inspect_cache(
     Raises NotRunningError if there is no manager because an epoch is beginning.
     """
     if manager is None:
-        raise NotRunningError("the coordinator has no cache just now: wait until it is ready")
+        raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")
     pins = tuple(
         PinStatus(pin.pin_id, pin.num_tokens, pin.num_blocks, max(0.0, pin.expires_at_s - now_s))
         for pin, _ in manager.control.pin_hits()

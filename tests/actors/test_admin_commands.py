@@ -104,7 +104,7 @@ def test_a_pin_holds_until_it_is_ended(engine: Engine, tmp_path: Path) -> None:
     assert unpinned == {"name": "test-admin", "unpinned": longer["pin_id"]}
     assert shown("pins")["pins"] == []
     assert run("pins") == "nothing is pinned in test-admin\n"
-    assert "nothing of these 3 tokens" in run("pin", "--tokens", "7,8,9", exit_code=2)
+    assert "no prefix of these 3 tokens" in run("pin", "--tokens", "7,8,9", exit_code=2)
 
 
 def test_top_shows_one_look(engine: Engine) -> None:

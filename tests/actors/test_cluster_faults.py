@@ -233,7 +233,7 @@ def test_a_cluster_whose_coordinator_hangs_is_stopped(
     stopped = CliRunner().invoke(app, ["stop", "--name", cluster.name])
     assert (stopped.exit_code, stopped.stderr) == (
         0,
-        f"the coordinator of {cluster.name} does not answer: everything of it is ended by name\n"
+        f"the coordinator of {cluster.name} does not answer: ending its actors by name\n"
         f"{cluster.name} has stopped\n",
     )
     traces.check(cluster.name)

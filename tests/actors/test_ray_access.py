@@ -19,8 +19,8 @@ pytestmark = pytest.mark.ray
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"RAY_AUTH_TOKEN_PATH": "other"}, "the Ray at {0} runs with another token than this"),
-        ({"RAY_AUTH_TOKEN": "f" * 64}, "the Ray at {0} runs with another token than this"),
+        ({"RAY_AUTH_TOKEN_PATH": "other"}, "the Ray at {0} expects another token than this"),
+        ({"RAY_AUTH_TOKEN": "f" * 64}, "the Ray at {0} expects another token than this"),
         (
             {"RAY_AUTH_MODE": "disabled"},
             "the Ray at {0} expects a token, and this command sends none",
@@ -72,8 +72,8 @@ def test_a_ray_without_a_node_on_this_machine_is_refused_at_once(
     assert found.stderr == ""
     assert found.stdout == (
         f"the Ray at {ray_cluster} has no node on this machine, or its raylet has died: `ray start "
-        f"--address={ray_cluster}` adds one; where one has died, `ray stop --force` ends what is "
-        "left of it: start Ray again, and launch\n"
+        f"--address={ray_cluster}` adds one; if one has died, run `ray stop --force`, "
+        "start Ray again, and launch\n"
     )
 
 

@@ -120,7 +120,7 @@ def test_commands_end_with_a_remedy_when_the_control_service_hangs_or_dies(
             replay.kill()
     assert replay.returncode == 3, told
     assert f"kvcache: the Ray at {own_ray.address} is lost: its control service (GCS) has" in told
-    assert "`ray stop --force` ends what is left; start Ray again, and launch" in told
+    assert "run `ray stop --force`, start Ray again, and launch" in told
 
 
 def num_steps(own_ray: OwnRay) -> int:
@@ -135,6 +135,6 @@ def broken(own_ray: OwnRay, why: str) -> tuple[int, str, str]:
         3,
         "",
         f"kvcache: the Ray at {own_ray.address} is broken: its control service (GCS) does not "
-        f"answer ({why}): `ray stop --force` ends what is left of it; start Ray again, and "
+        f"answer ({why}): run `ray stop --force`, start Ray again, and "
         "launch\n",
     )

@@ -38,7 +38,7 @@ def test_advice_is_within_the_budget_and_says_what_it_rests_on() -> None:
         "GiB of device memory",
         "points per GiB added",
         "How sure is this?",
-        "the trace has 150 requests only: record more",
+        "the trace has only 150 requests: record more",
         "Assumed:",
         "a token takes 128.0 KiB",
     ):
@@ -80,7 +80,7 @@ def test_invalid_options_are_refused_with_a_remedy() -> None:
     assert refused(*LOAD, *PRICES, *SIZE, "--budget", "20").startswith(
         "a budget of 20 buys 16 blocks of the device, the longest request needs "
     )
-    assert refused(*LOAD, *PRICES, "--budget", "20").startswith("how large is a token's keys")
+    assert refused(*LOAD, *PRICES, "--budget", "20").startswith("the size of a token on all ranks")
     assert refused(*LOAD, *PRICES, "--budget", "20", "--token-size", "big").startswith(
         "'big' is no"
     )

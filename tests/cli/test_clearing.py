@@ -28,14 +28,14 @@ def test_yes_is_yes(
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     confirm("chat", MANAGER, drain=True)
     asked = capsys.readouterr().err
-    assert "forgets 500 cached blocks of chat, ends all pins, and advances the model epoch" in asked
-    assert asked.endswith("go on? [y/N] ")
+    assert "drops 500 cached blocks of chat, ends all pins, and advances the model epoch" in asked
+    assert asked.endswith("continue? [y/N] ")
 
 
 @pytest.mark.parametrize("answer", ["\n", "n\n", "", "yess\n"])
 def test_anything_else_is_no(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    with pytest.raises(ConfigurationError, match="left as it is"):
+    with pytest.raises(ConfigurationError, match="is unchanged"):
         confirm("chat", MANAGER, drain=False)
 
 

@@ -184,7 +184,7 @@ def test_a_trace_without_a_request_is_refused_before_anything_starts(
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     _, errors = run("replay", empty, "--config", small, exit_code=2)
-    assert "empty.jsonl holds no request: give a workload with at least one" in errors
+    assert "empty.jsonl has no requests: give a workload with at least one" in errors
 
 
 def test_a_replay_needs_something_to_play_on(trace: Path) -> None:
@@ -219,7 +219,7 @@ def test_prefill_only_shows_a_table(trace: Path) -> None:
 def test_a_capacity_that_is_no_number_is_refused(trace: Path) -> None:
     _, error = run("replay", trace, "--prefill-only", "--blocks", "many", exit_code=2)
     assert error == (
-        "kvcache: --blocks 'many' is no capacity: give a number of at least 1, or unlimited\n"
+        "kvcache: --blocks 'many' is not a capacity: give a number of at least 1, or unlimited\n"
     )
 
 
@@ -260,8 +260,7 @@ def test_a_workload_of_nothing_but_too_long_requests_is_refused(small: Path, tra
 def test_a_count_has_nothing_to_skip(trace: Path) -> None:
     _, error = run("replay", trace, "--prefill-only", "--skip-too-long", exit_code=2)
     assert error == (
-        "kvcache: --prefill-only has no model, so no request is too long: leave --skip-too-long "
-        "out\n"
+        "kvcache: --prefill-only has no model, so no request is too long: omit --skip-too-long\n"
     )
 
 

@@ -137,8 +137,8 @@ def test_a_problem_that_prevents_a_launch_is_exit_code_1(small: Path) -> None:
     small.write_text(MODEL.replace("DIRECTORY", str(gone)), encoding="utf-8")
     shown = run("--config", small, exit_code=1)
     assert (
-        f"problem: offload.disk.directory {gone} is no directory: make or mount it, and let the "
-        "workers' user write there\n"
+        f"problem: offload.disk.directory {gone} is not a directory: create or mount it, and let "
+        "the workers' user write there\n"
     ) in shown
     assert "nothing is wrong" not in shown
 
@@ -179,7 +179,7 @@ def test_cuda_without_a_gpu_cannot_be_launched() -> None:
 def test_a_stage_that_is_wider_than_the_node_cannot_be_launched() -> None:
     (problem,) = device_problems(CUDA, replace(ROOMY, gpu_free_bytes=(80 * GIB,)))
     assert problem.what == (
-        "the 2 ranks of a pipeline stage share a node and want 2 GPUs, 1 are here"
+        "the 2 ranks of a pipeline stage share a node and need 2 GPUs, this node has 1"
     )
 
 
@@ -194,7 +194,7 @@ def test_memory_counts_the_pools_on_cpu_and_only_host_slots_on_gpus() -> None:
 
 def test_a_pool_that_no_gpu_holds_is_found() -> None:
     assert memory_whats(CUDA, replace(ROOMY, gpu_free_bytes=(GIB // 2, GIB // 4))) == [
-        "a rank's blocks take 1.0 GiB, the GPU with most room has 512.0 MiB free"
+        "a rank's blocks take 1.0 GiB, the GPU with the most room has 512.0 MiB free"
     ]
 
 
@@ -236,9 +236,9 @@ def test_a_path_that_is_no_directory_or_cannot_be_written_is_said(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert look_at_directory(Location(file), VirtualClock()).problem == "is no directory"
+    assert look_at_directory(Location(file), VirtualClock()).problem == "is not a directory"
     assert look_at_directory(Location(tmp_path / "gone"), VirtualClock()).problem == (
-        "is no directory"
+        "is not a directory"
     )
 
     def refuse(dir: Path) -> None:

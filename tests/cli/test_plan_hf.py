@@ -116,21 +116,21 @@ def test_the_same_numbers_come_from_a_configuration_that_says_the_same(llama: Pa
     [
         (
             (),
-            "there must be one thing to plan: give --config FILE for a configuration, or "
+            "nothing to plan, or two things: give --config FILE for a configuration, or "
             "--hf-config FILE for the config.json of a model",
         ),
         (
             ("--config", str(CPU_TP2), "--hf-config", "LLAMA"),
-            "there must be one thing to plan: give --config FILE for a configuration, or "
+            "nothing to plan, or two things: give --config FILE for a configuration, or "
             "--hf-config FILE for the config.json of a model",
         ),
         (
             ("--config", str(CPU_TP2), "--tp", "3", "--block-size", "8"),
-            f"--tp, --block-size cannot be typed with --config: set them in {CPU_TP2}",
+            f"--tp, --block-size cannot be combined with --config: set them in {CPU_TP2}",
         ),
         (
             ("--hf-config", "LLAMA"),
-            "a config.json does not say how much memory there is: give --memory, such as 60GiB",
+            "a config.json does not say how much memory a rank has: give --memory, such as 60GiB",
         ),
         (
             ("--hf-config", "LLAMA", "--memory", "60"),

@@ -131,8 +131,8 @@ def test_a_time_in_which_nothing_could_be_recorded_is_refused(path: Path, second
     result = CliRunner().invoke(app, ["record", str(path), "--seconds", seconds])
     assert result.exit_code == 2
     assert result.stderr == (
-        f"kvcache: --seconds {seconds} records nothing: give how many seconds to record, such as "
-        "600, or leave it out and end the recording with Ctrl-C\n"
+        f"kvcache: --seconds {seconds} records nothing: give a number above 0, such as "
+        "600, or omit it and end the recording with Ctrl-C\n"
     )
     assert not path.exists()
 

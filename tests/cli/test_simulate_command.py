@@ -199,17 +199,17 @@ def test_invalid_options_are_refused_with_a_remedy(trace: Path, tmp_path: Path) 
         "device: simulate at least 10"
     )
     assert refused(trace, "-b", "some") == (
-        "--blocks 'some' is no capacity: give a number of at least 1, or unlimited"
+        "--blocks 'some' is not a capacity: give a number of at least 1, or unlimited"
     )
     assert refused(trace, "-b", "20", "--disk-blocks", "5").startswith(
         "5 blocks on disk, none in host memory"
     )
-    assert refused(trace, "--window", "64").startswith("--window without --blocks: ")
+    assert refused(trace, "--window", "64").startswith("--window needs --blocks: ")
     assert refused(trace, "--plot", "a.bmp") == (
         "--plot a.bmp: pictures end with .svg, .png or .pdf: choose one"
     )
     assert refused(trace, "chat", "--write-trace", tmp_path / "x.jsonl") == (
-        "--write-trace writes one trace, 2 are named: name one"
+        "--write-trace writes one trace, 2 are given: give one"
     )
     assert refused(trace, "--write-trace", tmp_path / "load") == (
         f"{tmp_path / 'load'}: names of traces end with .jsonl or .jsonl.gz, others are read as "

@@ -67,5 +67,5 @@ def test_pins_that_have_run_out_are_not_shown(cache: Cache) -> None:
 
 
 def test_without_a_cache_there_is_nothing_to_look_at() -> None:
-    with pytest.raises(NotRunningError, match="no cache just now"):
+    with pytest.raises(NotRunningError, match="no cache at the moment"):
         inspect_cache(None, 0.0, None)
