@@ -6,8 +6,8 @@
     routing/        which replica serves a prompt         cli/, dashboard/  for people
     transport/      sockets, or Ray calls as fallback
 
-Thin: everything that decides is in `kvcache`, which never imports Ray. Names are imported when they
-are first used, so that the coordinator's process never loads torch.
+The code here is thin: `kvcache` makes all decisions and never imports Ray. Names are imported on
+first use, so that the coordinator's process never loads torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that `name` lives in, on first use."""
+    """Import the module of `name` on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'actors' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,7 +1,7 @@
-"""From a configuration and a plan to a coordinator: its settings, manager, tiers and events.
+"""Builds a coordinator from a configuration and a plan: settings, manager, tiers and events.
 
-The one place that knows which key of the configuration becomes which setting on the coordinator's
-side; workers/embedding.py does the same for workers.
+This is the only place that maps keys of the configuration to settings of the coordinator's side.
+workers/embedding.py does the same for workers.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from kvcache.requests.hashing import get_hash_fn
 from kvcache.specs import require_eagle_support
 
 OPEN_SHARE = 0.25
-"""Of `deadlines.startup_s`, for the publisher: the coordinator begins with it, and has to find the
-workers in what is left."""
+"""The publisher's share of `deadlines.startup_s`. It starts first; the rest is for finding the
+workers."""
 
 
 def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettings:
@@ -82,7 +82,7 @@ def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettin
 
 
 def manager_config_of(config: ClusterConfig, plan: Plan) -> ManagerConfig:
-    """Return what every manager of the cluster is made from."""
+    """Return the settings of every manager of the cluster."""
     cache = config.cache
     return ManagerConfig(
         plan.model_config,
@@ -102,9 +102,9 @@ def manager_config_of(config: ClusterConfig, plan: Plan) -> ManagerConfig:
 
 
 def make_recorder(config: ClusterConfig, plan: Plan, clock: Clock) -> FileStepRecorder | None:
-    """Return the recorder that the configuration asks for, None for none.
+    """Return the recorder that the configuration asks for, or None.
 
-    Managers that are recorded are made with its clock.
+    Recorded managers use its clock.
     """
     recorder = config.recorder
     if recorder.directory is None:
@@ -131,10 +131,10 @@ def make_coordinator(
     core_factory: CoreFactory = FlatCore,
     tracer: RequestTracer | None = None,
 ) -> Coordinator:
-    """Return a coordinator with a nonce of its own, not started; `keys` are the cluster's, its
-    managers' cores come from `core_factory`, `tracer` hears of requests.
+    """Return a coordinator with its own nonce, not started. `keys` are the cluster's,
+    `core_factory` makes its managers' cores, `tracer` records requests.
 
-    Raises ConfigurationError for a kind of attention that EAGLE cannot be used with, and for events
+    Raises ConfigurationError for a kind of attention that EAGLE does not support, and for events
     that cannot be published.
     """
     if config.cache.use_eagle:
@@ -172,12 +172,12 @@ def make_coordinator(
 def make_event_feed(
     config: ClusterConfig, plan: Plan, clock: Clock, keys: CurveKeys | None
 ) -> LinkedEventFeed | None:
-    """Return the feed of a publisher that has bound its sockets; None where events are off.
+    """Return the feed of a publisher that has bound its sockets; None if events are off.
 
-    `keys` are the cluster's, for followers that must prove themselves.
+    `keys` are the cluster's, for followers that must authenticate.
 
-    Raises ConfigurationError when it cannot bind them, or there are no keys and it needs them;
-    ClusterError when it does not start.
+    Raises ConfigurationError if the sockets cannot be bound or required keys are missing;
+    ClusterError if the publisher does not start.
     """
     events = config.events
     if not events.enabled:
@@ -205,10 +205,10 @@ def make_event_feed(
 
 
 def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
-    """Return what tiers are made from; None where the configuration has none.
+    """Return the parts that tiers are built from, or None without tiers.
 
     Raises ConfigurationError for memory too small for a block, an unknown policy, or a kind of
-    attention that tiers cannot serve.
+    attention that tiers do not support.
     """
     offload, model = config.offload, plan.model_config
     if offload.host_memory_per_rank is None:
@@ -236,7 +236,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         block_bytes,
         config.tenants,
     )
-    # Files may be on a disk that others use.
+    # The disk may be shared with others.
     deadlines = Deadlines(offload.job_s, offload.job_s, 4 * offload.job_s, 4 * offload.job_s)
     disk, options = None, HierarchyOptions(deadlines=deadlines)
     if offload.disk is not None:
@@ -263,7 +263,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
         below = None if disk is None else make_tier(disk)
         return TierHierarchy(make_tier(host), below, new_job_id, options)
 
-    make_tiers(lambda: 0)  # an unknown policy is an error now, not in the first epoch
+    make_tiers(lambda: 0)  # fail now for an unknown policy, not in the first epoch
     swap = SwapRule(
         SwapWhen(offload.swap),
         offload.prefill_tokens_per_s,

@@ -3,8 +3,8 @@
     async with await cluster.async_client() as client:
         result = await client.step(StepRequest(...))
 
-Its calls for single requests are those of client.py, awaited: each makes a `RemoteCall` and hands
-it to the client's own `_run`. Waiting and deadlines are async_step_client.py's.
+Its calls for single requests are the methods of client.py, awaited: each makes a `RemoteCall` and
+passes it to `_run` of this client. async_step_client.py has waits and deadlines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def awaited(
     method: Callable[Concatenate[KVCacheClient, P], T],
 ) -> Callable[Concatenate[AsyncKVCacheClient, P], Coroutine[Any, Any, T]]:
-    """Return `method` as a coroutine function: what it gets from `_run` is awaited."""
+    """Return `method` as a coroutine function that awaits the result of `_run`."""
     run = cast("Callable[..., Awaitable[T]]", method)
 
     @wraps(method)
@@ -61,7 +61,7 @@ class AsyncKVCacheClient(AsyncStepClient):
     make_prefix_cache_stats = awaited(KVCacheClient.make_prefix_cache_stats)
 
     async def _run(self, call: RemoteCall[T]) -> T:
-        """Make a call, wait for its answer, read it."""
+        """Send a call, wait for its answer, and decode it."""
         session, arguments = self._connection.session, call.pack()
         number = await self._submit(lambda: session.call(call.method, arguments, NO_STEP), None)
         return call.answer(result_of_call(number, await self._wait_answer(number, None)))

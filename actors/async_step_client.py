@@ -1,7 +1,7 @@
-"""Steps of the asyncio client: send them, await what becomes of them.
+"""Steps of the asyncio client: send them, and await their results.
 
-Everything happens in the event loop that the client was made in: its reader callback takes in what
-arrives, a task looks at the clock. No thread is started. The rules are those of step_client.py.
+All work happens in the event loop that created the client: a reader callback receives messages, a
+task checks the clock. It starts no thread. The rules are those of step_client.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ C = TypeVar("C", bound="AsyncStepClient")
 
 
 class AsyncStepClient(SessionView):
-    """Steps and waits, to be awaited. Make it with `connect`."""
+    """Steps and waits as coroutines. Make it with `connect`."""
 
     def __init__(self, connection: ClientConnection) -> None:
         """Use `connect` instead."""
@@ -58,7 +58,7 @@ class AsyncStepClient(SessionView):
     async def connect(cls: type[C], dialer: Dialing, client_name: str = "client") -> C:
         """Return a new client, attached. Raises as `StepClient` does."""
         loop = asyncio.get_running_loop()
-        # Not `to_thread`: what its thread makes after a cancellation would be lost, and not closed.
+        # Not `to_thread`: after a cancellation, its connection would be lost and never closed.
         connecting = loop.run_in_executor(None, ClientConnection, dialer, client_name)
         try:
             connection = await asyncio.shield(connecting)
@@ -76,7 +76,7 @@ class AsyncStepClient(SessionView):
     # --- steps
 
     async def attach(self, timeout_s: float | None = None) -> None:
-        """Attach, again after an epoch has ended. See `StepClient.attach`."""
+        """Attach, also again after an epoch has ended. See `StepClient.attach`."""
         session = self._connection.session
         limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         if session.state not in (SessionState.ATTACHED, SessionState.ATTACHING):
@@ -110,13 +110,14 @@ class AsyncStepClient(SessionView):
         await self._await(self._connection.session.is_applied, step, "applied", timeout_s)
 
     async def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
-        """Return once the step is over on every rank: with content checking its forward too."""
+        """Return once the step is finished on every rank, with content checking also its
+        forward."""
         await self._await(self._connection.session.is_finished, step, "finished", timeout_s)
 
     async def close(self) -> None:
-        """Detach; whatever still runs is freed. See `StepClient.close`. Repeatable.
+        """Detach; everything that still runs is freed. See `StepClient.close`. Repeatable.
 
-        It goes on when the caller is cancelled: the client is detached all the same.
+        It continues after a cancellation of the caller, so the client is always detached.
         """
         if self._connection.is_inherited:
             return
@@ -174,7 +175,7 @@ class AsyncStepClient(SessionView):
         await self._wait(lambda: has_reached(number), limit_s, what)
 
     async def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Return when `is_done()`; ask it again after whatever arrives and at every tick."""
+        """Return when `is_done()`; check after every arrival and at every tick."""
         self._connection.require_own_process()
         give_up_s = self._connection.clock.now() + timeout_s
         while True:
@@ -211,12 +212,12 @@ class AsyncStepClient(SessionView):
         finally:
             self._is_reading = False
             self._loop.remove_reader(self._reader)
-            # Closing may take a while. It is not cancelled with this task.
+            # Closing may take a while, and must not be cancelled with this task.
             closing = self._loop.run_in_executor(None, connection.close)
         await asyncio.shield(closing)
 
     async def _wait_for_news(self, timeout_s: float) -> None:
-        """Return when something has arrived, or after `timeout_s`."""
+        """Return when a message has arrived, or after `timeout_s`."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.add(waiter)
         try:
@@ -225,7 +226,7 @@ class AsyncStepClient(SessionView):
             self._waiters.discard(waiter)
 
     def _on_readable(self) -> None:
-        """Take in everything there is: the descriptor may tell only once."""
+        """Receive everything there is: the descriptor may signal only once."""
         if not self._is_reading:
             return
         has_news = False
@@ -236,7 +237,7 @@ class AsyncStepClient(SessionView):
             self._notify()
 
     def _drain_soon(self) -> None:
-        """Sending may have swallowed the signal that something arrived."""
+        """Schedule a read: sending may have consumed the signal that something arrived."""
         self._loop.call_soon(self._on_readable)
 
     def _notify(self) -> None:
@@ -245,7 +246,7 @@ class AsyncStepClient(SessionView):
                 waiter.set_result(None)
 
     async def _tick(self) -> None:
-        """Look at the clock again and again, and for a coordinator that has moved."""
+        """Check the clock periodically, and whether the coordinator has moved."""
         while not self._is_closed:
             await asyncio.sleep(self._connection.tick_s)
             with self._connection.faults.contained("a look at the clock"):
@@ -255,13 +256,13 @@ class AsyncStepClient(SessionView):
                     try:
                         await self._look_where()
                     except ClusterError:
-                        self._connection.put_off_redial()  # a deadline tells the caller that waits
+                        self._connection.put_off_redial()  # the waiting caller gets an error
             self._notify()
 
     async def _look_where(self) -> None:
-        """Go on where the coordinator is now, if it is not where it was.
+        """Reconnect if the coordinator has moved.
 
-        Raises ClusterError where there is none any more.
+        Raises ClusterError if there is no coordinator any more.
         """
         connection, endpoint = self._connection, None
         if connection.is_time_to_look:
@@ -283,6 +284,6 @@ class AsyncStepClient(SessionView):
 
 
 def _close_unused(connecting: asyncio.Future[ClientConnection]) -> None:
-    """Give a connection back that was made for a caller who is gone."""
+    """Close a connection whose caller has gone."""
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()

@@ -1,7 +1,7 @@
-"""Per-request calls as a client sends them: arguments to bytes, answers to what they mean.
+"""Encodes per-request calls and decodes their answers.
 
-client.py makes the calls; here is only how they travel. A request's tokens are sent once: the
-client remembers how many the coordinator knows. Sends nothing itself.
+client.py makes the calls, and its connection sends them. A request's tokens travel once: the client
+remembers how many of them the coordinator knows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemoteCall(Generic[T]):
-    """A call that is ready to be sent, and how to read its answer. `on_served` is called once it
-    was executed."""
+    """A call ready to be sent, and the decoder of its answer. `on_served` is called once it was
+    executed."""
 
     method: str
     arguments: Mapping[str, Any]
@@ -30,31 +30,31 @@ class RemoteCall(Generic[T]):
     on_served: Callable[[], None] = lambda: None
 
     def pack(self) -> bytes:
-        """Return the arguments as they travel."""
+        """Return the encoded arguments."""
         return pack_values(self.arguments)
 
     def answer(self, packed: bytes) -> T:
-        """Return what an answer means, and note that the call was served."""
+        """Decode an answer, and note that the call was served."""
         self.on_served()
         return self.read(unpack_values(packed))
 
 
 class SentTokens:
-    """How many tokens of each request the coordinator knows, and calls that bring the others."""
+    """How many tokens of each request the coordinator knows; makes calls that add the rest."""
 
     def __init__(self) -> None:
         self._num_sent: dict[str, int] = {}
 
     def forget_all(self) -> None:
-        """Assume that the coordinator knows no request any more: its epoch has ended."""
+        """Note that an epoch has ended: the coordinator knows no request."""
         self._num_sent.clear()
 
     def forget(self, request_id: str) -> None:
-        """The coordinator has freed the request."""
+        """Note that the coordinator has freed the request."""
         self._num_sent.pop(request_id, None)
 
     def remember(self, request_id: str, num_tokens: int) -> None:
-        """The coordinator has got so many tokens of the request."""
+        """Note how many tokens of the request the coordinator has received."""
         self._num_sent[request_id] = num_tokens
 
     def call(
@@ -64,7 +64,7 @@ class SentTokens:
         arguments: Mapping[str, Any],
         read: Callable[[Any], T],
     ) -> RemoteCall[T]:
-        """Return a call about a request, which brings those of its tokens that are not known."""
+        """Return a call about a request, with the tokens that the coordinator does not know."""
         request_id, num_tokens = request.request_id, request.num_tokens
         return RemoteCall(
             method,
@@ -74,7 +74,7 @@ class SentTokens:
         )
 
     def describe(self, request: Request) -> dict[str, Any]:
-        """Return the request as it travels: its tokens that are not known, all of it at first."""
+        """Return the encoded request: at first all of it, later only unknown tokens."""
         start = self._num_sent.get(request.request_id, 0)
         described: dict[str, Any] = {
             "request_id": request.request_id,
@@ -95,7 +95,7 @@ class SentTokens:
 def pack_texts(
     lora: LoRARequest | None, cache_salt: str | None, tenant: str | None
 ) -> dict[str, str | None]:
-    """Return what sets a prefix apart, without what is not set."""
+    """Return the parts of a namespace that are set."""
     texts = {
         "lora_name": None if lora is None else lora.name,
         "lora_path": None if lora is None else lora.path,
@@ -106,10 +106,10 @@ def pack_texts(
 
 
 def pack_ids(values: Any) -> bytes:
-    """Return token or block ids as they travel."""
+    """Return encoded token or block ids."""
     return int32_array(values).astype("<i4").tobytes()
 
 
 def tables_of(packed: Sequence[bytes]) -> list[list[int]]:
-    """Return the block tables of an answer."""
+    """Decode the block tables of an answer."""
     return [np.frombuffer(table, "<i4").tolist() for table in packed]

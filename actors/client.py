@@ -1,8 +1,8 @@
 """The synchronous client: an engine's way to the coordinator, by steps or request by request.
 
-What the methods mean is `KVCacheManager`'s. Each checks its arguments as a manager does, packs them
-into a `RemoteCall` and runs it: what is refused is not sent. Waiting, threads and deadlines are
-step_client.py's.
+The methods are those of `KVCacheManager`. Each checks its arguments as a manager does, packs them
+into a `RemoteCall` and runs it; a refused call is not sent. step_client.py has waits, threads and
+deadlines.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class KVCacheClient(StepClient):
         return self._run(RemoteCall("make_prefix_cache_stats", {}, read))
 
     def _run(self, call: RemoteCall[T]) -> T:
-        """Make a call, wait for its answer, read it."""
+        """Send a call, wait for its answer, and decode it."""
         session, send = self._connection.session, self._connection.send_step
         arguments = call.pack()
         number = self._submit(lambda: send(session.call(call.method, arguments, NO_STEP)), None)

@@ -1,4 +1,4 @@
-"""Opens the end of a worker or client for whatever endpoint it was given."""
+"""Opens a worker's or client's connection to an endpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvcache.protocol.messages import WorkerAddress
 
 
 def require_ray() -> None:
-    """Raise NotRunningError after `ray.shutdown`: a call of Ray would start another cluster, or
-    fail inside Ray."""
+    """Raise NotRunningError after `ray.shutdown`, because a call of Ray would then start another
+    cluster or fail inside Ray."""
     if not ray.is_initialized():
         raise NotRunningError(
             "this process is not connected to Ray: close clients and clusters before ray.shutdown()"
@@ -29,7 +29,7 @@ def require_ray() -> None:
 
 
 def this_node() -> NodeAddress:
-    """Return where this process runs. Raises as `require_ray` does."""
+    """Return the node of this process. Raises as `require_ray` does."""
     require_ray()
     node_id = ray.get_runtime_context().get_node_id()
     get_host: Any = ray.util.get_node_ip_address
@@ -37,7 +37,7 @@ def this_node() -> NodeAddress:
 
 
 def log_path() -> str:
-    """Return the file to which Ray writes this actor's stderr, empty where Ray does not say."""
+    """Return the file to which Ray writes this actor's stderr, empty if unknown."""
     worker: Any = ray._private.worker.global_worker
     ask: Any = getattr(worker, "get_err_file_path", str)
     return str(ask())
@@ -46,10 +46,10 @@ def log_path() -> str:
 def connect_peer(
     endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
 ) -> PeerTransport:
-    """Return `peer`'s end to the coordinator at `endpoint`.
+    """Return the connection of `peer` to the coordinator at `endpoint`.
 
-    `mailbox` is where a worker's actor puts payloads that come as calls; sockets leave it alone.
-    Raises ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
+    A worker's actor puts payloads of Ray calls into `mailbox`; sockets do not use it. Raises
+    ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
     """
     limits = ZmqLimits(max_message_bytes)
     if endpoint.address.startswith(UNIX_SCHEME):
@@ -67,7 +67,7 @@ def connect_peer(
 
 
 def is_actor_known(name: str) -> bool:
-    """Say whether an actor of this name lives in our namespace."""
+    """Say whether an actor of this name lives in the package's Ray namespace."""
     try:
         ray.get_actor(name, namespace=RAY_NAMESPACE)
     except ValueError:

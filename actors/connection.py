@@ -1,9 +1,10 @@
-"""One client's session, its wire, and the rules both kinds of clients share. Never waits.
+"""One client's session, its connection, and the rules that both kinds of clients share. Never
+waits.
 
     KVCacheClient / AsyncKVCacheClient ─▶ ClientConnection ─▶ ClientSession + PeerTransport
 
-Turns payloads into messages and back, notices a coordinator that has moved, and says what became of
-steps that an epoch's end made void. Owned by one thread at a time.
+Converts payloads and messages, notices a coordinator that has moved, and reports the steps that the
+end of an epoch made void. One thread at a time may use it.
 """
 
 from __future__ import annotations
@@ -42,59 +43,59 @@ logger = get_logger(__name__)
 TO_CLIENT = get_args(ToClient)
 
 MAX_NAME_BYTES = 200
-"""Of a client's name: its id is some characters longer, and travels with every message."""
+"""Longest client name. The client id adds a few characters and travels with every message."""
 
 DETACH_LINGER_S = 0.2
-"""How long the last words of a client may take to leave it."""
+"""How long sending a client's last messages may take."""
 
 DETACH_RESENDS = 10
-"""Resend intervals that a client waits for the coordinator to confirm that it is detached."""
+"""Resend intervals that a client waits for the coordinator to confirm the detaching."""
 
 SILENCE_BEFORE_REDIAL = 3
-"""Resend intervals without any message after which the coordinator may have moved."""
+"""Resend intervals of silence after which the coordinator may have moved."""
 
 LOOK_S = 0.1
-"""How often, once the connection has ended or the coordinator is silent, it is looked at what the
-coordinator has written down."""
+"""How often to read the coordinator's endpoint record once the connection has ended or the
+coordinator is silent."""
 
 STALL_BEFORE_REDIAL = 10
-"""Resend intervals without any progress after which it is asked whether another coordinator has
-taken over: one that stood still meanwhile goes on, answers, and has no workers any more."""
+"""Resend intervals without progress after which to ask whether another coordinator has taken over.
+A coordinator that was stopped meanwhile still answers, but has no workers any more."""
 
 
 def limit_of(timeout_s: float | None, default_s: float) -> float:
-    """Return how long a wait may last, in seconds; raises InvalidInputError for no such time."""
+    """Return the limit of a wait in seconds; raises InvalidInputError for an invalid one."""
     return default_s if timeout_s is None else as_number("timeout_s", timeout_s, 0)
 
 
 class Dialing(Protocol):
     """How to reach the coordinator. The calls may take a while.
 
-    `needs_keeping_alive`: an idle client has to speak now and then, or it is given up.
+    `needs_keeping_alive`: an idle client must send a message now and then, or it is dropped.
     """
 
     config: ClusterConfig
     needs_keeping_alive: bool
 
     def endpoint(self) -> Endpoint:
-        """Return where the coordinator listens now; raises ClusterError."""
+        """Return the coordinator's present endpoint; raises ClusterError."""
 
     def noted(self) -> Endpoint | None:
-        """Return where the coordinator has written down that it listens for this process, None
-        where nothing is written. Asks no process that may be dead."""
+        """Return the recorded endpoint for this process, or None. Asks no process that may be
+        dead."""
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
-        """Return a new end for `peer`."""
+        """Return a new connection for `peer`."""
 
     def lost_workers(self) -> str:
         """Say which ranks are lost and why, empty if none is; raises ClusterError."""
 
 
 class ClientConnection:
-    """The plain part of a client."""
+    """The part of a client that does not wait."""
 
     def __init__(self, dialer: Dialing, client_name: str, clock: Clock | None = None) -> None:
-        """Connect, without attaching. Raises ClusterError when there is no coordinator."""
+        """Connect without attaching. Raises ClusterError if there is no coordinator."""
         config = dialer.config
         self.dialer = dialer
         self.clock = SystemClock() if clock is None else clock
@@ -122,12 +123,12 @@ class ClientConnection:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is another process than the one that connected, forked from it: both have
-        the one socket, and what one of them reads or sends the other misses."""
+        """Whether this process was forked from the one that connected. Both share the socket, and
+        would take each other's messages."""
         return self._process_id != os.getpid()
 
     def require_own_process(self) -> None:
-        """Raise NotRunningError when it `is_inherited`."""
+        """Raise NotRunningError if `is_inherited`."""
         if self.is_inherited:
             raise NotRunningError(
                 f"client {self.session.client_id} belongs to process {self._process_id}, from "
@@ -140,10 +141,10 @@ class ClientConnection:
             self.transport.send(encode(message, self._max_message_bytes))
 
     def send_step(self, submitted: Submitted) -> int:
-        """Send what the session has just numbered and return its number.
+        """Send the step that the session has just numbered and return its number.
 
-        Raises ProtocolError for what cannot travel, like a field of a wrong type or more than the
-        size limit; then nothing was submitted.
+        Raises ProtocolError for a step that cannot be encoded, for example because of a wrong type
+        or the size limit. Nothing is submitted then.
         """
         try:
             payloads = [encode(m, self._max_message_bytes) for m in submitted.messages]
@@ -155,7 +156,7 @@ class ClientConnection:
         return submitted.step
 
     def take(self, payloads: Sequence[bytes]) -> None:
-        """Hand what arrived to the session and send what it wants sent."""
+        """Pass received payloads to the session and send its answers."""
         for payload in payloads:
             try:
                 message = decode(payload, self._max_message_bytes)
@@ -186,29 +187,29 @@ class ClientConnection:
         )
 
     def tick(self, now_s: float) -> None:
-        """Do what is due by the clock, which shows `now_s`."""
+        """Do what is due at `now_s`."""
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self.tick_s
             self.send(self.session.on_tick())
 
     @property
     def may_have_moved(self) -> bool:
-        """Whether the coordinator has been silent for so long, or nothing has moved for so long,
-        that its address may be old; to detach, also whether the connection has ended."""
+        """Whether silence or lack of progress has lasted so long that the coordinator's address may
+        be old; while detaching, also whether the connection has ended."""
         if self.session.state is SessionState.DETACHING and self._has_ended:
             return True
         now_s, resend_s = self.clock.now(), self.settings.resend_s
         stalled_s = self.session.stalled_s
         silence_s = SILENCE_BEFORE_REDIAL * resend_s
         if now_s - self._heard_s > silence_s and stalled_s > silence_s:
-            return True  # idle clients hear nothing, and need no coordinator yet
+            return True  # idle clients receive nothing, and need no coordinator yet
         patience_s = STALL_BEFORE_REDIAL * resend_s
         return now_s - self._asked_s > patience_s and stalled_s > patience_s
 
     @property
     def is_time_to_look(self) -> bool:
-        """Whether the connection has ended, or nothing was heard for a while, and `look_for_move`
-        has not looked just now."""
+        """Whether the connection has ended or has been silent, and `look_for_move` has not been
+        called just now."""
         now_s = self.clock.now()
         if now_s - self._looked_s < LOOK_S:
             return False
@@ -216,24 +217,24 @@ class ClientConnection:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether the connection has ended since it was looked where the coordinator is."""
+        """Whether the connection has ended since the last look at the endpoint record."""
         return self.transport.statistics().disconnections > self._num_disconnections
 
     def look_for_move(self) -> Endpoint | None:
-        """Return where the coordinator says in writing that it is now, None if nothing is new.
+        """Return the coordinator's recorded endpoint if it is a new one, else None.
 
-        Any thread: changes nothing but when it is time to look again.
+        Any thread. Changes only the time of the next look.
         """
         self._looked_s = self.clock.now()
         noted = self.dialer.noted()
         return None if noted == self._endpoint else noted
 
     def put_off_redial(self) -> None:
-        """The coordinator could not be asked: ask again after as long a time as before."""
+        """Note that the coordinator could not be asked; ask again after another interval."""
         self._heard_s = self._asked_s = self.clock.now()
 
     def lost_workers(self) -> str:
-        """Say which ranks are lost and why, empty if none is or nothing can say it.
+        """Say which ranks are lost and why, empty if none is or the cause is unknown.
 
         Any thread. May take a while; raises SupersededError.
         """
@@ -245,48 +246,49 @@ class ClientConnection:
             return ""
 
     def closed_error(self) -> NotRunningError:
-        """Return what to raise when a closed client is used."""
+        """Return the error for calls on a closed client."""
         return NotRunningError(f"client {self.session.client_id} is closed: make a new one")
 
     def redial(self, endpoint: Endpoint) -> None:
-        """Go on at `endpoint`, which the dialer gave; no effect if it is the present one."""
+        """Reconnect to `endpoint`, which the dialer gave; no effect if it is the present one."""
         self._heard_s = self._asked_s = self.clock.now()
         if endpoint != self._endpoint and not self._is_closed:
             opened = self.dialer.open(endpoint, self._peer)
             self.transport.close()
             self.transport, self._endpoint = opened, endpoint
-            self._next_tick_s = self._heard_s  # what waits is sent again at once, if it is due
+            self._next_tick_s = self._heard_s  # waiting messages that are due are resent at once
         self._num_disconnections = self.transport.statistics().disconnections
 
     def is_attached(self) -> bool:
-        """Whether steps can be submitted. Raises NotRunningError when that is over for good."""
+        """Whether steps can be submitted. Raises NotRunningError once the client can never
+        attach."""
         self.session.require_open()
         return self.session.state is SessionState.ATTACHED
 
     # --- the end
 
     def begin_to_detach(self) -> None:
-        """Say that this client goes. Serve the connection until it `has_detached`, then close."""
+        """Announce the detaching. Serve the connection until it `has_detached`, then close."""
         self._detach_by_s = self.clock.now() + DETACH_RESENDS * self.settings.resend_s
         self._asked_s = self._heard_s = self.clock.now()
         self.send(self.session.detach())
 
     def has_detached(self) -> bool:
-        """Whether the coordinator has confirmed it, or has had all the time it gets."""
+        """Whether the coordinator has confirmed the detaching, or its time is over."""
         return self.session.state is SessionState.CLOSED or self.detach_left_s <= 0.0
 
     @property
     def detach_left_s(self) -> float:
-        """How long to wait for the confirmation yet."""
+        """Return the remaining time to wait for the confirmation."""
         return self._detach_by_s - self.clock.now()
 
     def give_up_detaching(self, error: KVCacheError) -> None:
-        """Wait for no confirmation: there is no coordinator any more, which `error` says."""
+        """Stop waiting for the confirmation: the coordinator is gone, as `error` says."""
         logger.info("client %s has nothing to detach from: %s", self.session.client_id, error)
         self.session.give_up()
 
     def close(self) -> None:
-        """Give the connection back, detached or not. Repeatable."""
+        """Close the connection, detached or not. Repeatable."""
         if self._is_closed or self.is_inherited:
             return
         self._is_closed = True
@@ -304,19 +306,19 @@ class ClientConnection:
 
 
 class SessionView:
-    """What a client knows of itself: read-only properties over its connection's session."""
+    """Read-only properties of a client, over its connection's session."""
 
     _connection: ClientConnection
     _last_seq: int
 
     @property
     def client_id(self) -> str:
-        """The name under which steps are counted, this incarnation included."""
+        """The name under which steps are counted, including this incarnation."""
         return self._connection.session.client_id
 
     @property
     def attached(self) -> Attached:
-        """What the coordinator said when this client attached last: epoch, plan, model epoch."""
+        """The coordinator's answer to the last attach: epoch, plan, model epoch."""
         attached = self._connection.session.attached
         if attached is None:
             raise NotRunningError(f"client {self.client_id} has not attached yet")
@@ -324,22 +326,22 @@ class SessionView:
 
     @property
     def is_attached(self) -> bool:
-        """Whether steps are taken: False once the epoch is known to be over, until `attach`."""
+        """Whether steps are accepted. False from the known end of an epoch until `attach`."""
         return self._connection.session.state is SessionState.ATTACHED
 
     @property
     def epoch(self) -> int:
-        """The epoch in which steps are scheduled now; forwards begin with it."""
+        """The epoch of new steps; forwards need it."""
         return self._connection.session.epoch
 
     @property
     def last_seq(self) -> int:
-        """`seq` of the newest answer that was taken: what `begin_forward` waits for."""
+        """`seq` of the newest answer received; `begin_forward` waits for it."""
         return self._last_seq
 
     @property
     def finished_step(self) -> int:
-        """Every step up to this one is over on every rank, as far as has been heard."""
+        """Every step up to this one is known to be finished on every rank."""
         return self._connection.session.finished_step
 
     @property
@@ -354,7 +356,7 @@ class SessionView:
 
 
 def _checked_name(client_name: str) -> str:
-    """Return the name of a client; raises ConfigurationError where no id can be made of it."""
+    """Return the name of a client; raises ConfigurationError if no id can be made of it."""
     name = as_text("client_name", client_name, ConfigurationError)
     if len(name.encode()) > MAX_NAME_BYTES:
         raise ConfigurationError(
@@ -365,15 +367,15 @@ def _checked_name(client_name: str) -> str:
 
 
 def overdue_error(what: str, timeout_s: float) -> DeadlineError:
-    """Return what to raise when the coordinator did not do `what` in time."""
+    """Return the error for a coordinator that did not do `what` in time."""
     return DeadlineError(
         f"the coordinator did not {what} ({timeout_s:g} s): look at the cluster's status"
     )
 
 
 def lost_workers_error(error: KVCacheError, lost: str) -> KVCacheError:
-    """Return what to raise for a step that is void, or a client that is not attached: which ranks
-    are lost, if that is why."""
+    """Return the error for a void step or a client that is not attached. It names the lost ranks,
+    if they are the cause."""
     return WorkerLostError(f"{lost}: {error}") if lost else error
 
 
@@ -394,7 +396,7 @@ def result_of_call(number: int, answer: StepResult | CallResult) -> bytes:
 
 
 def require_served(answer: StepResult | CallResult) -> None:
-    """Raise the error that the answer of a refused step or call carries."""
+    """Raise the error in the answer of a refused step or call."""
     name, text = "", answer.error
     if isinstance(answer, CallResult):
         name = answer.error_type
@@ -405,7 +407,7 @@ def require_served(answer: StepResult | CallResult) -> None:
 
 
 def error_named(name: str, text: str) -> KVCacheError:
-    """Return one of our errors by the name of its class."""
+    """Return an error of this package by its class name."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, KVCacheError):
         return kind(text)

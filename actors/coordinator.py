@@ -1,8 +1,8 @@
 """The coordinator actor: the plain Coordinator behind sockets, in a process that Ray restarts.
 
-`__init__` starts a thread and returns at once, whatever state the cluster is in: an actor whose
-`__init__` raises after a crash is dead for good, and one whose `__init__` waits blocks every call.
-Everything that decides is in `kvcache.coordinator`; this class carries bytes and asks Ray.
+`__init__` starts a thread and returns at once, whatever state the cluster is in. An actor whose
+`__init__` raises after a crash is dead permanently, and one whose `__init__` waits blocks every
+call. `kvcache.coordinator` makes the decisions; this class carries bytes and asks Ray.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 MOST_RECORDED = 256
-"""How many requests are handed to a recording client at once."""
+"""How many requests a recording client gets at once."""
 
 CONTROL = "control"
 MAIL = "mail"
 COLLECT = "collect"
 
 COORDINATOR_CONCURRENCY_GROUPS = {CONTROL: 2, MAIL: 1, COLLECT: 8}
-"""Threads for calls: start-up and status; messages and long waits of the fallback transport."""
+"""Threads for calls: start-up and status, and messages and long waits of the fallback transport."""
 
 LAUNCH_GRACE_S = 20.0
-"""Longer than a launch lasts beyond `deadlines.startup_s`: then the launch has ended."""
+"""Longer than a launch can last beyond `deadlines.startup_s`."""
 
 _REMEDY = "stop the cluster and launch it again"
 
@@ -67,14 +67,15 @@ READY_POLL_S = 0.002
 
 
 class CoordinatorActor:
-    """One cluster's coordinator. Named, restarted by Ray without limit, its calls never retried."""
+    """The coordinator of one cluster. A named actor that Ray restarts without limit; calls are
+    never retried."""
 
     def __init__(
         self, config: ClusterConfig, keys: CurveKeys, worker_options: WorkerOptions
     ) -> None:
-        """Start the loop's thread; after a crash also the one that finds the workers again.
+        """Start the loop's thread; after a crash also the thread that finds the workers again.
 
-        `worker_options`: how other workers are made for ranks that are lost.
+        `worker_options`: options of the workers that replace lost ones.
         """
         self._config, self._keys = config, keys
         self._worker_options = worker_options
@@ -97,7 +98,7 @@ class CoordinatorActor:
             "kvcache-coordinator",
             self._service.turn,
             transport.wake,
-            on_failure=end_this_process,  # Ray makes it again, and it takes over again
+            on_failure=end_this_process,  # Ray restarts it, and it takes over again
         )
         self._loop.start()
         self._launch_s = config.deadlines.startup_s + LAUNCH_GRACE_S
@@ -112,8 +113,8 @@ class CoordinatorActor:
     def begin(self, worker_set: WorkerSet, timeout_s: float) -> Endpoint:
         """Take over the workers and return when all of them obey.
 
-        Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
-        that cannot be used.
+        Raises StartupError, which names the ranks that do not obey, and ClusterError for a socket
+        or state store that cannot be used.
         """
         supervisor = self._begin(worker_set, {})
         give_up_s = self._clock.now() + timeout_s
@@ -133,24 +134,24 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def endpoint_for(self, node: NodeAddress) -> Endpoint:
-        """Return where a process on `node` connects to."""
+        """Return the endpoint for processes on `node`."""
         return self._endpoint_for(node)
 
     @ray.method(concurrency_group=CONTROL)
     def connection_settings(self) -> ClusterConfig:
-        """Return the configuration, which says how a client has to talk."""
+        """Return the configuration, which defines how clients connect."""
         return self._config
 
     @ray.method(concurrency_group=CONTROL)
     def event_keys(self) -> CurveKeys | None:
-        """Return what followers of the events prove themselves with, None where they need not."""
+        """Return the keys that followers of events need, None if they need none."""
         return self._keys.for_peers() if self._config.events.curve == "always" else None
 
-    # --- looking
+    # --- inspection
 
     @ray.method(concurrency_group=CONTROL)
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does."""
+        """Return the cluster's status."""
         return self._status()
 
     @ray.method(concurrency_group=CONTROL)
@@ -169,7 +170,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def inspect(self) -> CacheInspection:
-        """Return pins, and who uses which block. Raises NotRunningError between two epochs."""
+        """Return pins and block usage. Raises NotRunningError between two epochs."""
         coordinator, now = self._coordinator, self._clock.now
         if coordinator is None:
             return inspect_cache(None, now(), None)
@@ -177,13 +178,13 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return everything that is waited for, as of some moment in the last second."""
+        """Return all pending work, at most a second old."""
         return () if self._supervisor is None else self._supervisor.pending()
 
     @ray.method(concurrency_group=CONTROL)
     def record_requests(self, listener: str, salt: bytes, is_last: bool) -> RecordedBatch:
-        """Return requests served since `listener` asked last, without tokens; `salt` keys their
-        digests. The first call begins, `is_last` ends, the recording.
+        """Return the requests served since `listener` asked last, without tokens; `salt` keys their
+        digests. The first call begins the recording, `is_last` ends it.
 
         Raises AlreadyRunningError while another listener records.
         """
@@ -196,9 +197,9 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def replace_worker(self, rank: int, actor: Any) -> None:
-        """Begin to put an engine's own actor in a rank's place, or, with None, to try again.
+        """Begin to replace a rank's worker by an engine's own actor, or, with None, try again.
 
-        Raises NotRunningError before `begin`, RequestError where this cannot be done.
+        Raises NotRunningError before `begin`, RequestError if it cannot be replaced.
         """
         if self._supervisor is None:
             raise NotRunningError(f"{self._config.name} has not taken its workers over yet: wait")
@@ -208,13 +209,13 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=MAIL)
     def post(self, identity: bytes, payload: bytes) -> None:
-        """Take a message that comes as an actor call."""
+        """Take a message that arrives as an actor call."""
         if isinstance(self._transport, RayServer):
             self._transport.post(identity, payload)
 
     @ray.method(concurrency_group=COLLECT)
     def collect(self, client_id: str, timeout_s: float) -> list[bytes]:
-        """Return the messages that wait for a client, waiting for them at most `timeout_s`."""
+        """Return the messages for a client; wait for the first at most `timeout_s`."""
         if not isinstance(self._transport, RayServer):
             return []
         return self._transport.collect(client_id, min(timeout_s, CALL_TIMEOUT_S))
@@ -223,7 +224,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     def close(self) -> LastWorkers:
-        """Stop replacing workers, let sentinels go, close the sockets; return who worked last.
+        """Stop replacing workers, release sentinels and close the sockets. Return the last workers.
         Repeatable."""
         was_closed = self._closed.is_set()
         self._closed.set()
@@ -264,7 +265,7 @@ class CoordinatorActor:
         return actors[rank] if 0 <= rank < len(actors) else None
 
     def _begin(self, worker_set: WorkerSet, lost: Mapping[int, str]) -> WorkerSupervisor:
-        """Make the Coordinator, tell the workers where it is, and watch over them."""
+        """Make the Coordinator, send the workers its endpoint, and start the supervisor."""
         metrics, store = self._metrics, RayStateStore(self._config.name)
         coordinator = make_coordinator(
             self._config,
@@ -292,9 +293,9 @@ class CoordinatorActor:
         return supervisor
 
     def _recover(self) -> None:
-        """After a restart: ask the workers for the plan they obey, and take over again.
+        """After a restart, ask the workers for their plan, and take over again.
 
-        While no worker says what the plan is, those that do not answer are looked for again.
+        Until a worker knows the plan, workers that do not answer are looked up again.
         """
         logger.warning(
             "%s: its coordinator was restarted, process %d: the workers are looked for",
@@ -331,19 +332,19 @@ class CoordinatorActor:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _tell_clients(self, give_up_s: float) -> None:
-        """Write down where this coordinator listens as soon as it can serve steps."""
+        """Record the coordinator's endpoint as soon as it can serve steps."""
         while not (self._is_running() or self._closed.wait(READY_POLL_S)):
             if self._clock.now() > give_up_s:
-                return  # clients ask, and hear what is missing
+                return  # clients ask, and learn which ranks are missing
         if self._closed.is_set():
             return
         try:
             save_endpoint(self._config.name, self._node.node_id, self._endpoint_for(self._node))
-        except KVCacheError as error:  # it has taken over all the same, and not to do so again
+        except KVCacheError as error:  # it has taken over nevertheless, and must not do so again
             logger.warning("clients have to ask where the coordinator is: %s", error)
 
     def _describe_missing(self) -> str:
-        """Name the ranks that have not obeyed yet."""
+        """Name the ranks that do not obey yet."""
         coordinator = self._coordinator
         if coordinator is None:
             return "there is none"
@@ -397,5 +398,5 @@ class CoordinatorActor:
 
 
 def tick_s(config: ClusterConfig) -> float:
-    """Return how often the clock is looked at: four times in the shortest interval it measures."""
+    """Return how often to check the clock: four times in the shortest interval it measures."""
     return min(config.transport.resend_s, config.transport.heartbeat_s) / 4

@@ -1,7 +1,7 @@
-"""What a coordinator's process does for metrics: meters around the coordinator, and who reports.
+"""Metrics of a coordinator's process: meters around the coordinator, and the reporting thread.
 
-The coordinator actor and an embedded coordinator use it alike; where metrics are off there is
-nothing around anything. Refuses to be asked by more than one coordinator.
+The coordinator actor and an embedded coordinator both use it. If metrics are off, nothing is
+wrapped. It serves one coordinator only.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from kvcache.metrics.coordinator_samples import TenantLabels
 from kvcache.metrics.step_meter import OnApplied, StepTimes
 
 LOG_NAME = "kvcache.stats"
-"""The logger of the lines for people."""
+"""The logger of readable lines."""
 
 Call = Callable[[Callable[[], Any]], Any]
-"""Runs something while the coordinator does nothing else."""
+"""Runs a function while the coordinator does nothing else."""
 
 
 class CoordinatorMetrics:
-    """The meters of one coordinator and the thread that reports what they say."""
+    """The meters of one coordinator and the thread that reports them."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """Measure nothing yet. Raises ConfigurationError for spans without OpenTelemetry."""
+        """Set up without measuring. Raises ConfigurationError for spans without OpenTelemetry."""
         self._config = config
         self._reporter: MetricsReporter | None = None
         self._meters: CoordinatorMeters | None = None
         self.core_factory: CoreFactory = FlatCore
-        """The cores for the coordinator's managers."""
+        """Makes the cores of the coordinator's managers."""
         settings = config.metrics
         if settings.enabled:
             on_applied = span_maker(config.name) if settings.spans else None
@@ -58,7 +58,7 @@ class CoordinatorMetrics:
             self.core_factory = ages.watching()
 
     def around(self, coordinator: Coordinator) -> EpochDecider:
-        """Return what the message loop is to ask: the coordinator, metered if it is wanted."""
+        """Return the decider for the message loop: the coordinator, metered if metrics are on."""
         if self._meters is None:
             return coordinator
         return MeteredCoordinator(coordinator, self._meters.steps, self._meters.ages)
@@ -66,7 +66,8 @@ class CoordinatorMetrics:
     def report(
         self, coordinator: Coordinator, loop_statistics: Callable[[], ServiceStatistics], call: Call
     ) -> None:
-        """Report from now on, if it is wanted. `call` runs what reads the books."""
+        """Start to report, if metrics are on. `call` runs the function that reads the
+        statistics."""
         meters, settings = self._meters, self._config.metrics
         if meters is None or self._reporter is not None:
             return
@@ -86,17 +87,17 @@ class CoordinatorMetrics:
 
     @property
     def ages(self) -> AgeMeter | None:
-        """Who knows for how long contents are out of use; None where metrics are off."""
+        """The meter of idle times; None if metrics are off."""
         return None if self._meters is None else self._meters.ages
 
     def stop(self) -> None:
-        """Report no more. Repeatable."""
+        """Stop reporting. Repeatable."""
         if self._reporter is not None:
             self._reporter.stop()
 
 
 class _LogLines:
-    """Says now and then what has happened."""
+    """Logs a summary now and then."""
 
     def __init__(self, name: str, interval_s: float) -> None:
         self._name = name
@@ -106,7 +107,7 @@ class _LogLines:
         self._logger = logging.getLogger(LOG_NAME)
 
     def look(self, statistics: CoordinatorStatistics) -> None:
-        """Log a line if it is time and something happened."""
+        """Log a line if it is due and something has happened."""
         now_s = time.monotonic()
         seconds = now_s - self._last_s
         if not self._interval_s or seconds < self._interval_s:
@@ -118,7 +119,7 @@ class _LogLines:
 
 
 def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
-    """Return what a message loop has refused, by kind."""
+    """Return a message loop's errors, by kind."""
     transport = loop.transport
     return {
         "malformed": loop.malformed + transport.oversized,
@@ -135,9 +136,9 @@ def loop_errors(loop: ServiceStatistics) -> dict[str, int]:
 
 
 def span_maker(cluster: str, tracer: Any = None) -> OnApplied:
-    """Return what makes a span of each step; `tracer` default: that of the process's provider.
+    """Return a function that makes a span of each step; `tracer` default: the process's provider's.
 
-    Raises ConfigurationError where OpenTelemetry is not installed.
+    Raises ConfigurationError if OpenTelemetry is not installed.
     """
     if tracer is None:
         try:
@@ -148,7 +149,7 @@ def span_maker(cluster: str, tracer: Any = None) -> OnApplied:
                 "'kvcache[otel]', or set it to false"
             ) from error
         tracer = trace.get_tracer("kvcache")
-    start_ns = time.time_ns() - time.monotonic_ns()  # of the monotonic clock
+    start_ns = time.time_ns() - time.monotonic_ns()  # start of the monotonic clock
 
     def at(seconds: float) -> int:
         return start_ns + int(seconds * 1e9)

@@ -3,10 +3,10 @@
     client of this process ──▶ SharedService ──▶ Coordinator       in the client's thread
     workers ──sockets────────▶ SharedService ──▶ Coordinator       in the service's thread
 
-It may end with its process at any moment: the workers stay, and what outlives it is in Ray's
-key-value store. Another process then takes the cluster over, warm, and this one, should it still
-live, is not obeyed any more, notices, and tells its clients. Refuses the transport of Ray calls:
-only actors can be called.
+It may end with its process at any moment. The workers stay, and Ray's key-value store keeps the
+state that outlives it. Another process then takes the cluster over, warm. If this process still
+lives, the workers no longer obey it; it notices that and tells its clients. The transport of Ray
+calls is refused, because only actors can be called.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ CLOSE_TIMEOUT_S = 10.0
 READY_POLL_S = 0.002
 
 IN_PROCESS = Endpoint("in process")
-"""Where clients of this process connect to."""
+"""The endpoint for clients of this process."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """What there is once workers are being taken over."""
+    """The parts that exist once workers are being taken over."""
 
     coordinator: Coordinator
     supervisor: WorkerSupervisor
@@ -74,7 +74,7 @@ class EmbeddedCoordinator:
     needs_keeping_alive = True
 
     def __init__(self, record: EmbeddedRecord) -> None:
-        """Start the service's thread. Raises ConfigurationError for a transport of Ray calls."""
+        """Start the service's thread. Raises ConfigurationError for the transport of Ray calls."""
         self.config = config = record.config
         require_sockets(config)
         self.record = record
@@ -90,7 +90,7 @@ class EmbeddedCoordinator:
         self._transport = transport = InProcessServer(sockets, limits)
         self._service = SharedService(
             transport,
-            SystemClock(),  # which tells that this process stood still
+            SystemClock(),  # shows that this process was stopped
             config.transport.max_message_bytes,
             tick_s=min(config.transport.resend_s, config.transport.heartbeat_s) / 4,
             stall_s=config.transport.heartbeat_s,
@@ -105,10 +105,10 @@ class EmbeddedCoordinator:
     # --- start-up
 
     def launch(self, worker_set: WorkerSet, timeout_s: float) -> None:
-        """Take over workers that were just made; return when all of them obey.
+        """Take over new workers; return when all of them obey.
 
-        Raises StartupError naming the ranks that do not, ClusterError for a socket or state store
-        that cannot be used.
+        Raises StartupError, which names the ranks that do not obey, and ClusterError for a socket
+        or state store that cannot be used.
         """
         rule = self._begin(self.config, worker_set, {})
         self._await_running(rule, timeout_s, spares_nobody=True)
@@ -116,8 +116,8 @@ class EmbeddedCoordinator:
         self._successors.start()
 
     def take_over(self, discovered: DiscoveredCluster, timeout_s: float) -> None:
-        """Take over the workers that were found, replace those that are lost, and return when all
-        of them obey. Raises as `launch`, and SupersededError when another process is faster."""
+        """Take over the workers that were found, replace lost ones, and return when all obey.
+        Raises as `launch`, and SupersededError if another process was faster."""
         worker_set = discovered.worker_set
         if worker_set is None:
             causes = "; ".join(f"rank {rank}: {why}" for rank, why in discovered.lost.items())
@@ -125,7 +125,7 @@ class EmbeddedCoordinator:
                 f"no worker of {self.config.name} can say what the plan is ({causes or 'none'} "
                 "answers): stop the cluster and launch it again"
             )
-        # Clients of the process before do not come back: they died with it, or are refused.
+        # Clients of the previous process do not come back: they died with it, or are refused.
         deadlines = self.config.deadlines.model_copy(update={"reattach_s": 0.0})
         config = self.config.model_copy(update={"deadlines": deadlines})
         rule = self._begin(config, worker_set, discovered.lost)
@@ -136,20 +136,20 @@ class EmbeddedCoordinator:
     # --- for clients of this process
 
     def endpoint(self) -> Endpoint:
-        """Return where clients connect to: here. Raises what has ended the coordinator."""
+        """Return the endpoint of this process. Raises the error that ended the coordinator."""
         self._require_alive()
         return IN_PROCESS
 
     def noted(self) -> Endpoint | None:
-        """Nothing is written down: it does not move."""
+        """Return None: an embedded coordinator does not move."""
         return None
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
-        """Return a client's end. Raises what has ended the coordinator."""
+        """Return a client's connection. Raises the error that ended the coordinator."""
         return self._service.connect(peer)
 
     def lost_workers(self) -> str:
-        """Say which ranks are lost and why. Raises what has ended the coordinator."""
+        """Say which ranks are lost and why. Raises the error that ended the coordinator."""
         self._require_alive()
         rule = self._rule
         if rule is None:
@@ -159,24 +159,24 @@ class EmbeddedCoordinator:
         problem = self._service.call(rule.coordinator.problem)
         return "; ".join(lost) or (problem if "rank" in problem else "")
 
-    # --- looking
+    # --- inspection
 
     @property
     def ended(self) -> KVCacheError | None:
-        """Why this coordinator stopped serving, None while it serves. An error of its own
-        each time: several threads may raise it."""
+        """Why this coordinator stopped serving, None while it serves. A new error object each time,
+        because several threads may raise it."""
         ended = self._service.ended
         return None if ended is None else type(ended)(str(ended))
 
     @property
     def supervisor(self) -> WorkerSupervisor:
-        """Who looks after the workers. Raises NotRunningError before there are any."""
+        """The supervisor of the workers. Raises NotRunningError before there are any."""
         if self._rule is None:
             raise NotRunningError(f"{self.config.name} has not taken its workers over yet")
         return self._rule.supervisor
 
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does."""
+        """Return the cluster's status."""
         statistics, ranks = self.statistics()[0], self.supervisor.describe_ranks()
         lost = "; ".join(f"rank {rank.rank}: {rank.describe()}" for rank in ranks if rank.problem)
         problem = "; ".join(filter(None, (lost, statistics.problem)))
@@ -210,7 +210,7 @@ class EmbeddedCoordinator:
         return statistics, service.statistics()
 
     def look_for_successor(self) -> None:
-        """Ask Ray's store whether this process still has the cluster; end the service if not."""
+        """Ask Ray's store whether this process still owns the cluster; if not, end the service."""
         rule = self._rule
         if rule is None or self.ended is not None:
             return
@@ -246,8 +246,8 @@ class EmbeddedCoordinator:
         self._metrics.stop()
         if self._loop.stop(CLOSE_TIMEOUT_S):
             self._service.call(self._give_back)
-        # This process may disconnect from Ray next. A thread that asks Ray after that starts a
-        # cluster of its own, or crashes.
+        # This process may disconnect from Ray next. A thread that calls Ray after that starts
+        # another cluster, or crashes.
         self._successors.join(CLOSE_TIMEOUT_S)
         if self._rule is not None:
             self._rule.supervisor.join()
@@ -257,7 +257,7 @@ class EmbeddedCoordinator:
     def _begin(
         self, config: ClusterConfig, worker_set: WorkerSet, lost: Mapping[int, str]
     ) -> _Rule:
-        """Make the Coordinator, tell the workers where it is, and watch over them."""
+        """Make the Coordinator, send the workers its endpoint, and start the supervisor."""
         metrics = self._metrics
         coordinator = make_coordinator(
             config,
@@ -283,7 +283,7 @@ class EmbeddedCoordinator:
         return self._rule
 
     def _await_running(self, rule: _Rule, timeout_s: float, *, spares_nobody: bool) -> None:
-        """Wait until the coordinator runs, and write down that it is here."""
+        """Wait until the coordinator runs, and record that it is in this process."""
         coordinator, give_up_s = rule.coordinator, self._clock.now() + timeout_s
         while coordinator.phase is not Phase.RUNNING:
             self._require_alive()
@@ -305,7 +305,7 @@ class EmbeddedCoordinator:
         self.record = take_record(self.record, coordinator.epoch)
 
     def _watch_for_successors(self) -> None:
-        """Look now and then; clean up when there is one."""
+        """Check for a successor now and then; clean up when there is one."""
         if self._successors.pause(self.config.transport.heartbeat_s):
             return
         self.look_for_successor()
@@ -313,7 +313,7 @@ class EmbeddedCoordinator:
             self.close()
 
     def _fail(self, failure: BaseException) -> None:
-        """The service's thread has ended by errors."""
+        """Handle the end of the service's thread by errors."""
         self._service.end(ClusterError(f"the coordinator has ended: {failure!r}"))
 
     def _endpoint_for(self, node: NodeAddress) -> Endpoint:
@@ -334,7 +334,7 @@ class EmbeddedCoordinator:
 
 
 def require_sockets(config: ClusterConfig) -> None:
-    """Raise ConfigurationError for a transport that needs a coordinator that is an actor."""
+    """Raise ConfigurationError for the transport of Ray calls."""
     if config.transport.kind == "ray":
         raise ConfigurationError(
             "transport.kind is ray, but a coordinator embedded in a process is no actor that could "

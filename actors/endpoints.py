@@ -1,7 +1,7 @@
-"""Where the coordinator listens, for whom: locally by an abstract address, across nodes by TCP.
+"""The coordinator's endpoints: an abstract local address on its node, TCP between nodes.
 
-A place to listen is opened when the first peer asks for it. Beyond loopback every connection needs
-the cluster's keys; `transport.curve: always` asks for them everywhere.
+An endpoint is opened when the first peer asks for it. Beyond loopback, every connection needs the
+cluster's keys; `transport.curve: always` requires them everywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EndpointTable:
     def __init__(
         self, server: NodeServer, config: TransportConfig, keys: CurveKeys, node: NodeAddress
     ) -> None:
-        """Listen nowhere yet. `node` is where the server runs."""
+        """Begin without endpoints. `node` is the server's node."""
         self._server = server
         self._config = config
         self._keys = keys
@@ -35,12 +35,12 @@ class EndpointTable:
         self._opened: dict[str, Endpoint] = {}
 
     def endpoint_for(self, peer_node: NodeAddress) -> Endpoint:
-        """Return where a process on `peer_node` connects to, opening it if it is not open yet.
+        """Return the endpoint for processes on `peer_node`; open it if necessary.
 
-        On the server's own node an abstract local address; on another node of the same host,
-        `bind_host`; further away the server's address on the network, unless `bind_host` names
-        one. A `bind_host` beyond loopback is used for everybody. Raises ClusterError if it cannot
-        be bound.
+        On the server's own node: an abstract local address. On another node of the same host:
+        `bind_host`. Elsewhere: the server's network address, unless `bind_host` names one. A
+        `bind_host` beyond loopback is used for all peers. Raises ClusterError if it cannot be
+        bound.
         """
         bind_host = self._config.bind_host
         if not is_loopback(bind_host):
@@ -50,7 +50,7 @@ class EndpointTable:
         return self._open(bind_host if peer_node.host == self._node.host else self._node.host)
 
     def _open(self, host: str) -> Endpoint:
-        """Return the endpoint on `host`, or the local one for an empty name."""
+        """Open and return the endpoint on `host`, or the local one for an empty name."""
         endpoint = self._opened.get(host)
         if endpoint is None:
             is_remote = bool(host) and not is_loopback(host)
@@ -64,7 +64,7 @@ class EndpointTable:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether `host` is this machine only."""
+    """Say whether `host` is a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -74,9 +74,9 @@ def is_loopback(host: str) -> bool:
 
 
 def save_endpoint(cluster: str, node_id: str, endpoint: Endpoint) -> None:
-    """Say that processes of a node find the cluster's coordinator at `endpoint`.
+    """Record the coordinator's endpoint for processes of a node.
 
-    No effect where it asks for keys. Raises ClusterError when the store cannot be written.
+    No effect for an endpoint that needs keys. Raises ClusterError if the store cannot be written.
     """
     if endpoint.keys is None:
         record = {"node_id": node_id, "address": endpoint.address}
@@ -84,9 +84,9 @@ def save_endpoint(cluster: str, node_id: str, endpoint: Endpoint) -> None:
 
 
 def load_endpoint(cluster: str, node_id: str) -> Endpoint | None:
-    """Return what is written down for processes of that node, None if nothing is.
+    """Return the recorded endpoint for processes of a node, None if there is none.
 
-    Raises ClusterError when the store cannot be read.
+    Raises ClusterError if the store cannot be read.
     """
     data = RayRecordStore(cluster, _RECORD).load()
     if data is None:
@@ -95,5 +95,5 @@ def load_endpoint(cluster: str, node_id: str) -> Endpoint | None:
         record = json.loads(data)
         is_here, address = record["node_id"] == node_id, record["address"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return None  # another release's
+        return None  # written by another release
     return Endpoint(address) if is_here and isinstance(address, str) else None

@@ -4,8 +4,8 @@
         result = client.step(StepRequest(...))
         cluster.workers[0].worker.begin_forward(result.epoch, result.seq, timeout_s=1.0)
 
-The same coordinator, workers, client and messages as on Ray, every message encoded and decoded:
-for trying things out, for examples and for tests. A part that waits gives the others their turns.
+The same coordinator, workers, client and messages as on Ray; every message is encoded and decoded.
+For experiments, examples and tests. A part that waits gives the others their turns.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class LocalCluster:
         clock: Clock | None = None,
         state_store: StateStore | None = None,
     ) -> None:
-        """Plan, allocate and start. `config.transport.kind` is not looked at.
+        """Plan, allocate and start. Ignores `config.transport.kind`.
 
-        Raises NotEnoughMemoryError or ConfigurationError when the model does not fit, StartupError
-        when the workers do not obey.
+        Raises NotEnoughMemoryError or ConfigurationError if the model does not fit, StartupError if
+        the workers do not obey.
         """
-        # Nothing outlives this process, so no memory is kept for another one.
+        # Nothing outlives this process, so no memory service is needed.
         offload = config.offload.model_copy(update={"keeps_memory": False})
         self.config = config = config.model_copy(update={"offload": offload})
         self.needs_keeping_alive = False
@@ -77,17 +77,17 @@ class LocalCluster:
         self._start()
 
     def client(self, client_name: str = "client") -> KVCacheClient:
-        """Return a new client, attached. It is closed with the cluster."""
+        """Return a new, attached client. It is closed with the cluster."""
         made = KVCacheClient(self, client_name)
         self._clients.append(made)
         return made
 
     def restart_coordinator(self) -> None:
-        """Lose the coordinator without a word, and start another one over the live workers.
+        """Drop the coordinator without warning, and start another one over the live workers.
 
-        What all ranks hold is kept; clients attach again. Returns when it runs.
+        The ranks keep their blocks; clients attach again. Returns when it runs.
         """
-        self.coordinator.close()  # as the end of its process would: sockets and files are free
+        self.coordinator.close()  # frees sockets and files, as the end of its process would
         self.coordinator = make_coordinator(self.config, self.plan, self._clock, self._store)
         for worker in self.workers:
             worker.worker.introduce()
@@ -95,10 +95,10 @@ class LocalCluster:
         self._start()
 
     def restart_worker(self, rank: int) -> None:
-        """Lose the worker of a rank with its memory, and start another one with the same plan.
+        """Drop a rank's worker with its memory, and start another one with the same plan.
 
-        It starts without files where its directory cannot be used, as a replacement on Ray does.
-        Clients attach again. Returns when it obeys.
+        It starts without files if its directory cannot be used, as a replacement on Ray does.
+        Clients attach again. Returns when the new worker obeys.
         """
         lost, self.workers[rank] = self.workers[rank], self._make_worker(rank)
         lost.close()
@@ -112,7 +112,7 @@ class LocalCluster:
         self._start()
 
     def pump(self) -> bool:
-        """Give coordinator and workers a turn each; say whether any of them had work."""
+        """Give coordinator and workers one turn each; say whether any of them had work."""
         received = self._server.statistics().received
         self._service.turn()
         is_busy = self._server.statistics().received > received
@@ -121,7 +121,7 @@ class LocalCluster:
         return is_busy
 
     def close(self) -> None:
-        """Detach all clients and give the memory back. Repeatable."""
+        """Detach all clients and free the memory. Repeatable."""
         for client in self._clients:
             client.close()
         self.pump()
@@ -141,22 +141,22 @@ class LocalCluster:
     ) -> None:
         self.close()
 
-    # --- what a client needs to know
+    # --- for clients
 
     def endpoint(self) -> Endpoint:
-        """Return where clients connect to: here."""
+        """Return the endpoint of this process."""
         return LOCAL_ENDPOINT
 
     def noted(self) -> Endpoint | None:
-        """Nothing is written down: it does not move."""
+        """Return None: this coordinator does not move."""
         return None
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
-        """Return a client's end."""
+        """Return a client's connection."""
         return self._server.connect(peer, self.pump)
 
     def lost_workers(self) -> str:
-        """Say which ranks do not answer; none can be lost alone."""
+        """Name ranks that do not answer; here no rank can be lost alone."""
         return self.coordinator.problem()
 
     def _make_worker(self, rank: int) -> EmbeddedWorker:
@@ -168,7 +168,7 @@ class LocalCluster:
         return self._server.connect(peer)
 
     def _start(self) -> None:
-        clock = SystemClock()  # whatever the cluster's: copies that a rank waits for take real time
+        clock = SystemClock()  # not the cluster's: copies that a rank waits for take real time
         deadline_s = clock.now() + self.config.deadlines.startup_s
         num_rounds = 0
         while self.coordinator.phase is not Phase.RUNNING:

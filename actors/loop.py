@@ -1,8 +1,8 @@
-"""A thread that serves one party, and what other threads may ask of it.
+"""A thread that runs one state machine, and accepts calls from other threads.
 
-Sockets and state machines belong to one thread. That thread takes turns; between two turns it runs
-whatever other threads have handed it, so that nothing needs a lock. It never sleeps: a turn waits
-in the transport, and `wake` ends the wait.
+Sockets and state machines belong to one thread. Between two turns that thread runs the functions
+that other threads have handed over, so nothing needs a lock. It never sleeps: a turn waits in the
+transport, and `wake` ends the wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ T = TypeVar("T")
 MAX_WAITING_CALLS = 256
 
 GARBAGE_THRESHOLD = 20_000
-"""Objects made between two looks for cycles. A step makes some hundred and none of them cyclic."""
+"""Allocations between two collections. A step makes some hundred objects, none of them cyclic."""
 
 
 def calm_garbage_collector() -> None:
-    """Have Python look for cycles less often, and never again among what exists now.
+    """Make Python's collector run less often, and ignore all objects that exist now.
 
-    For processes that are wholly ours, once they are set up: a collection is a delay of a step.
+    For processes of this package, after set-up: a collection delays a step.
     """
     gc.collect()
     gc.freeze()
@@ -38,11 +38,11 @@ def calm_garbage_collector() -> None:
 
 
 MAX_FAILURES = 20
-"""Turns in a row that fail before a loop ends: what fails so often is not one message's fault."""
+"""Failed turns in a row that end a loop: so many failures are not one message's fault."""
 
 
 class ServiceLoop:
-    """Runs `turn()` again and again in a thread of its own until stopped.
+    """Runs `turn()` repeatedly in its own thread until stopped.
 
     An error ends one turn; `max_failures` of them in a row end the loop.
     """
@@ -56,8 +56,8 @@ class ServiceLoop:
         max_failures: int = MAX_FAILURES,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Make a loop that does not run yet. `wake` ends a waiting turn, from any thread;
-        `on_failure` is called in the loop's thread when errors have ended it."""
+        """Make a loop without starting it. `wake` ends a waiting turn, from any thread;
+        `on_failure` is called in the loop's thread when errors have ended the loop."""
         self._name = name
         self._turn = turn
         self._wake = wake
@@ -69,12 +69,12 @@ class ServiceLoop:
 
     @property
     def failure(self) -> BaseException | None:
-        """The last of the errors that ended the loop, None while none has."""
+        """The last of the errors that ended the loop, else None."""
         return self._loop.failure
 
     @property
     def is_running(self) -> bool:
-        """Whether the loop still takes turns and calls."""
+        """Whether the loop still takes turns and accepts calls."""
         return self._loop.is_running
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class ServiceLoop:
         return self._loop.statistics()
 
     def call(self, action: Callable[[], T], timeout_s: float) -> T:
-        """Run `action` in the loop's thread and return what it returns, or raise what it raises.
+        """Run `action` in the loop's thread; return its result, or raise its error.
 
         Raises:
             ClusterError: the loop has ended.
@@ -123,7 +123,7 @@ class ServiceLoop:
     def _run_call(self, action: Callable[[], Any], future: Future[Any]) -> None:
         try:
             future.set_result(action())
-        except BaseException as error:  # for the thread that asked
+        except BaseException as error:  # for the calling thread
             future.set_exception(error)
 
     def _fail(self, failure: BaseException) -> None:
@@ -139,6 +139,6 @@ class ServiceLoop:
 
 
 def end_this_process(failure: BaseException) -> None:
-    """End the process at once, as a crash would: another one takes its place, with new books."""
-    logging.shutdown()  # which flushes
+    """End the process at once, as a crash would; a new one replaces it, with new state."""
+    logging.shutdown()  # flushes
     os._exit(1)

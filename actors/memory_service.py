@@ -1,8 +1,8 @@
 """The actor that keeps a node's host memory while its workers come and go.
 
-One for each node of a cluster that offloads, made at launch before any memory is; workers of the
-node find it by an address that follows from the names of cluster and node. It lives as long as the
-cluster, and its process holds descriptors only. Refuses to know what is in the memory.
+A cluster that offloads has one per node, made at launch before any memory. Workers compute its
+address from the names of cluster and node. It lives as long as the cluster. Its process holds
+descriptors only and never reads the memory.
 
     worker ──put──▶ memory service (dies, Ray restarts it, empty) ◀──asks──┐
        ▲                                                     MemoryServiceWatch, every second
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 LOOK_S = 1.0
-"""How long the watch rests between two looks."""
+"""How long the watch waits between two checks."""
 
 ANSWER_S = 2.0
-"""How long memory services have to say what they keep."""
+"""How long memory services may take to report."""
 
 PUT_S = 10.0
 """How long a worker may take to put its memory again."""
 
 
 class MemoryServiceActor:
-    """Serves one `HostMemoryService` until it is ended. Ray makes it again when its process dies:
-    it keeps nothing then, until the workers have put their memory again."""
+    """Serves one `HostMemoryService` until it is ended. If its process dies, Ray restarts it,
+    empty, and the workers put their memory again."""
 
     def __init__(self, address: str, max_segments: int, max_bytes: int) -> None:
-        """Serve at `address`. Raises AlreadyRunningError at launch, if another memory service does;
-        made again it tries with each `report`, as an actor whose `__init__` raises is dead for
-        good."""
+        """Serve at `address`. At launch, raises AlreadyRunningError if another memory service
+        serves there. After a restart it tries again with each `report`, because an actor whose
+        `__init__` raises is dead permanently."""
         log_to_stderr(OUR_LOGGERS)
         self._make = partial(
             HostMemoryService, address, max_segments=max_segments, max_bytes=max_bytes
@@ -79,7 +79,7 @@ class MemoryServiceActor:
             self._problem = str(error)
 
     def report(self) -> MemoryServiceReport:
-        """Say what is kept; see to it that it is served."""
+        """Return what is kept; start to serve if it does not serve yet."""
         try:
             if self._service is None:
                 self._serve()
@@ -104,10 +104,9 @@ def make_memory_services(
     lifetime: Literal["detached"] | None,
     timeout_s: float,
 ) -> list[Any]:
-    """Make a memory service on each node that has workers, if the configuration wants any; return
-    them.
+    """Make and return a memory service on each node with workers, if the configuration wants them.
 
-    Raises StartupError for one that does not answer within `timeout_s`.
+    Raises StartupError if one does not answer within `timeout_s`.
     """
     host_bytes = config.offload.host_memory_per_rank
     if host_bytes is None or not keeps_memory(config):
@@ -116,7 +115,8 @@ def make_memory_services(
     memory_services = []
     for node_id in sorted({report.node.node_id for report in reports}):
         num_ranks = sum(report.node.node_id == node_id for report in reports)
-        # A rank's memory is released before it is made again, but rows and headers come on top.
+        # A rank's memory is released before its replacement is allocated; rows and headers are
+        # extra.
         most_bytes = 2 * num_ranks * host_bytes + (64 << 20)
         actor = make_remote(MemoryServiceActor).options(
             name=memory_service_name(config.name, node_id),
@@ -147,7 +147,7 @@ def make_memory_services(
 
 
 def find_memory_services(cluster: str) -> list[Any]:
-    """Return the memory services of a cluster, wherever they run."""
+    """Return the memory services of a cluster on all nodes."""
     found = []
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == RAY_NAMESPACE and actor["name"].startswith(
@@ -159,25 +159,25 @@ def find_memory_services(cluster: str) -> list[Any]:
 
 
 def end_memory_services(memory_services: Sequence[Any]) -> None:
-    """End these; the memory goes with the last worker that has it."""
+    """End these services. Memory is freed with the last worker that uses it."""
     for service in memory_services:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(service, no_restart=True)
 
 
 def await_no_memory_services(cluster: str, give_up_s: float) -> None:
-    """Wait until no memory service of the cluster is known any more, or it is `give_up_s`
+    """Wait until no memory service of the cluster is registered, or until `give_up_s`
     (monotonic)."""
     while find_memory_services(cluster) and time.monotonic() < give_up_s:
         time.sleep(0.02)
 
 
 class MemoryServiceWatch:
-    """Sees to it that the host memory of every rank is kept, from a thread of its own.
+    """Ensures that the host memory of every rank is kept, from its own thread.
 
-    Asks the memory services what they keep, and has workers put again what is missing. A memory
-    service that hangs is ended, so that Ray makes another. Refuses to do any of it for a
-    coordinator that another one has taken over from.
+    Asks the memory services what they keep, and makes workers put missing memory again. Ends a
+    hanging memory service, so that Ray makes another. Does nothing for a coordinator after another
+    one has taken over.
     """
 
     def __init__(
@@ -187,8 +187,8 @@ class MemoryServiceWatch:
         rules: Callable[[], bool],
         clock: Clock,
     ) -> None:
-        """Begin to watch, if the configuration wants memory kept. `worker_set` says who serves
-        which rank now, `rules` whether it is still for this coordinator to act."""
+        """Start to watch, if the configuration wants memory kept. `worker_set` returns the present
+        workers, `rules` whether this coordinator may still act."""
         self._config = config
         self._worker_set = worker_set
         self._rules = rules
@@ -201,11 +201,11 @@ class MemoryServiceWatch:
             self.loop.start()
 
     def statuses(self) -> tuple[MemoryServiceStatus, ...]:
-        """Return how the memory services do, as of the last look."""
+        """Return the status of the memory services at the last check."""
         return self._told
 
     def stop(self) -> None:
-        """Watch no longer. Repeatable."""
+        """Stop watching. Repeatable."""
         self.loop.stop()
 
     def _turn(self) -> None:
@@ -250,7 +250,7 @@ class MemoryServiceWatch:
 
 @dataclass
 class _WatchedNode:
-    """What the watch remembers of one node's memory service. `process`: which one answered last."""
+    """The watch's state of one node's memory service. `process`: the one that answered last."""
 
     answered_s: float
     process: ProcessIdentity | None = None
@@ -259,7 +259,7 @@ class _WatchedNode:
     reasons: dict[int, str] = field(default_factory=dict)
 
     def note(self, status: MemoryServiceStatus, now_s: float) -> None:
-        """Take note of a look."""
+        """Record the result of a check."""
         self.is_silent = status.is_silent
         if status.problem:
             return
@@ -277,11 +277,11 @@ class _WatchedNode:
         self.process = process
 
     def hangs_s(self, now_s: float) -> float:
-        """Return for how long the memory service has not answered although its process is there."""
+        """Return for how long the memory service has not answered although its process exists."""
         return now_s - self.answered_s if self.is_silent else 0.0
 
     def describe(self, status: MemoryServiceStatus, now_s: float) -> MemoryServiceStatus:
-        """Return a status with what only several looks can say."""
+        """Add to a status what only several checks can tell."""
         return replace(
             status,
             silent_s=now_s - self.answered_s if status.problem else 0.0,
@@ -301,10 +301,9 @@ def look_at_memory_services(
     timeout_s: float,
     handles: dict[str, Any] | None = None,
 ) -> list[MemoryServiceStatus]:
-    """Ask the memory services of all nodes that have ranks, within `timeout_s` together.
+    """Ask the memory services of all nodes with ranks, within `timeout_s` in total.
 
-    `reports` are the workers', by rank. `handles` remembers the memory services that were found, by
-    node.
+    `reports` are the workers', by rank. `handles` caches the memory services found, by node.
     """
     handles = {} if handles is None else handles
     ranks: dict[NodeAddress, list[int]] = {}
@@ -329,7 +328,7 @@ def look_at_memory_services(
         call, problem = calls.get(node), problems.get(node, "")
         status = _status_of(cluster, node, ranks[node], call, problem)
         if status.problem:
-            handles.pop(node.node_id, None)  # it may be another actor by then
+            handles.pop(node.node_id, None)  # look it up again next time: it may be another actor
         statuses.append(status)
     return statuses
 
@@ -337,7 +336,7 @@ def look_at_memory_services(
 def _status_of(
     cluster: str, node: NodeAddress, ranks: Sequence[int], call: Any, problem: str
 ) -> MemoryServiceStatus:
-    """Return what an ended call has answered; one that is under way has been given its time."""
+    """Return the answer of a finished call; a call that still runs has timed out."""
     away = MemoryServiceStatus(node.node_id, node.host, missing_ranks=tuple(ranks), problem=problem)
     if call is None:
         return away
@@ -361,7 +360,7 @@ def _status_of(
 
 
 def _reason_of(call: Any) -> str:
-    """Wait for a worker's answer, and return why its memory is not kept; empty if it is."""
+    """Wait for a worker's answer, and return why its memory is not kept; empty if it is kept."""
     try:
         return str(ray.get(call, timeout=PUT_S))
     except RayError as error:
@@ -369,7 +368,7 @@ def _reason_of(call: Any) -> str:
 
 
 def first_words(error: Exception) -> str:
-    """Return what an error of Ray says first, on a line."""
+    """Return the first words of a Ray error, on one line."""
     if isinstance(error, GetTimeoutError):
         return "no answer came in time"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

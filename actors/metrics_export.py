@@ -3,9 +3,9 @@
     collect() ──samples──▶ RayExporter ──▶ ray.util.metrics ──▶ agent of the node ──▶ Prometheus
        └─ every few seconds, in a thread of its own: no step waits for it
 
-A counter is added to (3 us), so only what has come since the last time is. Ray's histograms take
-one value at a time; ours are counted already, so their parts are gauges under the names that
-Prometheus knows: `_bucket` with `le`, `_sum`, `_count`. Refuses to end a process for statistics.
+Adding to a counter takes 3 us, so only its increase is added. Ray's histograms take single values,
+but these are counted already; their parts become gauges under the names that Prometheus expects:
+`_bucket` with `le`, `_sum`, `_count`. Errors of the export never end a process.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ STOP_TIMEOUT_S = 2.0
 
 
 class RayExporter:
-    """The metrics of one process, as Ray knows them. One thread."""
+    """The metrics of one process in Ray. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Declare nothing yet: a metric is declared with its first sample."""
+        """Declare nothing yet; a metric is declared with its first sample."""
         self._known: dict[str, Any] = {}
         self._growth = CounterGrowth()
 
     def export(self, samples: Sequence[AnySample]) -> None:
-        """Tell Ray where everything stands now."""
+        """Set Ray's metrics to these samples."""
         for sample in samples:
             if isinstance(sample, HistogramSample):
                 self._export_histogram(sample)
@@ -71,12 +71,12 @@ class RayExporter:
 
 
 class MetricsReporter:
-    """Exports what `collect` returns, again and again, until stopped."""
+    """Exports the samples of `collect` periodically until stopped."""
 
     def __init__(
         self, name: str, collect: Callable[[], Sequence[AnySample]], interval_s: float
     ) -> None:
-        """Start the thread. What `collect` raises is logged, and tried again."""
+        """Start the thread. Errors of `collect` are logged, and it tries again."""
         self._collect = collect
         self._interval_s = interval_s
         self._exporter = RayExporter()
@@ -94,7 +94,7 @@ class MetricsReporter:
         while not self._is_over.wait(self._interval_s):
             try:
                 self._exporter.export(self._collect())
-            except Exception as error:  # nothing that is served depends on statistics
+            except Exception as error:  # serving does not depend on statistics
                 logger.debug("no metrics this time: %r", error)
 
 

@@ -1,29 +1,29 @@
-"""Under which names a cluster's actors and placement group are found. One Ray namespace for all."""
+"""Names of a cluster's actors and placement group. All clusters share one Ray namespace."""
 
 from __future__ import annotations
 
 import hashlib
 
 RAY_NAMESPACE = "kvcache"
-"""Where every named actor of this package lives, so that any driver of the Ray cluster finds it."""
+"""Namespace of all named actors of this package, so that any driver finds them."""
 
 OUR_LOGGERS = ("kvcache", "actors")
-"""Loggers above all others of this package."""
+"""Root loggers of this package."""
 
 
 def coordinator_name(cluster: str) -> str:
-    """Return the coordinator's actor name. Creating it is what makes a launch exclusive."""
+    """Return the coordinator's actor name. Creating that actor makes a launch exclusive."""
     return f"{cluster}/coordinator"
 
 
 def worker_name(cluster: str, place: int) -> str:
-    """Return the name of the worker actor at `place`: its stage times the stage's width, plus its
-    number in the stage. Ranks are given to places once it is known where each actor runs."""
+    """Return the name of the worker actor at `place`: stage times stage width plus number in the
+    stage. Places get ranks once it is known where each actor runs."""
     return f"{cluster}/worker-{place}"
 
 
 def memory_service_prefix(cluster: str) -> str:
-    """Return what the names of the cluster's memory services begin with."""
+    """Return the prefix of the names of the cluster's memory services."""
     return f"{cluster}/keeper-"
 
 
@@ -33,7 +33,7 @@ def memory_service_name(cluster: str, node_id: str) -> str:
 
 
 def memory_service_address(cluster: str, node_id: str) -> str:
-    """Return where the memory service of a cluster listens on a node."""
+    """Return the address of a cluster's memory service on a node."""
     name = hashlib.sha256(f"{cluster}/{node_id}".encode()).hexdigest()[:24]
     return f"unix:@kvcache-keeper-{name}"
 
@@ -44,7 +44,7 @@ def placement_group_name(cluster: str) -> str:
 
 
 def state_prefix(cluster: str) -> str:
-    """Return what the keys of the cluster's small state begin with."""
+    """Return the prefix of the keys of the cluster's small state."""
     return f"kvcache/{cluster}/"
 
 

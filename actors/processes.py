@@ -1,11 +1,11 @@
-"""Which process, whether it still lives, and its end, wherever in the Ray cluster it runs.
+"""Identifies a process anywhere in the Ray cluster, checks whether it lives, and ends it.
 
-A process id alone is given to another process sooner or later; with its start time it is not. A
-process that is stopped lives, and one that cannot be asked about counts as alive. Ray's own way to
-end a process that hangs is no proof: `ray.kill` counts a stopped process as dead at once, and ends
-it seconds later. A signal ends it now, and Ray then says of itself that it is dead.
+A process id is reused sooner or later; together with its start time it is unique. A stopped
+process is alive, and so is one that cannot be checked. `ray.kill` does not prove an end: it reports
+a stopped process as dead at once and ends it seconds later. A signal ends it now, and then Ray
+notices the death.
 
-Ray is imported where it is used: `started_ticks` reads /proc only, and is called without Ray.
+Ray is imported on use: `started_ticks` reads only /proc and works without Ray.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from kvcache.config.deadlines import ENDING_S
 
 ASK_TIMEOUT_S = 20.0
-"""How long another node may take to look: it may have to start a process for it."""
+"""How long another node may take to check a process; it may have to start a process for it."""
 
 REACH_TIMEOUT_S = ENDING_S / 3
-"""How long another node may take to run what ends the process there."""
+"""How long another node may take to end a process."""
 
 _STARTED_FIELD = 19
-"""Of /proc/PID/stat, counted behind the name: when the process started, in ticks since boot."""
+"""Field of /proc/PID/stat, counted after the name: start time of the process in ticks since
+boot."""
 
 
 def started_ticks(process_id: int) -> int:
-    """Return when a process of this machine started, 0 if there is none, or nothing is left of it
-    but its entry."""
+    """Return when a process of this machine started, 0 if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{process_id}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -49,7 +49,7 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    """Return the identity of this process, which is connected to Ray."""
+    """Return the identity of this process, which must be connected to Ray."""
     from actors.connect import this_node
 
     node, process_id = this_node(), os.getpid()
@@ -57,7 +57,7 @@ def this_process() -> ProcessIdentity:
 
 
 def is_process_alive(process: ProcessIdentity) -> bool:
-    """Say whether a process still lives; one of a node that is gone does not."""
+    """Say whether a process still lives. A process of a lost node does not."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -80,8 +80,8 @@ def is_process_alive(process: ProcessIdentity) -> bool:
 
 
 def end_process(process: ProcessIdentity) -> str:
-    """Send SIGKILL to a process, on its own node; return what could not be done, empty when it was
-    sent or the process is gone."""
+    """Send SIGKILL to a process, from its own node. Return the error, empty if it was sent or the
+    process is gone."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -104,7 +104,7 @@ def end_process(process: ProcessIdentity) -> str:
 
 
 def end_local_process(process_id: int, ticks: int) -> str:
-    """Send SIGKILL to a process of this machine that started at `ticks`; return why not."""
+    """Send SIGKILL to the process of this machine that started at `ticks`; return the error."""
     try:
         descriptor = os.pidfd_open(process_id)
     except ProcessLookupError:
@@ -112,7 +112,7 @@ def end_local_process(process_id: int, ticks: int) -> str:
     except OSError as error:
         return f"process {process_id} cannot be opened: {error}"
     try:
-        # The descriptor stays with the process it was opened for: compare, then signal.
+        # The descriptor stays bound to its process, so compare first, then signal.
         if started_ticks(process_id) == ticks:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What actors tell each other and the launcher by Ray calls: plain frozen records.
+"""Records that actors and the launcher exchange by Ray calls.
 
-No torch and no Ray in here, so that every process can read them.
+Imports neither torch nor Ray, so that every process can read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcache.specs import KVCacheSpec
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """Where a process runs: Ray's id of the node, and the node's network address."""
+    """Where a process runs: Ray's node id and the node's network address."""
 
     node_id: str
     host: str
@@ -28,10 +28,10 @@ class NodeAddress:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker says before there is a plan. `place` is where the launcher put it.
+    """What a worker reports before there is a plan. `place` is the launcher's.
 
-    `memory` is what it may plan with, `free_bytes` what its device has. `started_ticks` says when
-    its process started, so that no other one is taken for it.
+    `memory`: bytes to plan with; `free_bytes`: bytes free on its device. `started_ticks`: start
+    time of its process, which makes its process id unique.
     """
 
     place: int
@@ -47,11 +47,10 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """What one worker's process has carried and refused, in addition to the worker's own
-    statistics.
+    """What one worker's process has transferred and refused, besides the worker's own statistics.
 
     `malformed`: payloads that are no message. `misdirected`: messages that are not for workers.
-    `faults`: errors that should not be, each of which cost a message or a connection.
+    `faults`: unexpected errors; each cost a message or a connection.
     """
 
     transport: TransportStatistics
@@ -62,8 +61,8 @@ class HostStatistics:
 
 @dataclass(frozen=True)
 class LastWorkers:
-    """Who served the ranks when the coordinator was closed: process ids, and the actors of an
-    engine's own. `was_closed`: it had been closed before."""
+    """The workers when the coordinator was closed: process ids, and an engine's own actors.
+    `was_closed`: the coordinator had been closed before."""
 
     process_ids: tuple[int, ...]
     foreign_workers: tuple[Any, ...]
@@ -72,8 +71,8 @@ class LastWorkers:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank as the coordinator sees it. `problem` is empty while all is well, or says how its
-    process was lost; `replacement` how far another one has come."""
+    """One rank as the coordinator sees it. `problem`: how its process was lost, empty if it was
+    not; `replacement`: progress of its replacement."""
 
     rank: int
     place: int
@@ -85,7 +84,7 @@ class RankStatus:
     replacement: str = ""
 
     def describe(self) -> str:
-        """Return how the rank does, in words."""
+        """Describe the rank's state in words."""
         if not self.problem:
             return "ready"
         replacement = f", replacement: {self.replacement}" if self.replacement else ""
@@ -94,8 +93,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class MemoryServiceReport:
-    """What a memory service's process says of itself. `statistics` is None while it cannot serve,
-    which `problem` explains."""
+    """A memory service's own report. `statistics` is None while it cannot serve; `problem` says
+    why."""
 
     process_id: int
     started_ticks: int
@@ -105,10 +104,10 @@ class MemoryServiceReport:
 
 @dataclass(frozen=True)
 class MemoryServiceStatus:
-    """One node's memory service. `problem` is empty while it serves; it has been so for `silent_s`.
+    """One node's memory service. `problem` is empty while it serves, and has lasted `silent_s`.
 
-    `kept_ranks` and `missing_ranks` are the node's ranks whose memory it has and has not; `reasons`
-    says why not, where that is known. `num_restarts` as far as the coordinator has seen.
+    `kept_ranks` and `missing_ranks`: ranks of the node whose memory is and is not kept; `reasons`:
+    why not, if known. `num_restarts`: as far as the coordinator has seen.
     """
 
     node_id: str
@@ -125,7 +124,7 @@ class MemoryServiceStatus:
     statistics: MemoryServiceStatistics | None = None
 
     def warnings(self) -> list[str]:
-        """Return what people should know of it: which memory ends with whom, and errors."""
+        """Return warnings: memory that ends with a process, and errors."""
         if self.problem:
             since = f" for {self.silent_s:.0f} s" if self.silent_s >= 1 else ""
             several = len(self.missing_ranks) > 1
@@ -146,13 +145,13 @@ class MemoryServiceStatus:
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What a running cluster is and how it does, for people and programs.
+    """State of a running cluster, for people and programs.
 
-    `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it),
-    "failed" (the coordinator itself has ended by an error, see `problem`). `is_embedded`: the
-    coordinator is no actor, but in a process of the engine. `memory_services`: of the nodes' host
-    memory, where the cluster has any. `loops`: the threads of the coordinator's process that serve
-    others. `log_path`: the file on the coordinator's node with its log, empty where there is none.
+    `state`: "starting", "ready", "degraded" (a rank is lost: clients get errors that name it), or
+    "failed" (an error has ended the coordinator, see `problem`). `is_embedded`: the coordinator is
+    not an actor, but runs in a process of the engine. `memory_services`: the nodes' host memory, if
+    the cluster has any. `loops`: service threads of the coordinator's process. `log_path`: the
+    coordinator's log on its node, empty if there is none.
     """
 
     name: str
@@ -190,7 +189,7 @@ class ClusterStatus:
         is_embedded: bool = False,
         log_path: str = "",
     ) -> ClusterStatus:
-        """Return the status of a cluster whose coordinator is in that process of that node."""
+        """Return the status of a cluster whose coordinator runs in that process of that node."""
         warnings = [] if plan is None else list(plan.warnings)
         for service in memory_services:
             warnings += service.warnings()
@@ -215,7 +214,7 @@ class ClusterStatus:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
 

@@ -2,10 +2,10 @@
 
     transport ──payload──▶ decode ──▶ Coordinator.on_* ──Outgoing──▶ encode once ──▶ transport
 
-Knows nothing of Ray, so that it runs in the coordinator actor, in an engine's driver and in tests
-alike. Whatever is not a message of ours, not from whom it says it is, or not to be obeyed, is
-counted and dropped. An error in a decision costs the epoch, never the loop: its books go, and the
-next epoch's come from what the workers hold.
+Independent of Ray, so that it runs in the coordinator actor, in an engine's driver and in tests.
+Payloads that are no message, have a false sender or must not be obeyed are counted and dropped. An
+error in a decision ends the epoch, never the loop: the epoch's state is dropped, and the next epoch
+rebuilds it from the workers.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ FROM_CLIENT = get_args(FromClient)
 
 
 class Decider(Protocol):
-    """What of the Coordinator the loop needs: each call returns what is to be sent."""
+    """The part of the Coordinator that the loop uses. Each call returns messages to send."""
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
-        """Take a message of a worker. Raises ProtocolError for one that must not be obeyed."""
+        """Take a worker's message. Raises ProtocolError for one that must not be obeyed."""
 
     def on_plain_applied(self, rank: int, payload: bytes) -> bool:
-        """Take an `Ack` of a worker without decoding it whole; say whether it was taken."""
+        """Take a worker's `Ack` without decoding it completely; return whether it was taken."""
 
     def settle(self) -> list[Outgoing]:
-        """Return what has become possible by all that `on_plain_applied` took."""
+        """Return what the acks taken by `on_plain_applied` have made possible."""
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
-        """Take a message of a client. Raises ProtocolError for one that must not be obeyed."""
+        """Take a client's message. Raises ProtocolError for one that must not be obeyed."""
 
     def on_client_lost(self, client_id: str) -> None:
         """Note that a client's last connection has ended."""
 
     def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
-        """Take a payload that is no message, for `reason`; return what its sender is told."""
+        """Take a payload that is no message, for `reason`; return the answer to its sender."""
 
     def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
-        """Return what to send in the place of a message that cannot travel, for `reason`."""
+        """Return a substitute for a message that cannot be sent, for `reason`."""
 
     def on_tick(self) -> list[Outgoing]:
-        """Look at the clock."""
+        """Do what is due by the clock."""
 
     def on_error(self, reason: str) -> list[Outgoing]:
-        """Go on after an error in the middle of a decision, with books that it cannot have left
-        half written."""
+        """Continue after an error in a decision, with new state: the old one may be
+        inconsistent."""
 
 
 @dataclass(frozen=True)
 class ServiceStatistics:
-    """What the loop has carried and refused.
+    """What the loop has transferred and refused.
 
-    `malformed`: payloads that are no message, `last_malformed` names the last. `impersonated`:
-    messages that are not from whom they say. `refused`: messages that the coordinator must not
-    obey. `unsendable`: messages that could not be sent. `early`: before it was started. `faults`:
-    errors that should not be, `last_fault` names the last: one in a decision ended the epoch.
+    `malformed`: payloads that are no message, `last_malformed` describes the last. `impersonated`:
+    messages with a false sender. `refused`: messages that the coordinator must not obey.
+    `unsendable`: messages that could not be sent. `early`: before it was started. `faults`:
+    unexpected errors, `last_fault` describes the last; one in a decision ended the epoch.
     """
 
     transport: TransportStatistics
@@ -83,19 +83,19 @@ class ServiceStatistics:
 
 
 def with_faults(loop: LoopStatistics, service: ServiceStatistics) -> LoopStatistics:
-    """Return how a message loop does, with the errors that were survived inside its turns."""
+    """Return a message loop's statistics with the errors that its turns survived."""
     count = loop.num_faults + service.faults + service.transport.faults
     last = service.last_fault or loop.last_fault or "of a connection"
     return replace(loop, num_faults=count, last_fault=last if count else "")
 
 
 class CoordinatorService:
-    """One coordinator behind one transport. Owned by one thread, which calls `turn`."""
+    """One coordinator behind one transport. The thread that calls `turn` owns it."""
 
     def __init__(
         self, transport: ServerTransport, clock: Clock, max_message_bytes: int, tick_s: float
     ) -> None:
-        """Serve no client yet: messages are counted and dropped until `open`."""
+        """Start without a decider: messages are counted and dropped until `open`."""
         self.transport = transport
         self._clock = clock
         self._max_message_bytes = max_message_bytes
@@ -106,15 +106,15 @@ class CoordinatorService:
         self._unsendable = 0
         self._last_malformed = ""
         self._faults = Faults("the coordinator's message loop")
-        self._error = ""  # one after which the books are not dropped yet
+        self._error = ""  # an error after which the state has not been dropped yet
 
     def open(self, decider: Decider, outgoing: Sequence[Outgoing]) -> None:
-        """Hand messages to `decider` from now on; send what it wants sent first."""
+        """Pass messages to `decider` from now on; first send `outgoing`."""
         self._decider = decider
         self.send(outgoing)
 
     def turn(self) -> None:
-        """Wait for messages until the next tick, and serve them. Called again and again."""
+        """Wait for messages until the next tick, and serve them. Call it repeatedly."""
         self.tick()
         self.serve(self.transport.receive(self._tick_s))
 
@@ -125,7 +125,7 @@ class CoordinatorService:
         now_s = self._clock.now()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
-            lost = self.transport.take_lost_clients()  # what they said last has been served
+            lost = self.transport.take_lost_clients()  # their last messages have been served
             decider = self._decider
             if decider is not None:
 
@@ -156,15 +156,15 @@ class CoordinatorService:
         if has_plain and decider is not None:
             outgoing += self._decide("an acknowledgement", decider.settle)
         if len(arrived) == 1:
-            # Nothing to gather: ranks shall not wait for the answer to the client to be encoded.
+            # Nothing to batch: send to the ranks before the answer to the client is encoded.
             for item in outgoing:
                 self.send((item,))
         elif outgoing:
             self.send(outgoing)
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
-        """Encode each message once and send it to all it is for; what goes to the same ones goes
-        together. In the place of what cannot travel, something else may be sent."""
+        """Encode each message once and send it to its receivers. Messages for the same receivers
+        are sent together. A message that cannot be sent may be replaced by another one."""
         unsendable = self._send(outgoing)
         if unsendable and (decider := self._decider) is not None:
             for item, reason in unsendable:
@@ -172,7 +172,7 @@ class CoordinatorService:
                 self._send(self._decide(what, partial(decider.on_unsendable, item, reason)))
 
     def _send(self, outgoing: Sequence[Outgoing]) -> list[tuple[Outgoing, str]]:
-        """Send; return what cannot be sent, and why."""
+        """Send; return the messages that cannot be sent, and why."""
         by_receivers: dict[tuple[Address, ...], list[bytes]] = {}
         unsendable: list[tuple[Outgoing, str]] = []
         for item in outgoing:
@@ -208,25 +208,25 @@ class CoordinatorService:
         )
 
     def _decide(self, what: str, decide: Callable[[], list[Outgoing]]) -> list[Outgoing]:
-        """Return what a decision has sent; an error in it is noted, and the epoch begins again."""
+        """Return a decision's messages; after an error, note it and begin a new epoch."""
         try:
             return decide()
         except Exception as error:
             return self._on_error(what, error)
 
     def _on_error(self, what: str, error: Exception) -> list[Outgoing]:
-        """Note an error; have the decider drop the books that it may have left half written."""
+        """Note an error; make the decider drop its possibly inconsistent state."""
         self._error = self._faults.note(what, error)
         return self._drop_books()
 
     def _drop_books(self) -> list[Outgoing]:
-        """Raises what the decider raises; then the next turn begins with another attempt."""
+        """Drop the state. Raises what the decider raises; the next turn then tries again."""
         outgoing = [] if self._decider is None else self._decider.on_error(self._error)
         self._error = ""
         return outgoing
 
     def _take(self, inbound: Inbound) -> list[Outgoing]:
-        """Return what is to be sent because of a message; count one that is not to be obeyed."""
+        """Return the messages to send for a received one; count one that must not be obeyed."""
         address, decider = inbound.peer.address, self._decider
         try:
             message = decode(inbound.payload, self._max_message_bytes)
@@ -253,7 +253,7 @@ class CoordinatorService:
         return []
 
     def _on_unreadable(self, inbound: Inbound, reason: str) -> list[Outgoing]:
-        """Count a payload that is no message; return what its sender is told."""
+        """Count a payload that is no message; return the answer to its sender."""
         address, decider = inbound.peer.address, self._decider
         self._malformed += 1
         self._last_malformed = f"{address}: {reason}"

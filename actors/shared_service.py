@@ -1,12 +1,12 @@
-"""The coordinator's service in an engine's process: many threads, one of them at a time.
+"""The coordinator's service in an engine's process, used by many threads, one at a time.
 
     client's thread ──send──▶ serve ─┐
     service's thread ──turn──────────┴─ lock ─▶ CoordinatorService ─▶ Coordinator
 
-A client's thread serves its own messages, and whatever else has arrived, so that a step costs no
-change of threads; a thread of the service's own waits for workers, and looks at the clock. Nobody
-waits inside the lock. Refuses to go on with books that a signal may have left half written: then
-the service is over, and every client is told why.
+A client's thread serves its own messages and all others that have arrived, so that a step needs no
+thread switch. The service's own thread waits for workers and checks the clock. No thread waits
+inside the lock. If a signal interrupts a decision, the state may be inconsistent: the service ends,
+and every client gets the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class EpochDecider(Decider, Protocol):
-    """What of the Coordinator the service needs."""
+    """The part of the Coordinator that the service uses."""
 
     @property
     def epoch(self) -> int:
@@ -42,7 +42,7 @@ class EpochDecider(Decider, Protocol):
 class SharedService:
     """One coordinator behind one `InProcessServer`, for the threads of this process.
 
-    Invariant: after `ended` is set, the coordinator is not asked any more.
+    Invariant: after `ended` is set, the coordinator is not called any more.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class SharedService:
     ) -> None:
         """Serve no worker yet.
 
-        `check_takeover`: called, before anything else is served, when a worker's connection has
-        ended, or no message was served for `stall_s`: this process stood still meanwhile. Another
-        one may have taken over.
+        `check_takeover` is called before anything else is served, if a worker's connection has
+        ended or no message was served for `stall_s`. This process was stopped then, and another one
+        may have taken over.
         """
         self.ended: KVCacheError | None = None
         self._transport = transport
@@ -77,33 +77,34 @@ class SharedService:
         self._has_more = False
 
     def open(self, coordinator: EpochDecider, start: Callable[[], list[Outgoing]]) -> None:
-        """Hand messages to `coordinator` from now on; send what `start` returns first. Raises what
-        it raises."""
+        """Pass messages to `coordinator` from now on; first send what `start` returns. Raises what
+        `start` raises."""
         with self._lock:
             outgoing = start()
             self._coordinator = coordinator
             self._service.open(coordinator, outgoing)
 
     def connect(self, peer: Peer) -> InProcessPeer:
-        """Return a new end for a client of this process. Raises what has ended the service."""
+        """Return a new connection for a client of this process. Raises the error that ended the
+        service."""
         with self._lock:
             self._require_going_on()
             return self._transport.connect(peer, self._serve)
 
     def call(self, action: Callable[[], T]) -> T:
-        """Run `action` while no message is served; return what it returns."""
+        """Run `action` while no message is served; return its result."""
         with self._lock:
             return action()
 
     def ask(self, action: Callable[[], T]) -> T:
-        """Run `action`, which may decide something, as `call` does. Raises what has ended the
+        """Run `action` as `call` does; it may make decisions. Raises the error that ended the
         service."""
         with self._lock:
             self._require_going_on()
             return action()
 
     def send(self, outgoing: Sequence[Outgoing]) -> None:
-        """Send what was decided. In `ask` only."""
+        """Send messages. Only inside `ask`."""
         self._service.send(outgoing)
 
     def turn(self) -> None:
@@ -123,8 +124,8 @@ class SharedService:
             self._has_more = self._transport.has_arrived()
 
     def end(self, reason: KVCacheError) -> None:
-        """Stop serving: whatever clients have scheduled is void, for `reason`. The first
-        reason counts."""
+        """Stop serving: everything that clients have scheduled is void, for `reason`. Only the
+        first reason counts."""
         with self._lock:
             if self.ended is None:
                 self.ended = reason
@@ -152,7 +153,7 @@ class SharedService:
             except BaseException as error:
                 self._fail(error)
                 raise
-            if self._transport.has_arrived():  # sending may have swallowed the signal
+            if self._transport.has_arrived():  # sending may have consumed the signal
                 self._transport.wake()
 
     def _require_going_on(self) -> None:
@@ -161,10 +162,10 @@ class SharedService:
             raise type(ended)(str(ended))
 
     def _look_around(self) -> None:
-        """See whether it is still this process that is to serve, where there is reason to doubt."""
+        """If there is reason for doubt, check whether this process still owns the cluster."""
         now_s, num_disconnections = self._clock.now(), self._transport.num_disconnections
         has_stalled = now_s - self._served_s > self._stall_s
-        # Taken before the look: a process that stands still during it looks again.
+        # Reset before the check: a process that is stopped during it checks again.
         self._served_s = now_s
         if has_stalled or num_disconnections != self._num_disconnections:
             self._num_disconnections = num_disconnections
@@ -172,19 +173,19 @@ class SharedService:
                 self._check_takeover()
 
     def _fail(self, error: BaseException) -> None:
-        """An error, or a signal, came in the middle of a decision."""
+        """Handle an error or a signal in the middle of a decision."""
         logger.error("the coordinator in this process has ended: %r", error)
         self.end(ClusterError(f"the coordinator in this process has ended by an error: {error!r}"))
 
     def _part_from(self, end: InProcessPeer) -> None:
-        """Tell a client that the epoch is over, in a way that it believes at once."""
+        """Tell a client at once that the epoch is over, in a way that it accepts."""
         address, coordinator = end.peer.address, self._coordinator
         if isinstance(address, ClientAddress):
             epoch = 1 + (0 if coordinator is None else coordinator.epoch)
             end.put(encode(Unattached(address.client_id, epoch, prose(str(self.ended)))))
 
     def _answer_after_the_end(self, inbound: Inbound, end: InProcessPeer) -> None:
-        """Send a client away, or let it go if that is what it asks for."""
+        """Refuse a client's message, or confirm that it detaches."""
         try:
             message = decode(inbound.payload)
         except ProtocolError:

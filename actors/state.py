@@ -1,7 +1,7 @@
-"""The small state of a cluster in Ray's own key-value store, for coordinators that may move.
+"""The small state of a cluster in Ray's key-value store, for coordinators that may move.
 
-Survives actors, drivers and the loss of any node but the head's. That store is not public API of
-Ray: nothing outside this file touches it.
+It survives actors, drivers and the loss of any node except the head. The store is not public API
+of Ray; only this file uses it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KV_NAMESPACE = b"kvcache"
 _RECORD = "embedded"
 
 _NUM_KEPT = 4
-"""So many numbers below the last one are looked for when old states are removed."""
+"""How many numbers below the last one are checked when old states are removed."""
 
 _kv: Any = internal_kv
 
 
 class RayStateStore:
-    """A `StateStore` for one cluster. Needs a process that is connected to Ray."""
+    """A `StateStore` for one cluster. The process must be connected to Ray."""
 
     def __init__(self, cluster: str) -> None:
         """Use the keys of the cluster named `cluster`."""
@@ -34,12 +34,13 @@ class RayStateStore:
         self._versions = f"{self._prefix}state/".encode()
 
     def load(self) -> SmallState | None:
-        """Return what was saved last. Raises as `SmallState.from_bytes`; ClusterError for Ray's."""
+        """Return the last saved state. Raises as `SmallState.from_bytes`; ClusterError for Ray's
+        errors."""
         return self._load()[1]
 
     def save(self, state: SmallState, replaces: SmallState | None) -> None:
-        """Replace what is saved; see `StateStore`. Every state has a key of its own, with the next
-        number, which only one of several coordinators can write."""
+        """Replace the saved state; see `StateStore`. Each state has its own key with the next
+        number, and only one of several coordinators can write it."""
         number, saved = self._load()
         require_saved(saved, replaces, "Ray's key-value store")
         try:
@@ -48,14 +49,14 @@ class RayStateStore:
             )
         except Exception as error:
             raise ClusterError(f"Ray's key-value store cannot be written: {error!r}") from error
-        # The number may have been another one's, or be one that others have left behind already.
+        # The number may be another coordinator's, or one that others have passed already.
         require_saved(self._load()[1], state, "Ray's key-value store")
-        with contextlib.suppress(Exception):  # they are removed with the cluster at the latest
+        with contextlib.suppress(Exception):  # the cluster's end removes them at the latest
             for old in range(max(0, number - _NUM_KEPT), number):
                 _kv._internal_kv_del(self._key(old), namespace=KV_NAMESPACE)
 
     def _load(self) -> tuple[int, SmallState | None]:
-        """Return the highest number and what it has; 0 and None where there is none."""
+        """Return the highest number and its state; 0 and None if there is none."""
         try:
             keys: list[bytes] = _kv._internal_kv_list(self._versions, namespace=KV_NAMESPACE)
             if not keys:
@@ -72,29 +73,30 @@ class RayStateStore:
         return self._versions + b"%012d" % number
 
     def clear(self) -> None:
-        """Forget everything of the cluster. Harmless when there is nothing, or no Ray any more."""
+        """Remove everything of the cluster. No effect if there is nothing, or no Ray."""
         if _kv._internal_kv_initialized():
             _kv._internal_kv_del(self._prefix, del_by_prefix=True, namespace=KV_NAMESPACE)
 
 
 class RayRecordStore:
-    """One record of one cluster: that of an embedded coordinator (see embedded/record.py), or the
-    one that is named."""
+    """One record of one cluster: the embedded coordinator's (see embedded/record.py) or the named
+    one."""
 
     def __init__(self, cluster: str, record: str = _RECORD) -> None:
-        """Use the key of the cluster named `cluster`, which `RayStateStore.clear` removes too."""
+        """Use the key of the cluster `cluster`; `RayStateStore.clear` removes it too."""
         self._key = f"{state_prefix(cluster)}{record}".encode()
 
     def claim(self, record: bytes) -> bool:
-        """Write `record` where there is none; say whether it was. Of several at once, one wins."""
+        """Write `record` if there is none; return whether it was written. One of several writers
+        wins."""
         return not self._put(record, overwrite=False)
 
     def save(self, record: bytes) -> None:
-        """Replace what is written."""
+        """Replace the record."""
         self._put(record, overwrite=True)
 
     def load(self) -> bytes | None:
-        """Return what was written last, None if there is nothing."""
+        """Return the record, None if there is none."""
         try:
             data: bytes | None = _kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
         except Exception as error:
@@ -102,11 +104,11 @@ class RayRecordStore:
         return data
 
     def remove(self) -> None:
-        """Forget it. Harmless when there is nothing."""
+        """Remove the record. No effect if there is none."""
         _kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
 
     def _put(self, record: bytes, overwrite: bool) -> bool:
-        """Write; say whether something was written there before."""
+        """Write; return whether a record existed."""
         try:
             return bool(
                 _kv._internal_kv_put(self._key, record, overwrite=overwrite, namespace=KV_NAMESPACE)

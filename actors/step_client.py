@@ -1,4 +1,4 @@
-"""Steps of the synchronous client: send them, wait for what becomes of them.
+"""Steps of the synchronous client: send them, and wait for their results.
 
     with cluster.client() as client:
         result = client.step(StepRequest(...))             one step, and its answer
@@ -6,9 +6,9 @@
         result = client.wait_result(number)                look later
         client.wait_finished(number)
 
-Every wait has a deadline; an answer that does not come is a DeadlineError, and what was asked may
-or may not have happened. Nothing is ever asked a second time under another number. Threads may
-share a client: one of them at a time reads the socket and wakes the others.
+Every wait has a deadline. A missing answer raises DeadlineError; the request may or may not have
+been executed. No request is ever sent again under another number. Threads may share a client: one
+at a time reads the socket and wakes the others.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StepClient(SessionView):
     def __init__(self, dialer: Dialing, client_name: str = "client") -> None:
         """Connect and attach.
 
-        Raises NotRunningError when there is no cluster, DeadlineError when it does not answer,
-        WorkerLostError when it waits for a rank.
+        Raises NotRunningError if there is no cluster, DeadlineError if it does not answer,
+        WorkerLostError if it waits for a rank.
         """
         self._connection = ClientConnection(dialer, client_name)
         self._sent = SentTokens()
@@ -67,7 +67,7 @@ class StepClient(SessionView):
         self._num_writers = 0
         self._num_taken = 0
         self._is_closed = threading.Event()
-        self._has_closed = False  # the same, at less cost
+        self._has_closed = False  # the same, cheaper to read
         self._last_seq = 0
         try:
             self.attach()
@@ -77,7 +77,7 @@ class StepClient(SessionView):
         if dialer.needs_keeping_alive:
             _keep_alive(self, self._is_closed, self._connection.settings.heartbeat_s / 2)
 
-    # --- who it is: SessionView, and what only this client counts
+    # --- identity: SessionView, and this client's own counters
 
     @property
     def num_resent(self) -> int:
@@ -87,7 +87,7 @@ class StepClient(SessionView):
     # --- attaching
 
     def attach(self, timeout_s: float | None = None) -> None:
-        """Attach, again after an epoch has ended: everything scheduled before is void.
+        """Attach, also again after an epoch has ended: everything scheduled before is void.
 
         Raises DeadlineError, WorkerLostError or NotRunningError as the constructor does.
         """
@@ -116,11 +116,10 @@ class StepClient(SessionView):
         return self.wait_result(self.submit(request), limit_s)
 
     def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
-        """Send a step and return its number; `client_id`, `step` and `epoch` are filled in here.
+        """Send a step and return its number; fills in `client_id`, `step` and `epoch`.
 
-        Waits while too many steps have no answer. Raises WorkerLostError or StaleEpochError when
-        the epoch is over, DeadlineError when the backlog does not shrink in time; then nothing was
-        sent.
+        Waits while too many steps have no answer. Raises WorkerLostError or StaleEpochError if the
+        epoch is over, DeadlineError if the backlog does not shrink in time; nothing was sent then.
         """
         session, send = self._connection.session, self._connection.send_step
         return self._submit(lambda: send(session.submit(request)), timeout_s)
@@ -128,10 +127,10 @@ class StepClient(SessionView):
     def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
         """Return the answer to a step.
 
-        Raises the error that a refused step was answered with, DeadlineError (the step may or may
-        not have been executed), WorkerLostError or StaleEpochError (the step is void). While
-        `is_attached`, a WorkerLostError says that a rank is silent: the step was refused, nothing
-        has changed, and it may be sent again; otherwise the epoch is over: see `attach`.
+        Raises the error of a refused step, DeadlineError (the step may or may not have been
+        executed), WorkerLostError or StaleEpochError (the step is void). A WorkerLostError while
+        `is_attached` means that a rank is silent: the step was refused without effect and may be
+        sent again. Otherwise the epoch is over: see `attach`.
         """
         return result_of_step(step, self._wait_answer(step, timeout_s))
 
@@ -140,14 +139,14 @@ class StepClient(SessionView):
         self._await(self._connection.session.is_applied, step, "applied", timeout_s)
 
     def wait_finished(self, step: int, timeout_s: float | None = None) -> None:
-        """Return once the step is over on every rank: with content checking its forward too.
+        """Return once the step is finished on every rank, with content checking also its forward.
 
         Forwards that found wrong bytes are in `failures`. Raises as `wait_result`.
         """
         self._await(self._connection.session.is_finished, step, "finished", timeout_s)
 
     def poll(self) -> None:
-        """Take in what has arrived, without waiting. Raises nothing about single steps."""
+        """Receive what has arrived, without waiting. Raises nothing about single steps."""
         with self._changed:
             self._require_open()
             self._read_all()
@@ -155,11 +154,11 @@ class StepClient(SessionView):
     # --- the end
 
     def close(self) -> None:
-        """Detach; whatever still runs is freed. Repeatable.
+        """Detach; everything that still runs is freed. Repeatable.
 
-        Returns when the coordinator has confirmed it. One that does not answer is waited for a few
-        seconds; then a warning is logged, and it frees what this client had when it notices that
-        the client is gone.
+        Returns when the coordinator has confirmed. After a few seconds without an answer a warning
+        is logged; the coordinator frees the client's requests when it notices that the client is
+        gone.
         """
         if self._connection.is_inherited:
             return
@@ -227,13 +226,13 @@ class StepClient(SessionView):
         return lambda: self._num_taken > num_taken
 
     def _begin_to_write(self) -> None:
-        """Take the lock when no thread is reading: a socket belongs to one thread at a time."""
-        self._connection.require_own_process()  # a fork may have copied a lock that is held
+        """Take the lock when no thread is reading: only one thread at a time may use a socket."""
+        self._connection.require_own_process()  # a fork may have copied a held lock
         self._changed.acquire()
         try:
             self._num_writers += 1
             while self._is_reading:
-                # From now on readers can be interrupted, which costs them some speed.
+                # From now on, reads can be interrupted, which makes them slower.
                 self._is_shared = True
                 self._connection.transport.wake()
                 self._block(self._connection.tick_s)
@@ -248,7 +247,7 @@ class StepClient(SessionView):
         self._changed.release()
 
     def _block(self, timeout_s: float) -> None:
-        """Let other threads work until one of them calls `_unblock`. The lock is held."""
+        """Release the lock until another thread calls `_unblock`. The lock is held on return."""
         self._num_blocked += 1
         try:
             self._changed.wait(timeout_s)
@@ -256,7 +255,7 @@ class StepClient(SessionView):
             self._num_blocked -= 1
 
     def _unblock(self) -> None:
-        """Have all threads that are blocked look again. Most of the time there is none."""
+        """Wake all blocked threads. Usually there is none."""
         if self._num_blocked:
             self._changed.notify_all()
 
@@ -312,7 +311,7 @@ class StepClient(SessionView):
                     self._read(min(remaining_s, tick_s), now_s)
 
     def _read(self, timeout_s: float, now_s: float) -> None:
-        """Take in what arrives within `timeout_s`. The lock is held before and after."""
+        """Receive what arrives within `timeout_s`. The lock is held before and after."""
         connection = self._connection
         connection.tick(now_s)
         transport = connection.transport
@@ -332,14 +331,14 @@ class StepClient(SessionView):
             connection.redial(moved_to)
 
     def _read_all(self) -> None:
-        """Take in everything there is, unless another thread is about it. The lock is held."""
+        """Receive everything there is, unless another thread reads. The lock is held."""
         while not self._is_reading and (payloads := self._connection.transport.receive(0.0)):
             self._connection.take(payloads)
             self._num_taken += len(payloads)
         self._unblock()
 
     def _look_where(self) -> Endpoint | None:
-        """Return where the coordinator is now, None if it is where it was, or that is not known."""
+        """Return the coordinator's new endpoint, None if it has not moved or that is unknown."""
         connection = self._connection
         noted = connection.look_for_move() if connection.is_time_to_look else None
         if noted is None and connection.may_have_moved:
@@ -347,7 +346,8 @@ class StepClient(SessionView):
         return noted
 
     def _ask_where(self) -> Endpoint | None:
-        """Ask where the coordinator is; None while it cannot say: deadlines see to the rest."""
+        """Ask for the coordinator's endpoint; None while it is unknown. Deadlines handle the
+        rest."""
         try:
             return self._connection.dialer.endpoint()
         except DeadlineError:
@@ -359,7 +359,7 @@ class StepClient(SessionView):
             raise self._connection.closed_error()
 
     def _keep_alive(self) -> None:
-        """Say that this client lives, unless a thread that waits says it."""
+        """Send a sign of life, unless a waiting thread sends it."""
         with self._changed:
             if not (self._is_closed.is_set() or self._is_reading):
                 self._read_all()
@@ -367,7 +367,7 @@ class StepClient(SessionView):
 
 
 def _keep_alive(client: StepClient, is_closed: threading.Event, interval_s: float) -> None:
-    """Keep an idle client alive for the coordinator, in a thread that ends with the client."""
+    """Keep an idle client alive at the coordinator, in a thread that ends with the client."""
     known = weakref.ref(client)
 
     def turn() -> None:

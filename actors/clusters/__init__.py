@@ -1,1 +1,1 @@
-"""A cluster on Ray as its user sees it: launched, asked, and taken down."""
+"""A cluster on Ray as its user sees it: launch, inspect, stop."""

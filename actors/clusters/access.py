@@ -1,7 +1,7 @@
-"""What every handle on a running cluster can do, wherever its coordinator is.
+"""What every handle of a running cluster offers, wherever its coordinator is.
 
-Clients, looking at ranks, and leaving a `with` block. Where the coordinator is an actor, cluster.py
-says how to reach it; where it is in this process, embedded/cluster.py does.
+Clients, inspection of ranks, and the `with` block. cluster.py reaches a coordinator that is an
+actor, embedded/cluster.py one in this process.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ C = TypeVar("C", bound="ClusterAccess")
 
 @dataclass(frozen=True)
 class ClusterStatistics:
-    """Statistics of all parties at about the same moment.
+    """Statistics of all processes at about the same moment.
 
     `workers[rank]` and `hosts[rank]` are None for a rank that does not answer.
     """
@@ -65,9 +65,9 @@ class ClusterStatistics:
 
 
 class ClusterAccess(ABC):
-    """A running cluster, as its launcher or somebody else sees it.
+    """A running cluster, as its launcher or another process sees it.
 
-    As a context manager it ends the cluster, unless it is somebody else's (`is_own`).
+    As a context manager it ends the cluster if this process has launched it (`is_own`).
     """
 
     config: ClusterConfig
@@ -85,15 +85,15 @@ class ClusterAccess(ABC):
 
     @abstractmethod
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does. Raises NotRunningError, DeadlineError."""
+        """Return the cluster's status. Raises NotRunningError, DeadlineError."""
 
     @abstractmethod
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return everything the coordinator waits for, with its age. Raises as `status` does."""
+        """Return all pending work of the coordinator, with its age. Raises as `status` does."""
 
     @abstractmethod
     def stop(self) -> None:
-        """End the cluster in order; nothing of it is left when this returns. Repeatable."""
+        """End the cluster in order; nothing of it remains. Repeatable."""
 
     def client(self, client_name: str = "client") -> KVCacheClient:
         """Return a new synchronous client, attached. See `KVCacheClient` for what it raises."""
@@ -108,7 +108,7 @@ class ClusterAccess(ABC):
         return await AsyncKVCacheClient.connect(self._dialer(), client_name)
 
     def statistics(self) -> ClusterStatistics:
-        """Return the statistics of all parties. Raises NotRunningError, DeadlineError."""
+        """Return the statistics of all processes. Raises NotRunningError, DeadlineError."""
         calls = [
             None if worker is None else worker.kvcache_statistics.remote()
             for worker in self.workers
@@ -131,33 +131,32 @@ class ClusterAccess(ABC):
         return self._service_statistics()[1]
 
     def collect_labels(self, rank: int) -> LabelSet:
-        """Return what a rank knows of each of its blocks. Raises RequestError for no such rank."""
+        """Return a rank's labels of all its blocks. Raises RequestError for an unknown rank."""
         labels: LabelSet = ask(self._worker(rank).kvcache_labels.remote(), f"rank {rank}")
         return labels
 
     def read_block(self, rank: int, layer_name: str, block_id: int) -> bytes:
         """Return the bytes of one layer's page of one block. For tests and inspection.
 
-        Raises RequestError where the rank, its layer or the block does not exist.
+        Raises RequestError if the rank, its layer or the block does not exist.
         """
         call = self._worker(rank).kvcache_read.remote(layer_name, block_id)
         page: bytes = ask(call, f"rank {rank}")
         return page
 
     def replace_worker(self, rank: int, actor: Any = None, timeout_s: float | None = None) -> None:
-        """Have `actor` serve a rank of a cluster whose workers are the engine's own; return when it
-        obeys. The rank's process may be lost, hang, or be wanted elsewhere: its part of every
-        cached block goes with it.
+        """Make `actor` serve a rank of a cluster whose workers are the engine's own; return when it
+        obeys. The old process may be lost, hang, or be needed elsewhere. Its part of every cached
+        block is lost.
 
-        `actor` is made as those of the launch were, and has no plan yet. Without one, a cluster
-        that makes its workers itself tries again to replace a rank that it had given up.
-        `timeout_s` defaults to what an attempt may take, `deadlines.startup_s`, and `GRACE_S` for
-        the word on why it failed.
+        Make `actor` like those of the launch, without a plan. Without `actor`, a cluster that makes
+        its own workers tries again to replace a rank that it had given up. `timeout_s` defaults to
+        one attempt, `deadlines.startup_s`, plus `GRACE_S` for the report of its failure.
 
         Raises:
-            RequestError: no such rank, or not to be replaced in this way; nothing has changed.
-            StartupError: the actor cannot serve the rank; says why. It is not ended.
-            DeadlineError: not within `timeout_s`; it may still come to be.
+            RequestError: no such rank, or it cannot be replaced this way; nothing has changed.
+            StartupError: the actor cannot serve the rank, and why. It is not ended.
+            DeadlineError: not within `timeout_s`; it may still succeed.
         """
         self._begin_to_replace(self._checked_rank(rank), actor)
         attempt_s = self.config.deadlines.startup_s + GRACE_S
@@ -190,8 +189,8 @@ class ClusterAccess(ABC):
         return as_int("rank", rank, 0, self.config.parallel.num_ranks - 1, RequestError)
 
     def _worker(self, rank: int) -> Any:
-        """Return the actor of a rank. Raises RequestError for no such rank, NotRunningError while
-        the coordinator does not know it."""
+        """Return the actor of a rank. Raises RequestError for an unknown rank, NotRunningError
+        while the coordinator does not know it."""
         place, workers = self._checked_rank(rank), self.workers
         if place >= len(workers):
             raise NotRunningError(f"{self.name} does not know its workers now: look at its status")
@@ -199,11 +198,11 @@ class ClusterAccess(ABC):
 
     @abstractmethod
     def _begin_to_replace(self, rank: int, actor: Any) -> None:
-        """See `replace_worker`, whose work this begins."""
+        """Begin the replacement; see `replace_worker`."""
 
     @abstractmethod
     def _dialer(self) -> Dialing:
-        """Return how clients reach the coordinator."""
+        """Return the dialer of clients."""
 
     @abstractmethod
     def _service_statistics(self) -> tuple[CoordinatorStatistics | None, ServiceStatistics]:
@@ -211,14 +210,14 @@ class ClusterAccess(ABC):
 
 
 def connect_to_ray() -> None:
-    """Connect this process to Ray: the cluster it was started in, or a new one on this machine."""
+    """Connect this process to Ray: to the cluster it was started in, or to a new local one."""
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
 
 
 def ask(call: Any, who: str) -> Any:
-    """Return the answer to a call of an actor; what it raises of ours is raised here, and Ray's
-    errors become ours."""
+    """Return the answer to an actor's call. Raises its kvcache errors as they are, and Ray's errors
+    as kvcache errors."""
     try:
         return ray.get(call, timeout=CALL_TIMEOUT_S)
     except RayTaskError as error:
@@ -238,7 +237,7 @@ def ask(call: Any, who: str) -> Any:
 
 
 def answer_or_none(call: Any) -> Any:
-    """Return the answer to a call, None if there is none, or it fails in any way that Ray knows."""
+    """Return the answer to a call, None if there is none or it fails with an error of Ray."""
     if call is None:
         return None
     try:

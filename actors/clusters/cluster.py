@@ -1,12 +1,12 @@
-"""KVCacheCluster: bring a cluster up, find a running one, talk to it, look at it, stop it.
+"""KVCacheCluster: launch a cluster, or connect to a running one; use, inspect and stop it.
 
     with KVCacheCluster.launch("configs/cpu_tp2.yaml") as cluster:
         with cluster.client() as client:
             result = client.step(StepRequest(...))
 
-Engines and the command line use this class. A coordinator in the engine's own process has another
-one, in embedded/cluster.py. launch.py and shutdown.py do the work. Two clusters cannot share a
-name.
+Engines and the command line use this class. embedded/cluster.py is its counterpart for a
+coordinator in the engine's own process. launch.py and shutdown.py do the work. Two clusters cannot
+share a name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DIAL_TIMEOUT_S = 5.0
 
 
 class KVCacheCluster(ClusterAccess):
-    """A running cluster, as its launcher or anybody else in the Ray cluster sees it."""
+    """A running cluster, as its launcher or another process of the Ray cluster sees it."""
 
     def __init__(self, config: ClusterConfig, parts: ClusterParts, *, is_own: bool) -> None:
         """Use `launch` or `connect` instead."""
@@ -60,16 +60,16 @@ class KVCacheCluster(ClusterAccess):
         worker_actors: Sequence[Any] = (),
         worker_class: type[Any] | None = None,
     ) -> KVCacheCluster:
-        """Bring a cluster up and return when every rank obeys its coordinator.
+        """Start a cluster and return when every rank obeys its coordinator.
 
-        Connects to Ray first if this process is not. `detached`: the cluster outlives this driver.
-        `on_progress` is told what is being done. `worker_actors`: actors of yours that are the
-        workers (see `WorkerMethods`). `worker_class`: a subclass of `WorkerActor` to use.
+        Connects to Ray if necessary. `detached`: the cluster outlives this driver. `on_progress`
+        gets a line for each step of the launch. `worker_actors`: your own actors as workers (see
+        `WorkerMethods`). `worker_class`: a subclass of `WorkerActor` to use.
 
         Raises:
-            ConfigurationError: the file cannot be meant, or asks for several replicas.
+            ConfigurationError: the file is invalid, or asks for several replicas.
             AlreadyRunningError: a cluster of that name runs.
-            StartupError, NotEnoughMemoryError: names the rank and the cause; nothing is left.
+            StartupError, NotEnoughMemoryError: names the rank and the cause; nothing remains.
         """
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
@@ -85,10 +85,9 @@ class KVCacheCluster(ClusterAccess):
 
     @classmethod
     def connect(cls, name: str) -> KVCacheCluster:
-        """Return the running cluster `name`; leaving a `with` block over it lets it run.
+        """Return the running cluster `name`; a `with` block over it does not end it.
 
-        Raises NotRunningError if there is none, or none that could be connected to: its
-        coordinator is in a process.
+        Raises NotRunningError if there is none, or if its coordinator is embedded in a process.
         """
         connect_to_ray()
         try:
@@ -117,20 +116,20 @@ class KVCacheCluster(ClusterAccess):
         return tuple(ask(self._coordinator.workers.remote(), "the coordinator"))
 
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does. Raises NotRunningError, DeadlineError."""
+        """Return the cluster's status. Raises NotRunningError, DeadlineError."""
         status: ClusterStatus = ask(self._coordinator.status.remote(), "the coordinator")
         return status
 
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return everything the coordinator waits for, with its age. Raises as `status` does."""
+        """Return all pending work of the coordinator, with its age. Raises as `status` does."""
         pending = ask(self._coordinator.pending.remote(), "the coordinator")
         return tuple(pending)
 
     def record_requests(
         self, listener: str, salt: bytes, *, is_last: bool = False
     ) -> RecordedBatch:
-        """Return the requests served since `listener`, a name of its own, asked last: digests of
-        their blocks, keyed with `salt`, no tokens. Ask again at least every few seconds.
+        """Return the requests served since `listener`, a unique name, asked last: digests of their
+        blocks, keyed with `salt`, no tokens. Ask again at least every few seconds.
 
         Raises AlreadyRunningError while another listener records, and as `status` does.
         """
@@ -139,18 +138,18 @@ class KVCacheCluster(ClusterAccess):
         return batch
 
     def inspect(self) -> CacheInspection:
-        """Return what the cache is like now: pins, and who uses which block. Reads all tables.
-        Raises NotRunningError, DeadlineError."""
+        """Return the state of the cache: pins and block usage. Reads all tables. Raises
+        NotRunningError, DeadlineError."""
         found: CacheInspection = ask(self._coordinator.inspect.remote(), "the coordinator")
         return found
 
     def event_keys(self) -> CurveKeys | None:
-        """Return what followers of the events prove themselves with, None where they need not."""
+        """Return the keys that followers of events need, None if they need none."""
         keys: CurveKeys | None = ask(self._coordinator.event_keys.remote(), "the coordinator")
         return keys
 
     def stop(self) -> None:
-        """End the cluster in order; nothing of it is left when this returns. Repeatable."""
+        """End the cluster in order; nothing of it remains. Repeatable."""
         if not self._is_stopped:
             require_ray()
             self._is_stopped = True
@@ -186,7 +185,7 @@ def require_one_replica(config: ClusterConfig) -> None:
 
 
 class Dialer:
-    """Opens connections to the coordinator of one cluster, wherever it is now."""
+    """Connects clients to the coordinator of one cluster, also after it has moved."""
 
     needs_keeping_alive = True
 
@@ -196,9 +195,9 @@ class Dialer:
         self.config = config
 
     def endpoint(self) -> Endpoint:
-        """Ask the coordinator where it listens for this process.
+        """Ask the coordinator for its endpoint for this process.
 
-        Raises NotRunningError when the cluster is gone for good, DeadlineError when it gives no
+        Raises NotRunningError if the cluster has ended, DeadlineError if the coordinator does not
         answer now.
         """
         try:
@@ -213,14 +212,14 @@ class Dialer:
         return endpoint
 
     def noted(self) -> Endpoint | None:
-        """Return where the coordinator has written down that it listens for this process."""
+        """Return the coordinator's recorded endpoint for this process."""
         try:
             return load_endpoint(self.config.name, this_node().node_id)
         except ClusterError:
-            return None  # it can be asked, later
+            return None  # `endpoint` can ask the coordinator later
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
-        """Return a new end for `peer`."""
+        """Return a new connection for `peer`."""
         return connect_peer(
             endpoint, peer, self.config.transport.max_message_bytes, Mailbox(capacity=1)
         )

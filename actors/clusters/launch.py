@@ -1,12 +1,11 @@
-"""Bringing a cluster up, or leaving nothing behind.
+"""Starts a cluster completely or not at all.
 
     coordinator (its name is the launch lock) ─▶ placement group ─▶ workers ─▶ reports
     ─▶ one plan ─▶ every rank allocates ─▶ fingerprints compared ─▶ coordinator takes over ─▶ ready
 
-Whatever goes wrong, or if the launch is interrupted: everything made so far is taken down again,
-and one error says which rank failed and why. Refuses to wait for anything beyond
-`deadlines.startup_s`, but for the coordinator's word on which rank is missing: `GRACE_S` more at
-most.
+After an error or an interruption, everything made so far is taken down, and one error says which
+rank failed and why. The launch never takes longer than `deadlines.startup_s`, plus at most
+`GRACE_S` for the coordinator to name the missing ranks.
 """
 
 from __future__ import annotations
@@ -45,21 +44,21 @@ from kvcache.config import ClusterConfig
 from kvcache.planner import Plan, plan_kv_cache, plan_options
 
 OnProgress = Callable[[str], None]
-"""Told what start-up is doing, one short line each time."""
+"""Gets a short line for each step of the start-up."""
 
 
 BEGIN_SHARE = 0.6
-"""Of the remaining time, for the coordinator: it knows best which rank does not obey."""
+"""The coordinator's share of the remaining time: it knows best which rank does not obey."""
 
 GRACE_S = 10.0
-"""How much later than promised an answer may come, on a machine that has too much to do."""
+"""How late an answer may come on an overloaded machine."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to launch, in addition to the configuration.
+    """How to launch, besides the configuration.
 
-    `worker_actors`: the engine's own actors (see `WorkerMethods`), in order of places; then no
+    `worker_actors`: the engine's own actors (see `WorkerMethods`), in order of places. Then no
     worker is started and no placement group made. `worker_class`: a subclass of `WorkerActor`.
     """
 
@@ -69,7 +68,7 @@ class LaunchOptions:
     worker_class: type[Any] | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigurationError for what is none of that."""
+        """Raise ConfigurationError for invalid options."""
         as_bool("detached", self.is_detached, ConfigurationError)
         check_methods("on_progress", self.on_progress, ("__call__",), ConfigurationError)
         as_tuple("worker_actors", self.worker_actors, ConfigurationError)
@@ -95,9 +94,10 @@ class Launch:
         self._give_up_s = time.monotonic() + self.config.deadlines.startup_s
 
     def run(self) -> ClusterParts:
-        """Bring the cluster up and return what it is made of.
+        """Start the cluster and return its parts.
 
-        Raises AlreadyRunningError, StartupError or NotEnoughMemoryError, with nothing left running.
+        Raises AlreadyRunningError, StartupError or NotEnoughMemoryError; nothing keeps running
+        then.
         """
         self._say(f"starting the coordinator of {self.config.name}")
         self.parts.coordinator = self._create_coordinator()
@@ -134,12 +134,12 @@ class Launch:
         self._say("ready")
 
     def _connect(self, worker_set: WorkerSet) -> None:
-        """Have the coordinator take over the workers; return when all of them obey."""
+        """Make the coordinator take over the workers; return when all of them obey."""
         coordinator: Any = self.parts.coordinator
-        # First wait until it is there: its own time limit begins to count when it takes the call.
+        # First wait until it exists: its own time limit begins when it takes the call.
         self._await([coordinator.__ray_ready__.remote()], "start", who="the coordinator")
         ready = coordinator.begin.remote(worker_set, BEGIN_SHARE * self._remaining_s())
-        # What it says names the ranks that do not obey: worth waiting for a little longer.
+        # Its answer names the ranks that do not obey, so wait a little longer for it.
         self._await([ready], "connect to the workers", who="the coordinator", grace_s=GRACE_S)
 
     def _create_coordinator(self) -> Any:
@@ -204,7 +204,7 @@ class Launch:
             raise StartupError(f"the ranks do not fit together: {error}") from error
 
     def _keep_memory(self, reports: Sequence[WorkerReport]) -> None:
-        """Make the memory services. Ray ends actors without a handle, so the handles are kept."""
+        """Make the memory services and keep their handles: Ray ends actors without a handle."""
         lifetime: Literal["detached"] | None = "detached" if self.options.is_detached else None
         self.parts.memory_services = make_memory_services(
             self.config, reports, lifetime, self._remaining_s()
@@ -222,7 +222,8 @@ class Launch:
     def _await(
         self, calls: Sequence[Any], what: str, who: str = "", grace_s: float = 0.0
     ) -> list[Any]:
-        """Return the answers of `calls`, one per rank (or of `who`), or raise for the first bad."""
+        """Return the answers of `calls`, one per rank (or of `who`); raise for the first bad
+        one."""
         waiting = {call: who or f"rank {rank}" for rank, call in enumerate(calls)}
         while waiting:
             limit_s = self._remaining_s() + grace_s
@@ -251,14 +252,14 @@ class Launch:
 
 
 def _remote(actor_class: type[Any], concurrency_groups: dict[str, int]) -> Any:
-    """Return Ray's form of a plain class."""
+    """Return the Ray actor class of a plain class."""
     make_remote: Any = ray.remote
     return make_remote(concurrency_groups=concurrency_groups)(actor_class)
 
 
 def rank_order(reports: Sequence[WorkerReport], stage_width: int) -> list[int]:
-    """Return which place each rank has. Within a stage ranks follow node and GPU, not the order in
-    which Ray happened to place them."""
+    """Return the place of each rank. Within a stage, ranks are ordered by node and GPU, not by
+    Ray's placement order."""
     order: list[int] = []
     for start in range(0, len(reports), stage_width):
         stage = list(range(start, min(start + stage_width, len(reports))))
@@ -267,12 +268,12 @@ def rank_order(reports: Sequence[WorkerReport], stage_width: int) -> list[int]:
 
 
 def _gpus(report: WorkerReport) -> tuple[tuple[int, str], ...]:
-    """Return the GPU ids so that they sort as numbers."""
+    """Return the GPU ids in a form that sorts as numbers."""
     return tuple((int(gpu) if gpu.isdigit() else -1, gpu) for gpu in report.gpu_ids)
 
 
 def startup_error(party: str, what: str, error: RayError) -> KVCacheError:
-    """Return our error for what Ray says about a party that did not do `what`."""
+    """Return a kvcache error for a Ray error of `party`, which did not do `what`."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, NotEnoughMemoryError):
         return NotEnoughMemoryError(f"{party}: {cause}")
@@ -283,7 +284,7 @@ def startup_error(party: str, what: str, error: RayError) -> KVCacheError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of an error that says most: Ray wraps causes in tracebacks and advice."""
+    """Return the most telling line of an error: Ray wraps causes in tracebacks and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -291,7 +292,7 @@ def first_line(error: BaseException) -> str:
         return (
             f"{type(error).__name__}: {lines[0]}" if not isinstance(error, RayError) else lines[0]
         )
-    # What Ray says of a dead actor has lines such as `ip: 192.0.2.2`.
+    # Ray's text about a dead actor has lines such as `ip: 192.0.2.2`.
     named = [line for line in lines if ": " in line and line.split(": ")[0].isidentifier()]
     raised = [line for line in named if line[0].isupper()]
     exits = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]

@@ -1,7 +1,7 @@
-"""Where workers run: one placement group, one bundle per pipeline stage.
+"""Places workers: one placement group with a bundle per pipeline stage.
 
-The tensor-parallel ranks of a stage share a bundle and so a node; a stage wider than any node
-cannot be placed and says so. The coordinator is not in the group: it may restart anywhere.
+The tensor-parallel ranks of a stage share a bundle, and so a node. A stage that fits no node is
+refused. The coordinator is not in the group, because it may restart anywhere.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ POLL_S = 0.05
 
 
 def stage_resources(config: ClusterConfig) -> dict[str, float]:
-    """Return what one pipeline stage, all its tensor-parallel ranks together, asks Ray for."""
+    """Return the resources of one pipeline stage, for all its tensor-parallel ranks together."""
     width = config.parallel.tensor_parallel_size
     wanted = {
         "CPU": width * config.workers.num_cpus_per_rank,
         "GPU": width * config.workers.num_gpus_per_rank,
     }
     resources = {name: round(amount, 4) for name, amount in wanted.items() if amount}
-    # A bundle of nothing is refused by Ray; this much fits any node.
+    # Ray refuses an empty bundle; this much fits any node.
     return resources or {"CPU": 0.001}
 
 
 def create_placement(config: ClusterConfig, is_detached: bool, timeout_s: float) -> PlacementGroup:
-    """Reserve room for every stage and return the group.
+    """Reserve resources for every stage and return the group.
 
-    Raises StartupError, nothing left reserved, when there is no room within `timeout_s`.
+    Raises StartupError if there is no room within `timeout_s`; nothing stays reserved.
     """
     bundle = stage_resources(config)
     num_stages = config.parallel.pipeline_parallel_size
@@ -62,13 +62,13 @@ def create_placement(config: ClusterConfig, is_detached: bool, timeout_s: float)
 
 
 def remove_placement(group: PlacementGroup, timeout_s: float) -> None:
-    """Give the room back and wait until Ray says that it is gone. Repeatable."""
+    """Remove the group and wait until Ray confirms it. Repeatable."""
     remove_placement_group(group)
     wait_until(lambda: placement_group_table(group).get("state", "REMOVED") == "REMOVED", timeout_s)
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until `is_done()`, at most `timeout_s`; return whether it is."""
+    """Wait at most `timeout_s` until `is_done()`; return whether it is."""
     deadline_s = time.monotonic() + timeout_s
     while not is_done():
         if time.monotonic() > deadline_s:
@@ -78,7 +78,7 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def describe_nodes() -> str:
-    """Return CPUs and GPUs of every living node."""
+    """Return CPUs and GPUs of every living node, as text."""
     list_nodes: Any = ray.nodes
     nodes = [node for node in list_nodes() if node["Alive"]]
     statistics = [

@@ -3,9 +3,8 @@
     with KVCacheReplicas.launch("configs/my_dp4.yaml") as replicas:
         clients = [replica.client() for replica in replicas]
 
-`cluster.py` knows one cluster. Each replica has coordinator, ranks, sockets and events
-of its own; a router tells them apart by their data-parallel rank. Refuses to share
-anything between replicas but the launch and the end.
+`cluster.py` knows one cluster. Each replica has its own coordinator, ranks, sockets and events; a
+router distinguishes them by data-parallel rank. Replicas share only the launch and the end.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from kvcache.config.events import shifted
 
 
 def replica_name(name: str, rank: int) -> str:
-    """Return the name of the cluster that is replica `rank` of the launch `name`."""
+    """Return the cluster name of replica `rank` of the launch `name`."""
     return f"{name}-dp{rank}"
 
 
 def replica_configs(config: ClusterConfig) -> list[ClusterConfig]:
-    """Return the configuration of each replica: names, ports and ranks of its own.
+    """Return each replica's configuration, with its own name, ports and rank.
 
-    Raises ConfigurationError where ports do not suffice.
+    Raises ConfigurationError if there are not enough ports.
     """
     size, events = config.parallel.data_parallel_size, config.events
     alone = config.parallel.model_copy(update={"data_parallel_size": 1})
@@ -64,7 +63,7 @@ def replica_configs(config: ClusterConfig) -> list[ClusterConfig]:
 
 
 class KVCacheReplicas(Sequence[KVCacheCluster]):
-    """The running replicas of one launch, by data-parallel rank."""
+    """The running replicas of one launch, in order of data-parallel rank."""
 
     def __init__(self, name: str, clusters: Sequence[KVCacheCluster]) -> None:
         """Use `launch` or `connect` instead."""
@@ -79,9 +78,9 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
         detached: bool = False,
         on_progress: OnProgress | None = None,
     ) -> KVCacheReplicas:
-        """Bring up `parallel.data_parallel_size` clusters, one after the other, all or none.
+        """Start `parallel.data_parallel_size` clusters one after the other, all or none.
 
-        Raises what `KVCacheCluster.launch` raises; nothing is left running then.
+        Raises what `KVCacheCluster.launch` raises; nothing keeps running then.
         """
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
@@ -98,7 +97,8 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
 
     @classmethod
     def connect(cls, name: str) -> KVCacheReplicas:
-        """Return the replicas of launch `name` that run. Raises NotRunningError without any."""
+        """Return the running replicas of launch `name`. Raises NotRunningError if there are
+        none."""
         connect_to_ray()
         prefix, suffix = replica_name(name, 0).removesuffix("0"), coordinator_name("")
         actors: Any = ray.util.list_named_actors(all_namespaces=True)
@@ -121,7 +121,7 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
         return len(self._clusters)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the replica of a rank, or those of a slice."""
+        """Return the replica of a rank, or the replicas of a slice."""
         return self._clusters[index]
 
     def __iter__(self) -> Iterator[KVCacheCluster]:
@@ -132,7 +132,7 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
         return discovery_records(self._clusters, self.name)
 
     def stop(self) -> None:
-        """End all replicas in order; nothing of them is left when this returns. Repeatable."""
+        """End all replicas in order; nothing of them remains. Repeatable."""
         _stop(self._clusters)
 
     def __enter__(self) -> KVCacheReplicas:
@@ -148,7 +148,7 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
 
 
 def _stop(clusters: Sequence[KVCacheCluster]) -> None:
-    """Stop all of them; where one cannot be stopped, the others are all the same."""
+    """Stop all of them, even if one of them cannot be stopped."""
     problem: Exception | None = None
     for cluster in clusters:
         try:
@@ -160,7 +160,7 @@ def _stop(clusters: Sequence[KVCacheCluster]) -> None:
 
 
 def _require_distinct_ports(config: ClusterConfig) -> None:
-    """Raise ConfigurationError where a replica's live port is another one's replay port."""
+    """Raise ConfigurationError if a replica's live port is another one's replay port."""
     size, events = config.parallel.data_parallel_size, config.events
     places = [
         shifted(endpoint, rank)
@@ -180,9 +180,9 @@ def _require_distinct_ports(config: ClusterConfig) -> None:
 class DiscoveryRecord:
     """One data-parallel replica, as routers see it.
 
-    `instance`: what all replicas of a launch have in common; `cluster`: this one's own name.
-    `block_size` is that of the group that is published, `last_seq` -1 before anything was. `keys`
-    are for followers that must prove themselves, None where they need not.
+    `instance`: the common name of all replicas of a launch; `cluster`: this replica's name.
+    `block_size`: that of the published group. `last_seq`: -1 before the first batch. `keys`: for
+    followers that must authenticate, else None.
     """
 
     instance: str
@@ -200,7 +200,7 @@ class DiscoveryRecord:
     keys: CurveKeys | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON; keys are not among them."""
+        """Return plain values for JSON, without the keys."""
         values = asdict(self)
         del values["keys"]
         return {**values, "needs_keys": self.keys is not None}
@@ -209,7 +209,7 @@ class DiscoveryRecord:
 def discovery_record(cluster: KVCacheCluster, instance: str = "") -> DiscoveryRecord:
     """Return how to follow a running cluster.
 
-    Raises NotRunningError when it publishes nothing, or its publisher is not there at the moment.
+    Raises NotRunningError if it publishes no events, or if its publisher is away.
     """
     config, keys = cluster.config, cluster.event_keys()
     statistics = cluster.coordinator_statistics()

@@ -1,10 +1,10 @@
-"""Taking a cluster down, whatever state it is in.
+"""Takes a cluster down, whatever state it is in.
 
-Order: the coordinator stops replacing workers, lets its sentinels go and closes its sockets,
-workers close theirs, then each actor is asked to end, killed if it does not, and the placement
-group goes last. Who serves a rank now may not be who was launched: workers are looked up by name,
-when the coordinator is closed and again when it is dead. Every wait has a deadline; whoever is dead
-already is no error.
+In this order: the coordinator stops replacing workers, releases its sentinels and closes its
+sockets; workers close theirs; each actor is asked to end, and killed if it does not; the placement
+group goes last. The present workers may differ from those launched, so they are looked up by name
+when the coordinator is closed, and again when it is dead. Every wait has a deadline. A dead process
+is not an error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from kvcache.config import DeadlinesConfig
 
 @dataclass
 class ClusterParts:
-    """What a cluster is made of; filled in as it comes up. `foreign_workers` are the engine's own
-    actors: they are closed, never ended. `process_ids` are those of all workers, `num_places` how
-    many of them have names of ours. `was_stopped`: by somebody else, as `take_down` has found."""
+    """The parts of a cluster, filled in during the launch. `foreign_workers`: an engine's own
+    actors, which are closed but never ended. `process_ids`: of all workers. `num_places`: how many
+    workers have names of this package. `was_stopped`: `take_down` found that another process has
+    stopped it."""
 
     name: str
     deadlines: DeadlinesConfig
@@ -55,7 +56,7 @@ class ClusterParts:
 
     @classmethod
     def found(cls, name: str) -> ClusterParts:
-        """Return what has a name of the cluster `name`, with the usual deadlines. For one whose
+        """Find everything by the cluster's name, with the usual deadlines. For a cluster whose
         coordinator hangs: it is not asked."""
         parts = cls(name, DeadlinesConfig())
         with contextlib.suppress(ValueError):
@@ -69,7 +70,7 @@ class ClusterParts:
         return parts
 
     def find_workers(self, num_ranks: int) -> None:
-        """Look up the worker actors as they are now, instead of those known; not an engine's."""
+        """Look up the present worker actors, except an engine's own."""
         self.num_places = num_ranks
         self.workers = []
         for place in range(num_ranks):
@@ -78,22 +79,22 @@ class ClusterParts:
                 self.workers.append(ray.get_actor(name, namespace=RAY_NAMESPACE))
 
     def find_placement(self, group_name: str) -> None:
-        """Look up the placement group of a cluster that somebody else launched: among all, since
-        Ray looks for a name in the namespace of this very driver only."""
+        """Look up the placement group of a cluster that another driver launched. Searches all
+        groups, because Ray looks for a name only in this driver's namespace."""
         for group_id, group in placement_group_table().items():
             if group["name"] == group_name and group["state"] != "REMOVED":
                 self.placement = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
 
 def take_down(parts: ClusterParts) -> None:
-    """End everything in `parts` and return when it is gone, or after twice `shutdown_s`."""
+    """End everything in `parts`; return when it is gone, or after twice `shutdown_s`."""
     shutdown_s, share_s = parts.deadlines.shutdown_s, parts.deadlines.closing_s
     give_up_s = time.monotonic() + shutdown_s
     coordinators = [] if parts.coordinator is None else [parts.coordinator]
     _close(parts, give_up_s)
     parts.find_workers(parts.num_places)
     closing = [w.kvcache_close.remote() for w in [*parts.workers, *parts.foreign_workers]]
-    _settle(closing, share_s)  # their own: the coordinator may have hung
+    _settle(closing, share_s)  # a separate share of the time: the coordinator may have hung
     actors = [*parts.workers, *coordinators]
     ending = [actor.__ray_terminate__.remote() for actor in actors]
     _settle(ending, share_s)
@@ -109,8 +110,8 @@ def take_down(parts: ClusterParts) -> None:
 
 
 def _close(parts: ClusterParts, give_up_s: float) -> None:
-    """Close the coordinator; note an engine's own workers, which it names, and whether somebody
-    else has closed it, or ended it: Ray makes one again that has died otherwise."""
+    """Close the coordinator. Note an engine's own workers, which it names, and whether another
+    process has closed or ended it. Ray restarts one that died otherwise."""
     while parts.coordinator is not None:
         call = parts.coordinator.close.remote()
         try:
@@ -137,13 +138,13 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _settle(calls: Sequence[Any], timeout_s: float) -> None:
-    """Wait until every call has ended, well or badly, `timeout_s` at most."""
+    """Wait at most `timeout_s` until every call has ended, successfully or not."""
     if calls:
         ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
 
 
 def _await_gone(parts: ClusterParts, give_up_s: float) -> None:
-    """Wait until no name of the cluster is known any more and no worker process is left here."""
+    """Wait until no name of the cluster is registered and no worker process is left here."""
     own = () if parts.foreign_workers else parts.process_ids
     num_places = max(parts.num_places, len(own))
     names = [coordinator_name(parts.name)]

@@ -3,5 +3,5 @@
     cluster ──statistics, blocks, labels──▶ Observer ──one JSON text a second──▶ server ──▶ browser
     events  ──batches─────────────────▶
 
-Looks and never changes anything. Shows digests and lengths, no tokens and no salts.
+Reads only. Shows digests and lengths, no tokens and no salts.
 """

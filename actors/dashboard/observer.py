@@ -1,10 +1,10 @@
-"""Watches one cluster in a thread of its own, and keeps the newest picture of it as JSON.
+"""Watches one cluster from its own thread, and keeps the newest picture of it as JSON.
 
-    cluster   every second its statistics and blocks, now and then a rank's labels
-    events    followed like by any router, where the cluster publishes them
+    cluster   statistics and blocks every second, a rank's labels now and then
+    events    followed as a router does, if the cluster publishes them
 
-The server takes the newest text, or waits for the next. A cluster that is away for a
-while is said to be away; the last tree and traffic stay.
+The server takes the newest text, or waits for the next. If the cluster does not answer, the picture
+says so and keeps the last tree and traffic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SAMPLES = 300
 
 @dataclass(frozen=True)
 class _Counters:
-    """Counters at one moment, from which rates are made."""
+    """Counters at one moment, for rates."""
 
     at_s: float
     asked_tokens: int
@@ -52,10 +52,10 @@ class _Counters:
 
 
 class Observer:
-    """One cluster's newest picture. A context manager; the thread ends with it."""
+    """The newest picture of one cluster. A context manager that runs the thread."""
 
     def __init__(self, cluster: KVCacheCluster) -> None:
-        """Look at nothing yet."""
+        """Set up without looking."""
         self._cluster = cluster
         self._changed = threading.Condition()
         self._text = json.dumps({"name": cluster.name, "problem": "waiting for the first look"})
@@ -99,7 +99,7 @@ class Observer:
         try:
             self._follow()
         except Exception:
-            self._stop_following()  # and begin again with the next look
+            self._stop_following()  # the next look begins again
             raise
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + INTERVAL_S
@@ -118,7 +118,7 @@ class Observer:
             self._changed.notify_all()
 
     def _look(self) -> dict[str, Any]:
-        """Return the picture of now; where the cluster gives none, its problem instead."""
+        """Return the present picture, or the problem if the cluster gives none."""
         picture: dict[str, Any] = {"name": self._cluster.name, "time_s": time.time()}
         try:
             status = self._cluster.status()
@@ -157,7 +157,7 @@ class Observer:
         }
 
     def _sample(self, statistics: CoordinatorStatistics, events: dict[str, Any]) -> None:
-        """Add a second of traffic to the series."""
+        """Append a second of traffic to the series."""
         manager = statistics.manager
         if manager is None:
             return
@@ -170,7 +170,7 @@ class Observer:
         )
         before, self._before = self._before, now
         if before is None or now.steps < before.steps:
-            return  # the first look, or a coordinator that has just begun
+            return  # the first look, or a new coordinator
         passed_s = max(1e-3, now.at_s - before.at_s)
         self._samples.append(
             {
@@ -187,7 +187,7 @@ class Observer:
     # --- events
 
     def _follow(self) -> None:
-        """Take what was published, for a moment; without events, only wait that long."""
+        """Receive events for a moment; without events, wait that long."""
         subscriber = self._subscriber
         if subscriber is None:
             self._loop.pause(POLL_S)
@@ -197,7 +197,7 @@ class Observer:
         self._tally.note(subscriber.last_seq, subscriber.checksum)
 
     def _events_picture(self, statistics: CoordinatorStatistics) -> dict[str, Any]:
-        """Return what the events say, following a publisher that has moved."""
+        """Return the picture of the events; follow a publisher that has moved."""
         if statistics.events is None:
             return {"problem": "the cluster publishes no events: set events.enabled"}
         if self._subscriber is None:

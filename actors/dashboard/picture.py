@@ -1,7 +1,7 @@
 """A cluster's cache as plain values that a page can draw.
 
-Between what a cluster answers and the page. Pure: no clock, no connection. However large the pool
-and the tree are, a picture has at most so many cells and so many boxes.
+Pure functions, without clock and connection. A picture has a limited number of cells and boxes,
+however large the pool and the tree are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ MAX_CELLS = 8192
 MAX_BOXES = 2000
 
 CELL_STATES = ("free", "cached", "recent", "in use", "shared")
-"""What a cell of the pool shows, by number: empty or unknown; cached and idle; cached and used
-within `RECENT_S`; used by one request or pin; by several. Of several blocks the highest counts."""
+"""States of a cell of the pool, by number: empty or unknown; cached and idle; cached and used
+within `RECENT_S`; used by one request or pin; used by several. The highest of several blocks
+counts."""
 
 RECENT_S = 10.0
 
@@ -28,8 +29,8 @@ RECENT_S = 10.0
 def pool_picture(inspection: CacheInspection) -> dict[str, Any]:
     """Return the device blocks as cells: `states` is base64 of a byte per cell, in order of ids.
 
-    A cell stands for `blocks_per_cell` blocks. `counts`: blocks by state. Block 0, which is no
-    block, is left out.
+    A cell stands for `blocks_per_cell` blocks. `counts`: blocks by state. The null block is
+    excluded.
     """
     holders, idle_s = inspection.holders[1:], inspection.idle_s[1:]
     states = np.zeros(len(holders), dtype=np.uint8)
@@ -54,8 +55,8 @@ def pool_picture(inspection: CacheInspection) -> dict[str, Any]:
 def tree_picture(roots: list[PrefixNode]) -> dict[str, Any]:
     """Return the prefix tree as boxes: tokens downwards, a share of all prefixes across.
 
-    `boxes` are the widest, at most `MAX_BOXES`; none without the box above it. `num_prefixes`,
-    `num_nodes`: all there are.
+    `boxes`: the widest ones, at most `MAX_BOXES`, each with its parent. `num_prefixes`,
+    `num_nodes`: totals.
     """
     total = sum(root.num_ends for root in roots)
     boxes: list[dict[str, Any]] = []
@@ -64,7 +65,7 @@ def tree_picture(roots: list[PrefixNode]) -> dict[str, Any]:
     for root in roots:
         pending.append((root, left, 0))
         left += root.num_ends / total
-    # The widest first, level by level, so that what is left out is narrow.
+    # The widest first, level by level, so that only narrow boxes are omitted.
     while pending and len(boxes) < MAX_BOXES:
         pending.sort(key=lambda entry: -entry[0].num_ends)
         level, pending = pending[: MAX_BOXES - len(boxes)], []
@@ -94,7 +95,7 @@ def _box(node: PrefixNode, start: float, width: float, tokens_above: int) -> dic
 
 
 def tiers_picture(statistics: CoordinatorStatistics) -> list[dict[str, Any]]:
-    """Return each tier below the device with its fill, and what it stored and loaded so far."""
+    """Return each tier below the device with its fill, and its stored and loaded blocks so far."""
     offload = statistics.offload
     if offload is None:
         return []
@@ -115,7 +116,7 @@ def tiers_picture(statistics: CoordinatorStatistics) -> list[dict[str, Any]]:
 
 
 def facts_picture(statistics: CoordinatorStatistics) -> dict[str, Any]:
-    """Return the statistics of the epoch that runs; empty between two."""
+    """Return the statistics of the present epoch; empty between two epochs."""
     manager = statistics.manager
     if manager is None:
         return {}

@@ -1,10 +1,10 @@
-"""Serves the page, on loopback, with the web library that Ray's own dashboard runs on.
+"""Serves the page on loopback, with the web library of Ray's own dashboard.
 
     GET /               the page         GET /state.json   the newest picture
     GET /dashboard.js   its code         GET /stream       a picture a second, as server-sent events
 
-Reads only. Answers no request under another name than this machine's own, so that no page from
-elsewhere can have a browser ask for it.
+Reads only. Answers only requests that use this machine's own name, so that no foreign page can make
+a browser ask for it.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_malformed(error: BaseException | None) -> bool:
-    """Whether what was sent is no request: it is answered with 400, without a traceback."""
+    """Whether the data is no valid request; it is answered with 400, without a traceback."""
     return isinstance(error, HttpProcessingError)
 
 
 class DashboardServer:
     """The page of one observer. `serve` runs until it is cancelled.
 
-    A stream that takes nothing for `stalled_s` is ended, so that others have its place.
+    A stream whose reader accepts nothing for `stalled_s` is ended and its place freed.
     """
 
     stalled_s = 15.0
 
     def __init__(self, observer: Observer, host: str, port: int) -> None:
-        """Listen nowhere yet; port 0 lets the system choose."""
+        """Set up without listening; port 0 lets the system choose."""
         self._observer = observer
         self._host, self._port = host, port
         self._num_streams = 0
         self._waiters = ThreadPoolExecutor(MAX_STREAMS, thread_name_prefix="dashboard-stream")
 
     async def serve(self, tell: Callable[[str], None]) -> None:
-        """Serve without end; `tell` hears the address once it listens.
+        """Serve until cancelled; `tell` gets the address once the server listens.
 
         Raises ClusterError if it cannot listen there.
         """
@@ -92,7 +92,7 @@ class DashboardServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Let in who asks this machine by its own name."""
+        """Refuse requests that do not use this machine's own name."""
         name = request.host.rsplit(":", 1)[0].strip("[]")
         if name not in ("127.0.0.1", "localhost", "::1", self._host):
             raise web.HTTPForbidden(text=f"this page is not served as {name}")
@@ -125,7 +125,7 @@ class DashboardServer:
         except (
             ConnectionResetError,
             asyncio.TimeoutError,
-        ):  # the page was closed, or reads nothing
+        ):  # the page was closed, or does not read
             if request.transport is not None:
                 request.transport.abort()
             return response

@@ -1,1 +1,1 @@
-"""A cluster whose coordinator lives in a process of its engine."""
+"""A cluster whose coordinator runs in a process of its engine."""

@@ -6,9 +6,9 @@
     with EmbeddedCluster.take_over("cpu-tp2") as cluster:               another one goes on, warm
         with cluster.client() as client: ...
 
-A step costs one hop less, and no coordinator process has to be placed. In return only this process
-has clients. Workers are detached: they go when somebody stops them. Refuses to end what another
-process has taken over meanwhile.
+A step needs one hop less, and no coordinator process has to be placed. In return, only this process
+has clients. Workers are detached and run until they are stopped. After another process has taken
+the cluster over, this one no longer ends it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddedCluster(ClusterAccess):
-    """A running cluster, as the process sees it that has its coordinator."""
+    """A running cluster, as the process with its coordinator sees it."""
 
     def __init__(self, coordinator: EmbeddedCoordinator) -> None:
         """Use `launch` or `take_over` instead."""
@@ -55,9 +55,9 @@ class EmbeddedCluster(ClusterAccess):
     ) -> EmbeddedCluster:
         """Start the workers and return when they obey a coordinator in this process.
 
-        Connects to Ray first if this process is not. The workers outlive this process; actors of
-        yours do if you have made them so. Arguments and errors as in `KVCacheCluster.launch`;
-        ConfigurationError for a transport of Ray calls.
+        Connects to Ray if necessary. The workers outlive this process; your own actors do if you
+        made them detached. Arguments and errors as in `KVCacheCluster.launch`; ConfigurationError
+        for the transport of Ray calls.
         """
         if not isinstance(config, ClusterConfig):
             config = load_config(config)
@@ -76,15 +76,15 @@ class EmbeddedCluster(ClusterAccess):
     @classmethod
     def take_over(cls, name: str) -> EmbeddedCluster:
         """Take the cluster `name` over from the process that had its coordinator, dead or alive,
-        and return when the workers obey this one. What they all hold stays cached; a worker that is
-        lost is replaced.
+        and return when the workers obey this one. Blocks that all of them hold stay cached; a lost
+        worker is replaced.
 
-        Connects to Ray first if this process is not.
+        Connects to Ray if necessary.
 
         Raises:
-            NotRunningError: no cluster of that name has its coordinator in a process.
-            StartupError: no worker is left, or not all obey in time. They are left as they are.
-            SupersededError: yet another process has taken it over at the same time.
+            NotRunningError: no cluster of that name has an embedded coordinator.
+            StartupError: no worker is left, or not all obey in time. They keep running.
+            SupersededError: another process has taken it over at the same time.
         """
         connect_to_ray()
         record = load_record(name)
@@ -108,31 +108,31 @@ class EmbeddedCluster(ClusterAccess):
         return self._coordinator.supervisor.worker_set.actors
 
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does."""
+        """Return the cluster's status."""
         return self._coordinator.status()
 
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return everything the coordinator waits for, with its age."""
+        """Return all pending work of the coordinator, with its age."""
         return self._coordinator.supervisor.pending()
 
     def stop(self) -> None:
-        """End the cluster in order; nothing of it is left when this returns. Repeatable.
+        """End the cluster in order; nothing of it remains. Repeatable.
 
-        Where another process has taken it over, only what this one has of it ends.
+        If another process has taken it over, only this process's part ends.
         """
         if self._end_here():
             take_down(self._parts())
 
     def leave(self) -> None:
-        """End what this process has of the cluster; its workers stay, for `take_over`. Repeatable.
+        """End this process's part of the cluster; the workers stay, for `take_over`. Repeatable.
 
-        What is scheduled is void, what is cached stays.
+        Scheduled steps are void; cached blocks stay.
         """
         if self._end_here():
             leave_record(self._coordinator.record)
 
     def _end_here(self) -> bool:
-        """End the coordinator; say whether it was still for this process to say what comes next."""
+        """End the coordinator; return whether this process still owned the cluster."""
         if self._is_over:
             return False
         self._is_over = True
@@ -164,13 +164,13 @@ class EmbeddedCluster(ClusterAccess):
 
 @dataclass
 class _EmbeddedLaunch(Launch):
-    """A launch whose lock is a record, and whose coordinator is in this process."""
+    """A launch that locks by a record and runs the coordinator in this process."""
 
     coordinators: list[EmbeddedCoordinator] = field(default_factory=list)
     records: list[EmbeddedRecord] = field(default_factory=list)
 
     def _create_coordinator(self) -> None:
-        """Take the launch lock. There is no actor to make."""
+        """Take the launch lock; no actor is made."""
         self.records.append(claim_launch(self.config, self._worker_options))
 
     def _connect(self, worker_set: WorkerSet) -> None:

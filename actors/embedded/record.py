@@ -1,8 +1,8 @@
-"""What is written down of a cluster whose coordinator is embedded in some process.
+"""The record of a cluster whose coordinator is embedded in a process.
 
-There is no coordinator actor whose name would make a launch exclusive, and that could be asked. A
-record in the cluster's small state does both: whoever writes it first may launch, and whoever reads
-it knows the configuration, and where the coordinator is. It outlives its process, like the workers.
+Such a cluster has no coordinator actor, whose name would make a launch exclusive and which could be
+asked. A record in the cluster's small state does both: the process that writes it first may launch,
+and readers learn the configuration and the coordinator's process. It outlives its process.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _PROCESS_TYPES: dict[str, type] = {
 class EmbeddedRecord:
     """One launch and the process that has its coordinator.
 
-    `launch_id` stays the same when another process takes over. `process` None: its last one has
-    left. `epoch`: the one that the process took first, 0 while the launch is under way.
-    `has_given_workers`: they are an engine's own actors, which have no names of ours; otherwise
-    `worker_class` says where that of the workers is, `module:name`, empty for the usual one.
+    `launch_id` stays the same after a takeover. `process` None: the last one has left. `epoch`: the
+    first one of the process, 0 during the launch. `has_given_workers`: the workers are an engine's
+    own actors, without names of this package. Otherwise `worker_class` is their class as
+    `module:name`, empty for the usual one.
     """
 
     launch_id: str
@@ -62,14 +62,14 @@ class EmbeddedRecord:
 
     @property
     def config(self) -> ClusterConfig:
-        """The cluster's configuration. Raises ConfigurationError for what another release wrote."""
+        """The cluster's configuration. Raises ConfigurationError if another release wrote it."""
         return parse_config(json.loads(self.configuration), "the record of an embedded cluster")
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How other workers are made for those that are lost.
+        """How replacements of lost workers are made.
 
-        Raises ConfigurationError when their class cannot be imported here.
+        Raises ConfigurationError if their class cannot be imported here.
         """
         return WorkerOptions(self.has_given_workers, _imported(self.worker_class))
 
@@ -79,10 +79,9 @@ class EmbeddedRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, cluster: str) -> EmbeddedRecord:
-        """Return what `to_bytes` made of the record of `cluster`.
+        """Decode the record of `cluster`, as `to_bytes` encoded it.
 
-        Raises MalformedMessageError for what is no record, VersionMismatchError for another
-        version's.
+        Raises MalformedMessageError if it is no record, VersionMismatchError for another version.
         """
         remedy = "launch under another name"
         try:
@@ -106,7 +105,7 @@ class EmbeddedRecord:
         return cls(process=owner, **fields)
 
     def where(self) -> str:
-        """Say in which process the coordinator is, for messages."""
+        """Describe the coordinator's process, for messages."""
         if self.process is None:
             return "no process any more"
         return f"process {self.process.process_id} on {self.process.host}"
@@ -117,7 +116,7 @@ def _place_of(worker_class: type[Any]) -> str:
 
 
 def _imported(place: str) -> type[Any] | None:
-    """Return the class at `module:name`, None for no place."""
+    """Return the class at `module:name`, None for an empty name."""
     if not place:
         return None
     module, _, name = place.partition(":")
@@ -136,9 +135,9 @@ def _imported(place: str) -> type[Any] | None:
 
 
 def claim_launch(config: ClusterConfig, worker_options: WorkerOptions) -> EmbeddedRecord:
-    """Write the record of a launch by this process, and return it.
+    """Write and return the record of a launch by this process.
 
-    Raises AlreadyRunningError when a cluster of that name lives, or is being launched.
+    Raises AlreadyRunningError if a cluster of that name lives or is being launched.
     """
     name = config.name
     store = RayRecordStore(name)
@@ -151,7 +150,7 @@ def claim_launch(config: ClusterConfig, worker_options: WorkerOptions) -> Embedd
     )
     refuse_if_embedded(name)
     if not store.claim(record.to_bytes()):
-        store.remove()  # of a launch that died
+        store.remove()  # the record of a launch that died
         if not store.claim(record.to_bytes()):
             raise AlreadyRunningError(
                 f"a cluster named {name!r} is being launched: wait, or launch under another name"
@@ -166,15 +165,15 @@ def claim_launch(config: ClusterConfig, worker_options: WorkerOptions) -> Embedd
 
 
 def load_record(name: str) -> EmbeddedRecord | None:
-    """Return the record of the cluster `name`, None where there is none. Raises as `from_bytes`
-    does, and ClusterError when it cannot be read."""
+    """Return the record of the cluster `name`, None if there is none. Raises as `from_bytes`, and
+    ClusterError if it cannot be read."""
     data = RayRecordStore(name).load()
     return None if data is None else EmbeddedRecord.from_bytes(data, name)
 
 
 def refuse_if_embedded(name: str) -> None:
-    """Raise AlreadyRunningError when a cluster of this name with an embedded coordinator lives: its
-    workers do, or the process that launches it does."""
+    """Raise AlreadyRunningError if a cluster of this name with an embedded coordinator lives: its
+    workers, or the process that launches it."""
     record = load_record(name)
     if record is None:
         return
@@ -194,15 +193,15 @@ def refuse_if_embedded(name: str) -> None:
 
 
 def take_record(record: EmbeddedRecord, epoch: int) -> EmbeddedRecord:
-    """Return the record with which this process has the coordinator since `epoch`; write it down,
-    if no later one has it."""
+    """Record that this process has the coordinator since `epoch`, unless a later one has it;
+    return the new record."""
     mine = replace(record, process=this_process(), epoch=epoch)
     _save_unless_outrun(mine)
     return mine
 
 
 def leave_record(record: EmbeddedRecord) -> None:
-    """Write down that no process has the coordinator, if no later one has."""
+    """Record that no process has the coordinator, unless a later one has it."""
     _save_unless_outrun(replace(record, process=None))
 
 

@@ -1,7 +1,7 @@
-"""A cluster with an embedded coordinator, as any other process sees it: how it does, and its end.
+"""A cluster with an embedded coordinator, as any other process sees it: its status and its end.
 
-There is no actor to ask, so the record says where the coordinator is, and the workers say for
-themselves how they are. Refuses to serve clients: that is for the process with the coordinator.
+There is no actor to ask: the record names the coordinator's process, and the workers report for
+themselves. Only the process with the coordinator can serve clients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REMEDY = "take it over with EmbeddedCluster.take_over, or stop it"
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one worker said of itself."""
+    """One worker's own report."""
 
     rank: int
     plan: Plan
@@ -48,16 +48,16 @@ class _Seen:
 
 
 class EmbeddedSite:
-    """A cluster whose coordinator is, or was, in the process that its record names."""
+    """A cluster whose coordinator is, or was, in the process of its record."""
 
     def __init__(self, record: EmbeddedRecord) -> None:
-        """Look at nothing yet."""
+        """Set up without asking."""
         self._record = record
         self.config: ClusterConfig = record.config
         self.name = self.config.name
 
     def status(self) -> ClusterStatus:
-        """Return what the cluster is and how it does, as far as the workers can say."""
+        """Return the cluster's status, as far as the workers know it."""
         seen = self._ask_workers()
         epochs = [worker.epoch for worker in seen]
         problem = "; ".join(filter(None, (self._missing_process(), self._missing_ranks(seen))))
@@ -80,21 +80,21 @@ class EmbeddedSite:
         )
 
     def coordinator_statistics(self) -> CoordinatorStatistics | None:
-        """Return None: the coordinator's statistics are known in its process only."""
+        """Return None: only the coordinator's process knows its statistics."""
         return None
 
     def message_statistics(self) -> ServiceStatistics | None:
-        """Return None: so are those of its message loop."""
+        """Return None: only the coordinator's process knows them."""
         return None
 
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return nothing: what the coordinator waits for is known in its process only."""
+        """Return nothing: only the coordinator's process knows its pending work."""
         return ()
 
     def stop(self) -> None:
-        """End the workers; nothing of the cluster is left when this returns. The process with the
-        coordinator, if it lives, gets errors. Actors of an engine's own are left as they are."""
-        RayStateStore(self.name).clear()  # first: or lost workers would be replaced meanwhile
+        """End the workers; nothing of the cluster remains. The process with the coordinator, if it
+        lives, gets errors. An engine's own actors are not ended."""
+        RayStateStore(self.name).clear()  # first, or lost workers would be replaced meanwhile
         parts = ClusterParts(self.name, self.config.deadlines)
         parts.process_ids = tuple(worker.report.process_id for worker in self._ask_workers())
         parts.find_workers(self.config.parallel.num_ranks)
@@ -102,7 +102,7 @@ class EmbeddedSite:
         take_down(parts)
 
     def _ask_workers(self) -> list[_Seen]:
-        """Return what the workers say that can be found and answer."""
+        """Return the reports of all workers that can be found and answer."""
         calls: list[tuple[Any, Any]] = []
         for place in range(self.config.parallel.num_ranks):
             actor = find_actor(worker_name(self.name, place))
@@ -125,15 +125,15 @@ class EmbeddedSite:
 
     def _missing_ranks(self, seen: list[_Seen]) -> str:
         if self._record.has_given_workers:
-            return ""  # those have no names of ours
+            return ""  # an engine's own actors have no names of this package
         present = {worker.rank for worker in seen}
         missing = [r for r in range(self.config.parallel.num_ranks) if r not in present]
         return f"ranks {missing} do not answer" if missing else ""
 
 
 def find_cluster(name: str) -> KVCacheCluster | EmbeddedSite:
-    """Return the running cluster `name`, wherever its coordinator is. In a process that is
-    connected to Ray. Raises NotRunningError if there is none."""
+    """Return the running cluster `name`, wherever its coordinator is. The process is connected to
+    Ray. Raises NotRunningError if there is none."""
     if find_actor(coordinator_name(name)) is None:
         record = load_record(name)
         if record is not None:
@@ -142,7 +142,7 @@ def find_cluster(name: str) -> KVCacheCluster | EmbeddedSite:
 
 
 def find_actor(name: str) -> Any | None:
-    """Return an actor of ours by its name, None if there is none."""
+    """Return an actor of this package by its name, None if there is none."""
     try:
         return ray.get_actor(name, namespace=RAY_NAMESPACE)
     except (ValueError, RayError):

@@ -1,1 +1,1 @@
-"""Who should serve a prompt: replicas, followed by their cache events."""
+"""Picks the replica for a prompt; follows replicas by their cache events."""

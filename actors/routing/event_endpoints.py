@@ -1,7 +1,7 @@
-"""Where a cluster publishes its cache events, for its followers.
+"""The addresses at which a cluster publishes its cache events.
 
-Between a coordinator's statistics and subscribers. Refuses addresses of clusters that publish
-nothing.
+Converts a coordinator's statistics into what subscribers need. Clusters that publish no events are
+refused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
 
 @dataclass(frozen=True)
 class EventEndpoints:
-    """The two sockets of a publisher, and what it takes to follow it.
+    """The two sockets of a publisher, and how to follow it.
 
-    `heartbeat_s`: after so many seconds of silence it says something. `topic`: only messages whose
-    topic begins with it. `keys`: of one that only lets their holders in.
+    `heartbeat_s`: the longest silence of the publisher. `topic`: follow only messages whose topic
+    begins with it. `keys`: needed by a publisher that authenticates its followers.
 
-    Raises ConfigurationError for a heartbeat that is none.
+    Raises ConfigurationError for an invalid heartbeat.
     """
 
     endpoint: str
@@ -54,18 +54,18 @@ def endpoints_in(
     host: str = "",
     keys: CurveKeys | None = None,
 ) -> EventEndpoints:
-    """Return where the publisher with these `statistics` can be followed.
+    """Return the endpoints of the publisher with these `statistics`.
 
     Args:
         statistics: `CoordinatorStatistics.events` of cluster `name`.
         name: for messages.
         heartbeat_s: its `events.heartbeat_s`.
-        host: where it runs: what it bound on all addresses is looked for there.
-        keys: those of its followers, None where they need none.
+        host: its host, which replaces a wildcard address.
+        keys: its followers' keys, None if they need none.
 
     Raises:
         ConfigurationError: the cluster publishes no events.
-        NotRunningError: its publisher is not there now.
+        NotRunningError: the publisher is away at the moment.
     """
     if statistics is None:
         raise ConfigurationError(
@@ -84,7 +84,7 @@ def endpoints_in(
 def moved(
     before: EventEndpoints, statistics: Mapping[str, Any] | None, host: str
 ) -> EventEndpoints:
-    """Return where a publisher is by newer `statistics`; where it was, if they do not say so."""
+    """Return a publisher's endpoints by newer `statistics`, unchanged if they have none."""
     try:
         now = endpoints_in(statistics, "it", host=host)
     except (ConfigurationError, NotRunningError):
@@ -95,7 +95,7 @@ def moved(
 def subscribe(
     endpoints: EventEndpoints, settings: SubscriptionSettings | None = None
 ) -> KVEventSubscriber:
-    """Return a subscriber of a publisher. Raises ConfigurationError for addresses that are none."""
+    """Return a subscriber of a publisher. Raises ConfigurationError for invalid addresses."""
     return KVEventSubscriber(
         endpoints.endpoint,
         endpoints.replay_endpoint,
@@ -113,10 +113,10 @@ def _reachable(place: str, host: str) -> str:
 
 
 def cluster_endpoints(cluster: KVCacheCluster) -> EventEndpoints:
-    """Return where a cluster publishes its events, with the keys that it takes.
+    """Return the endpoints of a cluster's events, with the keys that its publisher accepts.
 
-    Raises ConfigurationError for one that publishes none, NotRunningError while its publisher is
-    not there, and as `KVCacheCluster.status` does.
+    Raises ConfigurationError if it publishes none, NotRunningError while its publisher is away,
+    and as `KVCacheCluster.status` does.
     """
     statistics = cluster.coordinator_statistics()
     return endpoints_in(

@@ -1,4 +1,4 @@
-"""A router that knows what replicas have cached: it ranks them by cached prefix and by load.
+"""A router that knows the replicas' caches: it ranks replicas by cached prefix and by load.
 
     router = PrefixRouter()
     router.add_replica("a", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5657")
@@ -6,8 +6,8 @@
     best = router.rank(prompt)[0]
     router.begin("r0", best.name, len(prompt))      ...      router.end("r0")
 
-`PrefixRouter` needs no Ray; `RouterActor` is the same as an actor that many ask. Refuses to send
-anything anywhere, and to judge whether a silent replica lives: it says that it is stale.
+`PrefixRouter` needs no Ray; `RouterActor` is the same as an actor for many callers. It sends no
+requests itself. It reports a silent replica as stale, and does not judge whether it lives.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """Statistics of a router. `num_stale_rankings` had at least one replica that was stale;
-    `num_forgotten_requests` were begun and not ended before there were too many."""
+    """Statistics of a router. `num_stale_rankings`: rankings with at least one stale replica.
+    `num_forgotten_requests`: requests dropped, because too many had begun without ending."""
 
     replicas: dict[str, ReplicaState]
     num_rankings: int
@@ -72,16 +72,16 @@ class _Replica:
 
 
 class PrefixRouter:
-    """Follows replicas and ranks them. Any thread may call everything."""
+    """Follows replicas and ranks them. Thread-safe."""
 
     def __init__(self, settings: RouterSettings | None = None, clock: Clock | None = None) -> None:
-        """Know no replica. `clock` tells for how long replicas are silent."""
+        """Begin without replicas. `clock` measures how long replicas are silent."""
         self.settings = settings or RouterSettings()
         self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
         self._places: dict[str, str] = {}
-        """Request to replica, in the order in which they began."""
+        """Request to replica, oldest request first."""
         self._num_begun = 0
         self._num_rankings = 0
         self._num_stale = 0
@@ -89,7 +89,7 @@ class PrefixRouter:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The names of all replicas, in the order in which they came."""
+        """The names of all replicas, in the order in which they were added."""
         with self._lock:
             return tuple(self._replicas)
 
@@ -103,19 +103,19 @@ class PrefixRouter:
         topic: str = "kv@",
         keys: CurveKeys | None = None,
     ) -> None:
-        """Follow a replica from now on. Again with the same addresses changes nothing; with others
-        it is followed there instead, and its load stays.
+        """Follow a replica from now on. No effect if it is followed at the same addresses already;
+        at other addresses it is followed there instead, and its load stays.
 
         Args:
-            name: what rankings call it.
-            endpoint: where its live stream is.
-            replay_endpoint: where what was missed can be asked for.
+            name: its name in rankings.
+            endpoint: the address of its live stream.
+            replay_endpoint: the address that replays missed events.
             heartbeat_s: its `events.heartbeat_s`.
-            topic: only messages whose topic begins with it.
-            keys: of a publisher that only lets their holders in.
+            topic: follow only messages whose topic begins with it.
+            keys: needed by a publisher that authenticates its followers.
 
         Raises:
-            ConfigurationError: an address or a heartbeat that is none.
+            ConfigurationError: an invalid address or heartbeat.
         """
         endpoints = EventEndpoints(endpoint, replay_endpoint, heartbeat_s, topic, keys)
         with self._lock:
@@ -131,7 +131,7 @@ class PrefixRouter:
         left.close()
 
     def remove_replica(self, name: str) -> None:
-        """Forget a replica with its requests; one that is not known is none. May be repeated."""
+        """Forget a replica and its requests. No effect for an unknown one. Repeatable."""
         with self._lock:
             replica = self._replicas.pop(name, None)
             for request_id in () if replica is None else replica.requests:
@@ -147,16 +147,16 @@ class PrefixRouter:
         cache_salt: str | None = None,
         among: Iterable[str] | None = None,
     ) -> list[RankedReplica]:
-        """Return the replicas, the one that serves a prompt with the least cost first.
+        """Return the replicas for a prompt, the cheapest first.
 
         Args:
             token_ids: the prompt, shape `(n,)`.
-            lora_name: the adapter it runs with.
+            lora_name: its adapter.
             cache_salt: its salt.
-            among: only these replicas; names that are not known are left out.
+            among: only these replicas; unknown names are ignored.
 
         Raises:
-            RequestError: ids that are no tokens.
+            RequestError: invalid token ids.
         """
         tokens = as_token_ids(token_ids, "prompt token id")
         wanted = None if among is None else set(among)
@@ -183,11 +183,11 @@ class PrefixRouter:
         return ranked
 
     def begin(self, request_id: str, replica: str, num_tokens: int) -> None:
-        """A request of `num_tokens` tokens runs on `replica` from now on, and loads it. Repeated,
-        it changes nothing; with another replica, the request has moved.
+        """Add a request of `num_tokens` tokens to the load of `replica`. No effect if repeated;
+        with another replica, the request moves.
 
         Raises:
-            RequestError: no such replica, or a number of tokens that is none.
+            RequestError: an unknown replica, or an invalid number of tokens.
         """
         if num_tokens < 0:
             raise RequestError(f"request {request_id} has {num_tokens} tokens: pass 0 or more")
@@ -204,16 +204,16 @@ class PrefixRouter:
                 self._num_forgotten += 1
 
     def end(self, request_id: str) -> bool:
-        """A request loads its replica no more; say whether it did. May be repeated."""
+        """Remove a request from its replica's load; return whether it was there. Repeatable."""
         with self._lock:
             return self._end(request_id)
 
     def report_load(self, replica: str, load: float) -> None:
-        """Take a replica's own word for its load, in blocks of `RouterSettings.block_tokens`; it
-        comes on top of the requests that were begun here, and holds until the next one.
+        """Set a replica's own report of its load, in blocks of `RouterSettings.block_tokens`. It is
+        added to the load of requests begun here, until the next report.
 
         Raises:
-            RequestError: no such replica, or a load that is none.
+            RequestError: an unknown replica, or an invalid load.
         """
         if not (math.isfinite(load) and load >= 0):
             raise RequestError(f"load {load!r} of replica {replica}: pass a number from 0 on")
@@ -278,10 +278,10 @@ class PrefixRouter:
 
 
 class RouterActor:
-    """A `PrefixRouter` that everybody in the Ray cluster can ask. Make one with `start_router`."""
+    """A `PrefixRouter` for the whole Ray cluster. Make one with `start_router`."""
 
     def __init__(self, settings: RouterSettings | None = None) -> None:
-        """Know no replica."""
+        """Begin without replicas."""
         self._router = PrefixRouter(settings)
 
     def add_replica(
@@ -300,11 +300,11 @@ class RouterActor:
         )
 
     def add_cluster(self, name: str) -> None:
-        """Follow a running cluster under its name; again after its publisher has moved. Of several
-        replicas of a launch, each is a cluster: `replica_name` says its name.
+        """Follow a running cluster under its name; also again, after its publisher has moved. Each
+        replica of a launch is a cluster: `replica_name` returns its name.
 
         Raises NotRunningError, DeadlineError as `KVCacheCluster.connect` does, ConfigurationError
-        for one that publishes no events.
+        if it publishes no events.
         """
         from actors.clusters.cluster import KVCacheCluster
         from actors.routing.event_endpoints import cluster_endpoints
@@ -350,10 +350,10 @@ class RouterActor:
 
 
 def start_router(name: str, settings: RouterSettings | None = None, **options: Any) -> Any:
-    """Return the handle of a new `RouterActor`, found as `router_name(name)` by everybody.
+    """Return the handle of a new `RouterActor`, which is registered as `router_name(name)`.
 
     `options` are Ray's for the actor, such as `lifetime` or `num_cpus` [0]. Raises ValueError, as
-    Ray does, where there is one of that name.
+    Ray does, if the name is taken.
     """
     import ray
 
@@ -366,8 +366,8 @@ def start_router(name: str, settings: RouterSettings | None = None, **options: A
 
 @dataclass(frozen=True)
 class FollowerState:
-    """How well a replica is known. `silent_s`: since something was heard of it, None if nothing
-    ever was. `num_blocks`: in all media together, each counted once."""
+    """How well a replica is known. `silent_s`: time since its last message, None before the first.
+    `num_blocks`: in all media together, each counted once."""
 
     silent_s: float | None
     num_blocks: int
@@ -376,18 +376,18 @@ class FollowerState:
 
 
 class ReplicaFollower:
-    """Knows what one replica caches. Any thread may ask; one of its own listens."""
+    """Knows the cache of one replica. Thread-safe; its own thread receives the events."""
 
     def __init__(self, endpoints: EventEndpoints, clock: Clock, silence_s: float) -> None:
-        """Connect, and follow from now on.
+        """Connect and follow from now on.
 
         Args:
-            endpoints: where the replica publishes.
-            clock: tells how long it has been silent.
-            silence_s: after so long it is asked whether anything was missed.
+            endpoints: the replica's publisher.
+            clock: measures how long it is silent.
+            silence_s: after this time, ask whether events were missed.
 
         Raises:
-            ConfigurationError: an address that is none.
+            ConfigurationError: an invalid address.
         """
         self.endpoints = endpoints
         self._clock = clock
@@ -403,33 +403,33 @@ class ReplicaFollower:
 
     @property
     def silent_s(self) -> float | None:
-        """Seconds since something was heard; None if nothing ever was."""
+        """Seconds since the last message; None before the first."""
         heard_s = self._heard_s
         return None if heard_s is None else self._clock.now() - heard_s
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the replica has in all media together, each counted once."""
+        """Number of the replica's blocks in all media together, each counted once."""
         with self._lock:
             return self._index.num_blocks(_SOURCE)
 
     def match(
         self, token_ids: Int32Array, lora_name: str | None, cache_salt: str | None
     ) -> PrefixMatch | None:
-        """Return what the replica has of a prompt of shape `(n,)`; None before it was heard."""
+        """Return the replica's hit for a prompt of shape `(n,)`; None before its first message."""
         with self._lock:
             found = self._index.match(token_ids, lora_name=lora_name, cache_salt=cache_salt)
         return found[0] if found else None
 
     def state(self) -> FollowerState:
-        """Return how well the replica is known, frozen."""
+        """Return how well the replica is known."""
         with self._lock:
             statistics, problem = self._statistics, self._problem
             num_blocks = self._index.num_blocks(_SOURCE)
         return FollowerState(self.silent_s, num_blocks, statistics, problem)
 
     def close(self) -> None:
-        """Stop following; returns when the thread has ended. May be called again."""
+        """Stop following; returns when the thread has ended. Repeatable."""
         self._loop.stop()
         self._loop.join()
         if self._subscriber is not None:
@@ -437,8 +437,7 @@ class ReplicaFollower:
             self._subscriber = None
 
     def _turn(self) -> None:
-        """Listen for a moment. After an error nothing is known: the replica is followed from the
-        beginning."""
+        """Receive for a moment. After an error, drop everything and follow from the beginning."""
         subscriber = self._subscriber
         if subscriber is None:
             subscriber = self._subscriber = subscribe(self.endpoints, self._settings)

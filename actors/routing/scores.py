@@ -1,7 +1,7 @@
-"""What it costs to send a prompt to a replica: what has to be computed there, and who waits there.
+"""The cost of sending a prompt to a replica: what must be computed there, and the load there.
 
-Below the router, which knows replicas and requests; here are only numbers. Refuses to guess what a
-replica holds that was not heard lately: it is taken for empty, and so ranked by its load only.
+Only numbers; the router knows replicas and requests. A replica that has been silent for too long
+counts as empty, so only its load ranks it.
 
     score = overlap_weight * missing blocks + load        the lowest score comes first
 """
@@ -20,14 +20,13 @@ from kvcache.events.prefix_index import PrefixMatch
 class RouterSettings:
     """How replicas are ranked.
 
-    `overlap_weight`: what a block that has to be computed costs, in blocks of load; 0 ranks by load
-    alone. `host_worth` and `storage_worth`: which part of a block's computation is saved where it
-    is in host memory or in files, from 0 to 1. `block_tokens`: the unit of scores and loads, in
-    tokens, whatever the replicas' own blocks are. A replica is stale when nothing was heard of it
-    for `stale_heartbeats` of its heartbeats. Requests that were begun and never ended are
-    forgotten beyond `max_open_requests`, oldest first.
+    `overlap_weight`: cost of a block that must be computed, in blocks of load; 0 ranks by load
+    alone. `host_worth` and `storage_worth`: share of a block's computation that is saved if it is
+    in host memory or in files, 0 to 1. `block_tokens`: unit of scores and loads, in tokens,
+    whatever the replicas' block sizes are. A replica is stale after `stale_heartbeats` silent
+    heartbeats. Beyond `max_open_requests`, the oldest requests without an end are dropped.
 
-    Raises ConfigurationError for values that cannot be meant.
+    Raises ConfigurationError for invalid values.
     """
 
     overlap_weight: float = 1.0
@@ -52,11 +51,11 @@ class RouterSettings:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A replica as it is when a prompt is to be placed.
+    """A replica when a prompt is to be placed.
 
-    `match`: what it has of the prompt, None where that is not known. `load`: in blocks of
-    `block_tokens`. `last_begun`: the number of the last request that was begun there, of all
-    requests; 0 before any. `num_cached_blocks`: all that it holds, for whatever prompts.
+    `match`: its hit for the prompt, None if unknown. `load`: in blocks of `block_tokens`.
+    `last_begun`: number of the last request that began there, among all requests; 0 before any.
+    `num_cached_blocks`: all its blocks, for any prompt.
     """
 
     name: str
@@ -68,10 +67,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RankedReplica:
-    """A replica, and why it stands where it does.
+    """A replica and the reasons for its rank.
 
-    `num_cached_tokens` of the prompt are there, in whatever medium; `missing_blocks` is what has to
-    be computed, in blocks of `block_tokens`, with what comes from below the device counted in part.
+    `num_cached_tokens`: tokens of the prompt that it has, in any medium. `missing_blocks`: blocks
+    to compute, in `block_tokens`; blocks below the device count in part.
     """
 
     name: str
@@ -90,8 +89,8 @@ def rank_candidates(
 ) -> list[RankedReplica]:
     """Return the candidates for a prompt of `num_tokens` tokens, the best one first.
 
-    Of equal scores the smaller load comes first, then who was given a request least recently, so
-    that unknown prompts spread, then who holds fewer blocks, then names decide.
+    Ties: the smaller load first, then the replica whose last request is oldest, so that unknown
+    prompts spread, then the one with fewer blocks, then by name.
     """
     ranked = [(_ranked(candidate, num_tokens, settings), candidate) for candidate in candidates]
     ranked.sort(

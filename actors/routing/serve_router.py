@@ -1,4 +1,4 @@
-"""A request router for Ray Serve: requests go to the replica that has their prefix cached.
+"""A request router for Ray Serve: requests go to the replica that has cached their prefix.
 
     @serve.deployment(
         num_replicas=2,
@@ -7,13 +7,13 @@
         ),
     )
     class Engine:
-        def record_replica_metadata(self):          # tells routers where this replica publishes
+        def record_replica_metadata(self):          # this replica's addresses, for routers
             return event_metadata(endpoints_in(self.cluster.coordinator_statistics().events, ...))
 
         async def __call__(self, token_ids): ...
 
-Every process with a handle has a router of its own, with a `PrefixRouter` in it. Needs the extra
-`serve`. Refuses to tokenize: a request without token ids goes where the least load is.
+Every process with a handle has its own router, with a `PrefixRouter` inside. Needs the extra
+`serve`. It does not tokenize: a request without token ids goes to the smallest load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcache.base.errors import ConfigurationError, KVCacheError
 from kvcache.requests.tokens import TokenIds
 
 EVENTS_KEY = "kvcache_events"
-"""Where a replica's metadata says what `EventEndpoints` it has."""
+"""Key of the `EventEndpoints` in a replica's metadata."""
 
 TOKENS_ARGUMENT = "token_ids"
 
@@ -41,10 +41,10 @@ _TOLD = ("endpoint", "replay_endpoint", "heartbeat_s", "topic")
 
 
 def event_metadata(endpoints: EventEndpoints) -> dict[str, Any]:
-    """Return what a deployment's `record_replica_metadata`, or `record_routing_stats` if its
-    publisher may move, has to return, alone or among other things.
+    """Return metadata for a deployment's `record_replica_metadata`, alone or with other entries;
+    for `record_routing_stats` if its publisher may move.
 
-    Raises ConfigurationError for a publisher that wants keys: Serve shows metadata to everybody.
+    Raises ConfigurationError for a publisher that needs keys: Serve's metadata is public.
     """
     if endpoints.keys is not None:
         raise ConfigurationError(
@@ -56,7 +56,7 @@ def event_metadata(endpoints: EventEndpoints) -> dict[str, Any]:
 
 
 class PrefixCacheRequestRouter(RequestRouter):
-    """Ranks replicas by what they have of a request's prompt, and by what runs on them."""
+    """Ranks replicas by their hit for a request's prompt, and by their load."""
 
     def initialize_state(
         self,
@@ -68,24 +68,24 @@ class PrefixCacheRequestRouter(RequestRouter):
         """Take `request_router_kwargs`.
 
         Args:
-            tokens_argument: the keyword argument, or the field of the first argument, with the
+            tokens_argument: the keyword argument, or the field of the first argument, that has the
                 prompt's token ids.
-            lora_argument: the same for the adapter's name.
+            lora_argument: the same for the adapter.
             salt_argument: the same for the salt.
             settings: fields of `RouterSettings`.
 
         Raises:
-            ConfigurationError: settings that cannot be meant.
+            ConfigurationError: invalid settings.
         """
         self._arguments = (tokens_argument, lora_argument, salt_argument)
         self.prefixes = PrefixRouter(RouterSettings(**settings))
-        """What is known of the replicas, by the unique part of their ids."""
+        """Known replicas, by the unique part of their ids."""
         self._ending = threading.Lock()
         self._ended_early: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Requests and replicas that Serve has only reported as ended."""
+        """Requests and replicas whose end Serve reported before their begin."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow who has come, and forget who has gone."""
+        """Follow new replicas, and forget those that are gone."""
         super().update_replicas(replicas)
         for replica in replicas:
             self._follow(replica)
@@ -94,7 +94,7 @@ class PrefixCacheRequestRouter(RequestRouter):
             self._forget(name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that is dead."""
+        """Forget a dead replica."""
         super().on_replica_actor_died(replica_id)
         self._forget(_name(replica_id))
 
@@ -103,10 +103,10 @@ class PrefixCacheRequestRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates one by one, best first; at last, together, those of which nobody
-        knows where they publish. Serve takes the first one that has room."""
+        """Return the candidates one by one, best first, and finally all replicas whose publishers
+        are unknown. Serve takes the first one with room."""
         if pending_request is not None:
-            # Without it, Serve asks again at once, without end, while all replicas are full.
+            # Without this, Serve asks again at once while all replicas are full, without end.
             pending_request.routing_context.should_backoff = True
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
         tokens, lora_name, cache_salt = self._prompt_of(pending_request)
@@ -114,7 +114,7 @@ class PrefixCacheRequestRouter(RequestRouter):
             ranked = self.prefixes.rank(
                 tokens, lora_name=lora_name, cache_salt=cache_salt, among=by_name
             )
-        except KVCacheError:  # no tokens: the replica will say so to who has sent them
+        except KVCacheError:  # invalid tokens: the replica will tell the caller
             ranked = self.prefixes.rank((), among=by_name)
         best = [[by_name.pop(one.name)] for one in ranked]
         return [*best, list(by_name.values())] if by_name else best
@@ -122,7 +122,8 @@ class PrefixCacheRequestRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """A request loads its replica, unless it has ended already: Serve hears of both apart."""
+        """Add a request to its replica's load, unless it has ended: Serve reports both
+        independently."""
         name = _name(replica_id)
         request = (pending_request.metadata.internal_request_id, name)
         num_tokens = len(self._prompt_of(pending_request)[0])
@@ -133,7 +134,7 @@ class PrefixCacheRequestRouter(RequestRouter):
                 self.prefixes.begin("@".join(request), name, num_tokens)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request, or an attempt that a replica has refused, loads it no more."""
+        """Remove a request, or an attempt that a replica refused, from its load."""
         request = (internal_request_id, _name(replica_id))
         with self._ending:
             if not self.prefixes.end("@".join(request)):
@@ -149,11 +150,11 @@ class PrefixCacheRequestRouter(RequestRouter):
             )
 
     def _forget(self, name: str) -> None:
-        """Forget a replica outside the event loop, which its thread would hold up."""
+        """Forget a replica outside the event loop, which waiting for its thread would block."""
         self._event_loop.run_in_executor(None, self.prefixes.remove_replica, name)
 
     def _prompt_of(self, request: PendingRequest | None) -> tuple[TokenIds, Any, Any]:
-        """Return a request's token ids, adapter and salt, nothing where it has none."""
+        """Return a request's token ids, adapter and salt, empty if it has none."""
         if request is None:
             return (), None, None
         tokens, lora_name, cache_salt = (_argument(request, name) for name in self._arguments)

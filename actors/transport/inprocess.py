@@ -1,11 +1,11 @@
-"""The coordinator's end inside an engine's own process: its clients through queues, without a hop.
+"""The coordinator's end in an engine's own process: its clients use queues, without a hop.
 
     client of this process ──send──▶ `serve`, in the client's own thread ──▶ its queue ──receive──▶
     workers                ──────────────── sockets of a NodeServer ──────────────────────────────▶
 
-What such a client sends is served before `send` returns: no other thread has to wake up for it.
-The server makes sure that only one thread at a time serves. Refuses what does not fit into a
-queue, as sockets do: the delivery rules repair a loss.
+A message of such a client is served before `send` returns, so no other thread has to wake up. The
+server ensures that only one thread at a time serves. A message that does not fit into a queue is
+dropped, as by sockets; the delivery rules repair the loss.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kvcache.base.errors import MalformedMessageError
 from kvcache.protocol.messages import Address, ClientAddress
 
 Serve = Callable[[Inbound, "InProcessPeer"], None]
-"""Serves a message that a client of this process sent by its end, in the thread that calls."""
+"""Serves a message of a client of this process, in the calling thread."""
 
 _WAKE = b""
-"""What ends a wait: no payload of ours is empty."""
+"""Ends a wait: no payload is empty."""
 
 
 class InProcessServer:
-    """A `ServerTransport` over the sockets of a `NodeServer`, and queues for peers made here.
+    """A `ServerTransport` over the sockets of a `NodeServer`, and queues for local peers.
 
-    One thread at a time uses it; `wake`, and what its peers receive, is for any.
+    One thread at a time uses it; any thread may call `wake` and the peers' `receive`.
     """
 
     def __init__(self, node_server: NodeServer, limits: ZmqLimits) -> None:
-        """Pass on what is not for peers of this process to `node_server`, and own it."""
+        """Own `node_server`, and pass it messages for peers of other processes."""
         self._others = node_server
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
@@ -47,11 +47,11 @@ class InProcessServer:
         self._num_sent = self._num_undeliverable = 0
 
     def connect(self, peer: Peer, serve: Serve) -> InProcessPeer:
-        """Return the end of `peer`, whose messages `serve` takes."""
+        """Return the end of `peer`; `serve` takes its messages."""
         made = InProcessPeer(peer, serve, self._limits)
         self._peers[peer.address] = made
         if isinstance(peer.address, ClientAddress):
-            # Called once, when it is closed or dropped, in any thread.
+            # Called once, when the end is closed or dropped, in any thread.
             finalizer = weakref.finalize(made, self._closed.append, peer.address.client_id)
             finalizer.atexit = False
             made.on_close = finalizer
@@ -73,11 +73,11 @@ class InProcessServer:
             self._others.send(others, *payloads)
 
     def peers(self) -> list[InProcessPeer]:
-        """Return the ends that are open."""
+        """Return the open ends."""
         return list(self._peers.values())
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`. What peers of this process send does not come here."""
+        """See `ServerTransport.receive`. Messages of this process's peers do not arrive here."""
         return self._others.receive(timeout_s)
 
     def fileno(self) -> int:
@@ -133,13 +133,13 @@ class InProcessPeer:
         self._max_bytes = limits.max_message_bytes
         self._capacity = limits.high_water_mark
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._readable: WakePipe | None = None  # only for who asks for its descriptor
+        self._readable: WakePipe | None = None  # made when its descriptor is first needed
         self._num_sent = self._num_received = 0
         self._is_closed = False
         self.on_close: Callable[[], object] = lambda: None
 
     def put(self, payload: bytes) -> bool:
-        """Append a payload of the coordinator; False, unchanged, when it is closed or full."""
+        """Append a payload of the coordinator; return False, unchanged, if closed or full."""
         if self._is_closed or self._inbox.qsize() >= self._capacity:
             return False
         self._inbox.put(payload)
@@ -148,7 +148,7 @@ class InProcessPeer:
         return True
 
     def send(self, payload: bytes) -> None:
-        """See `PeerTransport.send`. It has been served when this returns."""
+        """See `PeerTransport.send`. The message has been served when this returns."""
         if len(payload) > self._max_bytes:
             raise MalformedMessageError(
                 f"a message of {len(payload)} bytes exceeds the limit of {self._max_bytes}: "

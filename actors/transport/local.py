@@ -1,7 +1,6 @@
-"""Both ends inside one process and one thread: payloads go through deques, nothing is shared.
+"""Both ends inside one process and one thread: payloads go through deques.
 
-For `LocalCluster`. Waiting means letting the others work: a waiting part runs `pump`, which gives
-every other party a turn.
+For `LocalCluster`. A part that waits runs `pump`, which gives every other part a turn.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from actors.transport.protocol import Inbound, Peer, TransportStatistics
 from kvcache.protocol.messages import Address, ClientAddress
 
 IDLE_S = 0.0005
-"""How long a waiting end rests when a whole round brought nothing: only the clock can help then."""
+"""How long a waiting end sleeps after a round without work: only time can help then."""
 
 
 class LocalServer:
@@ -27,7 +26,7 @@ class LocalServer:
         self._num_sent = self._num_received = self._num_undeliverable = 0
 
     def connect(self, peer: Peer, pump: Callable[[], bool] = lambda: False) -> LocalPeer:
-        """Return a new end for `peer`; `pump` gives the others a turn and says if it mattered."""
+        """Return a new end for `peer`; `pump` gives the others a turn and says if they had work."""
         made = LocalPeer(self, peer, pump)
         self._peers[peer.address] = made
         if isinstance(peer.address, ClientAddress):
@@ -35,14 +34,14 @@ class LocalServer:
         return made
 
     def disconnect(self, peer: Peer, end: LocalPeer) -> None:
-        """Forget an end that was closed, unless another one has taken its place."""
+        """Forget a closed end, unless another one has taken its place."""
         if self._peers.get(peer.address) is end:
             del self._peers[peer.address]
             if isinstance(peer.address, ClientAddress):
                 self._lost_clients[peer.address.client_id] = None
 
     def put(self, inbound: Inbound) -> None:
-        """Take a payload of a peer."""
+        """Take a peer's payload."""
         self._inbox.append(inbound)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
@@ -56,7 +55,7 @@ class LocalServer:
                 self._num_sent += len(payloads)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`. Never waits: the peers are in this very thread."""
+        """See `ServerTransport.receive`. Never waits: the peers are in the same thread."""
         inbound = list(self._inbox)
         self._inbox.clear()
         self._num_received += len(inbound)
@@ -69,7 +68,7 @@ class LocalServer:
         return lost
 
     def wake(self) -> None:
-        """Do nothing: no thread waits here."""
+        """Do nothing: no thread waits."""
 
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
@@ -101,7 +100,7 @@ class LocalPeer:
         self._server.put(Inbound(self._peer, payload))
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`. Gives the others turns while nothing is there."""
+        """See `PeerTransport.receive`. Gives the others turns while nothing has arrived."""
         give_up_s = time.monotonic() + timeout_s
         while not self.inbox:
             is_busy = self._pump()
@@ -119,11 +118,11 @@ class LocalPeer:
         return self.receive(timeout_s)
 
     def fileno(self) -> int:
-        """There is none: everything happens in the caller's thread."""
+        """Return no descriptor: everything happens in the caller's thread."""
         return -1
 
     def wake(self) -> None:
-        """Do nothing: no thread waits here."""
+        """Do nothing: no thread waits."""
 
     def statistics(self) -> TransportStatistics:
         """See `PeerTransport.statistics`."""

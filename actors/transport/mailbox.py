@@ -1,6 +1,7 @@
-"""A bounded queue between threads of one process, for payloads that come as calls.
+"""A bounded queue between threads of one process, for payloads that arrive as calls.
 
-Part of the fallback transport. Refuses what does not fit: the delivery rules repair a loss.
+Part of the fallback transport. A payload that does not fit is dropped; the delivery rules repair
+the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MAX_TAKEN_AT_ONCE = 256
 
 
 class Mailbox:
-    """A bounded queue of payloads. Any thread may put; a full box refuses."""
+    """A bounded queue of payloads. Thread-safe; a full box refuses."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -26,7 +27,7 @@ class Mailbox:
         """Called after each put, outside the lock."""
 
     def put(self, item: Any) -> bool:
-        """Append `item`; False, unchanged, when the box is full."""
+        """Append `item`; return False, unchanged, if the box is full."""
         with self._changed:
             if len(self._items) >= self._capacity:
                 self.num_refused += 1

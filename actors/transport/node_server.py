@@ -1,7 +1,7 @@
-"""The coordinator's end for everybody: Unix sockets on its own node, ZMQ from elsewhere.
+"""The coordinator's end for all peers: Unix sockets on its node, ZMQ from other nodes.
 
-The ZMQ server is made when the first address is bound that needs it: on another node's behalf, or
-because keys are asked for. Until then nothing of it costs anything.
+The ZMQ server is made when the first address needs it: for another node, or because keys are
+required. Before that it costs nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvcache.protocol.messages import Address
 
 
 class NodeServer:
-    """A `ServerTransport` of both kinds."""
+    """A `ServerTransport` over Unix sockets and ZMQ."""
 
     def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
-        """Make an end that listens nowhere yet; `keys` are for addresses bound with a guard."""
+        """Make an end without addresses; `keys` are for guarded addresses."""
         self._limits = limits
         self._keys = keys
         self._near = UnixServer(limits)
@@ -29,10 +29,10 @@ class NodeServer:
         self._is_closed = False
 
     def bind(self, address: str, is_guarded: bool) -> str:
-        """Listen on `address` too and return the endpoint that peers connect to.
+        """Also listen on `address`; return the endpoint that peers connect to.
 
-        Guarded: only holders of the keys get in there, which Unix sockets do not offer. Raises
-        ClusterError when it cannot be bound.
+        Guarded: only holders of the keys may connect, which Unix sockets do not offer. Raises
+        ClusterError if it cannot be bound.
         """
         if address.startswith(UNIX_SCHEME):
             if is_guarded:
@@ -52,7 +52,7 @@ class NodeServer:
         near = [address for address in addresses if self._near.is_connected(address)]
         if near:
             self._near.send(near, *payloads)
-        # A rank may have processes on both sides, of which one died or will.
+        # A rank may have processes on both sides; one of them is dead or will die.
         others = [a for a in addresses if far.is_connected(a) or a not in near]
         if others:
             far.send(others, *payloads)
@@ -62,23 +62,23 @@ class NodeServer:
         far = self._far
         if far is None:
             return self._near.receive(timeout_s)
-        # The far end's descriptor tells of news only once: look before every wait.
+        # ZMQ's descriptor signals news only once: check before every wait.
         inbound = far.receive(0.0)
         has_more = bool(inbound) or far.has_arrived()
         return inbound + self._near.receive(0.0 if has_more else timeout_s)
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when something may have arrived. Where
-        `has_arrived`, it may not: look before every wait for it, and after every `send`."""
+        """Return a descriptor that becomes readable when something may have arrived. It may miss
+        messages: check `has_arrived` before every wait for it and after every `send`."""
         return self._near.fileno()
 
     def has_arrived(self) -> bool:
-        """Whether there is something to take that the descriptor may have announced already."""
+        """Whether there are messages that the descriptor may have signalled already."""
         return self._far is not None and self._far.has_arrived()
 
     @property
     def num_disconnections(self) -> int:
-        """How many connections of this node have ended, as far as has been seen."""
+        """Number of ended connections of this node, as far as known."""
         return self._near.num_disconnections
 
     def take_lost_clients(self) -> list[str]:

@@ -1,12 +1,12 @@
-"""What a transport is: two kinds of ends that carry bytes, and the names of the peers.
+"""The interface of a transport: two kinds of ends that carry bytes, and the names of peers.
 
     coordinator  ServerTransport   one per coordinator; knows its peers by their identity
     worker       PeerTransport     identity `w:<rank>:<incarnation>`
     client       PeerTransport     identity `c:<client id>`
 
-A transport delivers a payload whole or not at all, possibly late, twice or never: order,
-repetition and loss are the business of the delivery rules above it. It never retries, never blocks
-on sending, and refuses (and counts) whatever does not come from a peer with a proper identity.
+A transport delivers a payload whole or not at all, possibly late, twice or never; the delivery
+rules above it handle order, repetition and loss. It never retries and never blocks on sending. It
+refuses and counts payloads without a valid identity.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ MAX_IDENTITY_BYTES = 255
 """ZMQ's limit for a routing id."""
 
 MAX_PROCESSES_PER_RANK = 4
-"""Processes of one rank that a server remembers: the living one and some that died or will."""
+"""Processes of one rank that a server remembers: the living one and some that died or will die."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One process at the other end. `incarnation` is a worker's; clients carry it in their id."""
+    """One process at the other end. `incarnation` is a worker's; a client's is part of its id."""
 
     address: Address
     incarnation: str = ""
 
     @property
     def identity(self) -> bytes:
-        """The name under which the peer's end is known to the server's."""
+        """The name of the peer's end at the server."""
         if isinstance(self.address, WorkerAddress):
             return f"w:{self.address.rank}:{self.incarnation}".encode()
         return f"c:{self.address.client_id}".encode()
 
 
 def worker_peer(rank: int, incarnation: str) -> Peer:
-    """Return the peer that is process `incarnation` of `rank`; raises ConfigurationError."""
+    """Return the peer for process `incarnation` of `rank`; raises ConfigurationError."""
     return _checked(Peer(WorkerAddress(rank), incarnation))
 
 
 def client_peer(client_id: str) -> Peer:
-    """Return the peer that is client `client_id`; raises ConfigurationError."""
+    """Return the peer for client `client_id`; raises ConfigurationError."""
     return _checked(Peer(ClientAddress(client_id)))
 
 
 def parse_identity(identity: bytes) -> Peer | None:
-    """Return the peer that `identity` names, or None if it is no identity of ours."""
+    """Return the peer of an identity, None if the identity is invalid."""
     if len(identity) > MAX_IDENTITY_BYTES:
         return None
     try:
@@ -68,7 +68,7 @@ def parse_identity(identity: bytes) -> Peer | None:
 
 
 def _checked(peer: Peer) -> Peer:
-    """Return `peer` if its identity survives the way to the server; raises ConfigurationError."""
+    """Return `peer` if its identity can be transmitted; raises ConfigurationError."""
     if parse_identity(peer.identity) != peer:
         raise ConfigurationError(
             f"{peer!r} cannot be a peer: ranks are 0 or more, names are not empty and identities "
@@ -78,7 +78,7 @@ def _checked(peer: Peer) -> Peer:
 
 
 class Inbound(NamedTuple):
-    """A payload that arrived, and from whom."""
+    """A received payload and its sender."""
 
     peer: Peer
     payload: bytes
@@ -86,13 +86,12 @@ class Inbound(NamedTuple):
 
 @dataclass(frozen=True)
 class TransportStatistics:
-    """What an end has carried and refused.
+    """What an end has transferred and refused.
 
-    `foreign`: from no identity of ours, or with another number of frames. `oversized`: longer than
-    the limit. `undeliverable`: to a peer that is unknown, gone or does not keep up.
-    `refused_connections`: that failed the handshake. `disconnections`: connections that ended, be
-    it in order or because they sent what no peer sends. `faults`: errors that should not be, each
-    of which cost its connection or message.
+    `foreign`: invalid identity or number of frames. `oversized`: longer than the limit.
+    `undeliverable`: the peer is unknown, gone or too slow. `refused_connections`: failed
+    handshakes. `disconnections`: connections that ended, in order or because of invalid data.
+    `faults`: unexpected errors; each cost its connection or message.
     """
 
     sent: int = 0
@@ -110,22 +109,22 @@ class TransportStatistics:
 
 
 class ServerTransport(Protocol):
-    """The coordinator's end. One thread sends and receives; `wake` alone is for others."""
+    """The coordinator's end. One thread sends and receives; any thread may call `wake`."""
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
         """Send `payloads`, in order, to every process known under `addresses`, without waiting.
 
-        What cannot be sent now is dropped and counted.
+        A payload that cannot be sent now is dropped and counted.
         """
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing came."""
+        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing arrived."""
 
     def take_lost_clients(self) -> list[str]:
-        """Return, once, the clients whose last connection has ended, and who have none again.
+        """Return, once, the clients whose last connection has ended and that have not reconnected.
 
-        All that came over it was returned by `receive` before. A transport that has no connections,
-        or cannot tell whose has ended, returns nothing: silence says it, later.
+        `receive` has returned all their messages before. A transport without connections, or that
+        cannot tell, returns nothing; those clients are dropped later because they are silent.
         """
 
     def wake(self) -> None:
@@ -135,27 +134,27 @@ class ServerTransport(Protocol):
         """Return frozen statistics."""
 
     def close(self) -> None:
-        """Give everything back at once; what was not sent is lost. Repeatable."""
+        """Release everything at once; unsent payloads are lost. Repeatable."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a peer connects to, and with what. `keys` None: no proof of identity is asked for."""
+    """Where and how a peer connects. `keys` None: no authentication."""
 
     address: str
     keys: CurveKeys | None = None
 
 
 class PeerTransport(Protocol):
-    """A worker's or client's end. One thread at a time; `wake` alone is for others."""
+    """A worker's or client's end. One thread at a time; any thread may call `wake`."""
 
     def send(self, payload: bytes) -> None:
-        """Send `payload` to the coordinator without waiting; dropped and counted if impossible."""
+        """Send `payload` to the coordinator without waiting; drop and count it if impossible."""
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing came.
+        """Return what has arrived; wait for it at most `timeout_s`. Empty: nothing arrived.
 
-        The fast way: nothing but a message or the time ends the wait.
+        The fast way: only a message or the timeout ends the wait.
         """
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
@@ -175,4 +174,4 @@ class PeerTransport(Protocol):
         """Return frozen statistics."""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Give everything back; what could not be sent within `linger_s` is lost. Repeatable."""
+        """Release everything; payloads not sent within `linger_s` are lost. Repeatable."""

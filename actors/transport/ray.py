@@ -1,11 +1,11 @@
-"""Both ends as Ray actor calls, where no socket can be opened between processes.
+"""Both ends as Ray actor calls, for processes that cannot open sockets to each other.
 
     worker, client ──coordinator.post(identity, payload)──▶ RayServer inbox
     RayServer ──worker.kvcache_deliver(payload)───────────▶ RayPeer inbox of that worker
     RayServer outbox per client ◀──coordinator.collect(client id)── RayPeer of that client
 
-Some ten times slower than ZMQ. Calls are started and their results dropped: a call that fails is a
-lost message, which the delivery rules above repair; nothing is ever called again from here.
+About ten times slower than ZMQ. Calls are started and their results dropped. A failed call is a
+lost message, which the delivery rules repair; this module never repeats a call.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ RAY_SCHEME = "ray:"
 """An endpoint of this kind names the coordinator's actor."""
 
 COLLECT_TIMEOUT_S = 0.25
-"""How long one `collect` call waits in the coordinator before it returns empty."""
+"""How long one `collect` call waits in the coordinator before it returns nothing."""
 
 MAX_OUTBOXES = 8192
-"""Clients the server keeps answers for, twice as many as `transport.max_clients` can be; the one
-unheard of for longest is forgotten."""
+"""Clients with an outbox, twice the limit of `transport.max_clients`; the least recently used one
+is dropped."""
 
 ActorHandle = Any
-"""Ray's handles have the methods of whatever class they belong to."""
+"""Ray's handles have the methods of their class, whichever it is."""
 
 
 class RayServer:
-    """A `ServerTransport` inside the coordinator actor, which passes `post` and `collect` on."""
+    """A `ServerTransport` inside the coordinator actor, which forwards `post` and `collect`."""
 
     def __init__(self, worker_of: Callable[[int], ActorHandle | None], limits: ZmqLimits) -> None:
         """`worker_of` returns the actor of a rank, or None while there is none."""
@@ -62,7 +62,7 @@ class RayServer:
             self._count(received=1, undeliverable=0 if is_taken else 1)
 
     def collect(self, client_id: str, timeout_s: float) -> list[bytes]:
-        """Return what waits for a client; wait for it at most `timeout_s`. Any thread."""
+        """Return the messages for a client; wait for the first at most `timeout_s`. Any thread."""
         return self._outbox(client_id).take(timeout_s)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
@@ -126,7 +126,7 @@ class RayServer:
 
 
 class RayPeer:
-    """A `PeerTransport` of a worker: its actor puts what arrives into `inbox`."""
+    """A `PeerTransport` of a worker: its actor puts arriving payloads into `inbox`."""
 
     def __init__(
         self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits, inbox: Mailbox
@@ -184,10 +184,10 @@ class RayPeer:
 
 
 class RayClientPeer(RayPeer):
-    """A `PeerTransport` of a client, which is no actor: a thread of its own asks for its mail."""
+    """A `PeerTransport` of a client, which is no actor: its own thread asks for messages."""
 
     def __init__(self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits) -> None:
-        """Start asking. The thread sleeps inside Ray and ends with `close`."""
+        """Start to ask. The thread sleeps inside Ray and ends with `close`."""
         super().__init__(coordinator, peer, limits, Mailbox(limits.high_water_mark))
         self._client_id = peer.identity.partition(b":")[2].decode()
         self._loop = ServingLoop("kvcache-ray-client", self._collect)
@@ -205,7 +205,7 @@ class RayClientPeer(RayPeer):
             call = self._coordinator.collect.remote(self._client_id, COLLECT_TIMEOUT_S)
             payloads = ray.get(call, timeout=20 * COLLECT_TIMEOUT_S)
         except ray.exceptions.RayError:
-            # The coordinator is away: the session above notices by its own deadlines.
+            # The coordinator is away: the session notices by its own deadlines.
             self._loop.pause(COLLECT_TIMEOUT_S)
             return
         for payload in payloads:

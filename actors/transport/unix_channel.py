@@ -1,9 +1,9 @@
-"""One connection between two processes of a node: payloads, framed, over a Unix stream socket.
+"""One connection between two processes of a node: framed payloads over a Unix stream socket.
 
-Each frame is its length (4 bytes, little endian) and the payload. Sending never waits: what the
-other end does not take yet is kept up to a limit, and beyond it refused. Refuses frames that are
-longer than any honest end sends before they enter memory. Who is at the other end is said by its
-first frame, which is left to others to read; here it is only known which user that is.
+A frame is its length (4 bytes, little endian) and the payload. Sending never waits: data that the
+other end does not accept yet is kept up to a limit; beyond the limit, sending is refused. Frames
+longer than any valid one are refused before they enter memory. The first frame names the sender and
+is left to the caller; this module only checks the user of the process.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from actors.transport.zmq_server import HARD_LIMIT_FACTOR, ZmqLimits
 from kvcache.base.errors import MalformedMessageError
 
 UNIX_SCHEME = "unix:@"
-"""How the addresses begin: abstract names, no file; a second binder is refused."""
+"""Prefix of the addresses: abstract names without files; a second binder is refused."""
 
 ROOT = 0
-"""The user that may do everything anyway."""
+"""Root may do everything anyway."""
 
 CHUNK_BYTES = 64 * 1024
-"""Read at once: many small payloads, or a piece of a large one."""
+"""Bytes per read: many small payloads, or a part of a large one."""
 
 _LENGTH = struct.Struct("<I")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -35,15 +35,15 @@ DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 def socket_name(address: str) -> bytes:
-    """Return what to bind or connect to for `address`."""
+    """Return the socket name of `address`, to bind or connect."""
     return b"\0" + address.removeprefix(UNIX_SCHEME).encode()
 
 
 def is_trusted(connected: socket.socket) -> bool:
-    """Say whether the process at the other end belongs to this one's user, or to root.
+    """Say whether the process at the other end runs as this process's user, or as root.
 
-    An abstract name is protected by nothing else: everybody can see it, connect to it, and take it
-    once its owner is dead.
+    Nothing else protects an abstract name: every user can see it, connect to it, and take it once
+    its owner is dead.
     """
     size = _CREDENTIALS.size
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -52,14 +52,14 @@ def is_trusted(connected: socket.socket) -> bool:
 
 
 def framed(payloads: Sequence[bytes]) -> bytes:
-    """Return the bytes that carry `payloads`, for `UnixChannel.send`."""
+    """Return the frames of `payloads`, for `UnixChannel.send`."""
     if len(payloads) == 1:
         return _LENGTH.pack(len(payloads[0])) + payloads[0]
     return b"".join([_LENGTH.pack(len(payload)) + payload for payload in payloads])
 
 
 class UnixChannel:
-    """A connected socket, which it owns. One thread."""
+    """A connected socket, owned. Not thread-safe."""
 
     def __init__(
         self,
@@ -68,9 +68,10 @@ class UnixChannel:
         chunk: bytearray | None = None,
         first_frame_bytes: int | None = None,
     ) -> None:
-        """Carry payloads over `connected`. Channels of one thread may read into one `chunk`.
+        """Carry payloads over `connected`. Channels of one thread may share one read buffer
+        `chunk`.
 
-        `first_frame_bytes`: more than that is not kept of a first frame before `trust`.
+        `first_frame_bytes`: longest first frame before `trust`.
         """
         connected.settimeout(None)
         self._socket = connected
@@ -82,21 +83,21 @@ class UnixChannel:
         self._chunk = bytearray(CHUNK_BYTES) if chunk is None else chunk
         self._view = memoryview(self._chunk)
         self._partial = bytearray()
-        self._waiting: deque[bytes | memoryview] = deque()  # views: a rest is not copied
+        self._waiting: deque[bytes | memoryview] = deque()  # views: unsent rests are not copied
         self._waiting_bytes = 0
 
     def fileno(self) -> int:
-        """Return the descriptor; readable when something has arrived."""
+        """Return the descriptor, which is readable when something has arrived."""
         return self._socket.fileno()
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something waits for the other end to read."""
+        """Whether data waits for the other end to read."""
         return bool(self._waiting)
 
     def send(self, frames: bytes) -> bool:
-        """Send what `framed` returned, or keep it for `flush`; False when there is no room for it
-        either. Raises OSError when the connection has ended.
+        """Send what `framed` returned, or keep it for `flush`; return False if there is no room.
+        Raises OSError if the connection has ended.
         """
         if self._waiting:
             is_full = len(self._waiting) >= self._max_waiting
@@ -118,7 +119,7 @@ class UnixChannel:
         return True
 
     def flush(self) -> None:
-        """Send what waits, as far as the other end takes it. Raises OSError as `send` does."""
+        """Send waiting data, as far as the other end accepts it. Raises OSError as `send` does."""
         try:
             while self._waiting:
                 frame = self._waiting[0]
@@ -132,13 +133,14 @@ class UnixChannel:
             return
 
     def receive(self, timeout_s: float = 0.0) -> list[bytes]:
-        """Return the payloads that are complete; wait for the first bytes at most `timeout_s`.
+        """Return the complete payloads; wait for the first bytes at most `timeout_s`.
 
-        Raises OSError when the connection has ended, MalformedMessageError for a frame that no
-        honest end sends: then close it.
+        Raises OSError if the connection has ended, MalformedMessageError for an invalid frame: then
+        close it.
         """
-        # Waiting in the call that receives would save 2 us, but after each signal Python begins it
-        # anew, with all of its time: a profiler's timer would put off every deadline without end.
+        # Waiting in the receiving call would save 2 us. But after each signal Python repeats that
+        # call with its full timeout, so a profiler's timer would postpone every deadline without
+        # end.
         if timeout_s > 0.0 and not self._poller.poll(math.ceil(timeout_s * 1000)):
             return []
         try:
@@ -147,7 +149,7 @@ class UnixChannel:
             return []
         if not num_read:
             raise ConnectionResetError("the other end has closed the connection")
-        # Most of the time one whole payload has arrived and nothing else.
+        # Usually exactly one whole payload has arrived.
         length = num_read - _LENGTH.size
         if not self._partial and length >= 0 and _LENGTH.unpack_from(self._chunk)[0] == length:
             return [bytes(self._view[_LENGTH.size : num_read])]
@@ -155,7 +157,7 @@ class UnixChannel:
         return self._take_frames()
 
     def trust(self) -> None:
-        """Take frames of any honest length from now on: it is known who is at the other end."""
+        """Accept frames of any valid length from now on: the sender is known."""
         self._first_frame_bytes = None
 
     def close(self) -> None:
@@ -163,7 +165,8 @@ class UnixChannel:
         self._socket.close()
 
     def linger(self, timeout_s: float) -> None:
-        """Send what waits within `timeout_s`. For the last words; ends early when it cannot."""
+        """Send waiting data within `timeout_s`, for a client's last messages; stops early on
+        errors."""
         if not self._waiting:
             return
         try:

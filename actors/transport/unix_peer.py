@@ -1,7 +1,7 @@
 """A worker's or client's end over a Unix socket: one connection to the coordinator of its node.
 
-Says who it is in its first frame. Connects again when the connection ends: to the same coordinator
-only, since an address is never used twice; another one has another address, for another end.
+The first frame names the sender. After a lost connection it reconnects, but only to the same
+coordinator: an address is never reused, so another coordinator needs another end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcache.base.errors import MalformedMessageError
 from kvcache.base.serving_loop import Faults
 
 PUSH_MS = 500
-"""How long the coordinator may not read while a large message is being sent to it."""
+"""How long the coordinator may not read while it receives a large message."""
 
 RECONNECT_S = 0.02
 MAX_RECONNECT_S = 0.5
-"""How long after a failed attempt the next one is made: twice as long each time."""
+"""Pause after the first failed attempt to connect; it doubles each time."""
 
 
 class UnixPeer:
@@ -41,7 +41,7 @@ class UnixPeer:
         self._num_refused = self._num_disconnections = 0
         self._faults = Faults("a Unix socket to the coordinator")
         self._wake = WakePipe()
-        # Readable when the connection is, whichever it is by then.
+        # Readable when the connection is, whichever one it is by then.
         self._readable = select.epoll()
         self._channel: UnixChannel | None = None
         self._next_attempt_s = 0.0
@@ -61,7 +61,7 @@ class UnixPeer:
         try:
             is_sent = channel is not None and channel.send(framed((payload,)))
         except OSError:
-            is_sent = False  # reading finds the end, after what came before it
+            is_sent = False  # a read finds the end, after the data before it
         if is_sent:
             self._num_sent += 1
             if channel is not None and channel.has_waiting and not was_waiting:
@@ -111,16 +111,16 @@ class UnixPeer:
         self._wake.close()
 
     def _push(self, channel: UnixChannel) -> None:
-        """Send what is larger than the socket holds while the other end reads it: no other thread
-        does when this process turns to other things now. A coordinator that does not read is waited
-        for once, not with every message."""
+        """Send the part of a message that exceeds the socket's buffer while the other end reads it,
+        because no other thread would send it later. A coordinator that does not read is waited for
+        once, not with every message."""
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLOUT)
         try:
             while channel.has_waiting and poller.poll(PUSH_MS):
                 channel.flush()
         except OSError:
-            return  # reading finds the end, after what came before it
+            return  # a read finds the end, after the data before it
 
     def _read(self, channel: UnixChannel, timeout_s: float) -> list[bytes]:
         try:
@@ -144,8 +144,8 @@ class UnixPeer:
         return fitting
 
     def _receive_slowly(self, timeout_s: float) -> list[bytes]:
-        """Receive while there is no connection, or the other end does not read what we send, or
-        other threads may want this one to look up."""
+        """Receive without a connection, while sent data waits to be read, or while other threads
+        may `wake` this one."""
         if self._is_closed:
             return []
         if self._channel is None:
@@ -154,12 +154,12 @@ class UnixPeer:
         channel = self._channel or self._connect()
         if channel is None:
             return []
-        with suppress(OSError):  # reading finds the end, after what came before it
+        with suppress(OSError):  # a read finds the end, after the data before it
             channel.flush()
         return self._read(channel, 0.0)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for a payload, for room to send what waits, or for `wake`."""
+        """Wait for a payload, for room to send, or for `wake`."""
         poller = select.poll()
         poller.register(self._wake.fileno(), select.POLLIN)
         channel = self._channel
@@ -171,7 +171,7 @@ class UnixPeer:
             self._wake.drain()
 
     def _connect(self) -> UnixChannel | None:
-        """Connect if it is time to; return the connection if there is one now."""
+        """Connect if it is due; return the connection if there is one."""
         now_s = time.monotonic()
         if self._is_closed or now_s < self._next_attempt_s:
             return None
@@ -184,8 +184,8 @@ class UnixPeer:
         return channel
 
     def _open(self) -> UnixChannel | None:
-        """Return a new connection, over which is said already who this is; None if there is none
-        to be had now, or somebody else listens where our coordinator did."""
+        """Return a new connection over which the first frame has been sent; None if there is none
+        now, or if another user's process listens at the address."""
         try:
             connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError:

@@ -1,9 +1,8 @@
 """The coordinator's end for the processes of its own node, over Unix sockets.
 
 No thread stands between socket and coordinator, on either side: a message costs one send and one
-receive. Peers say who they are in their first frame; one that does not is cut off, and so is who
-sends frames that no honest end sends, and who says nothing while others come. Processes of other
-users are not let in.
+receive. A peer names itself in its first frame. Connections without a name are closed when others
+come, and so are those that send invalid frames. Processes of other users are refused.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ EVENTS_AT_ONCE = 64
 BACKLOG = 1024
 
 MAX_STRANGERS = 64
-"""Connections that have not said who they are; honest ones say it at once."""
+"""Limit of connections without a name; valid peers send it at once."""
 
 ACCEPT_PAUSE_S = 0.5
-"""How long connections wait to be accepted when the process has no descriptor left for them."""
+"""How long to stop accepting when the process has no descriptor left."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 _READ, _WRITE = int(select.EPOLLIN), int(select.EPOLLOUT)
 
 
 def unix_address() -> str:
-    """Return an address for peers on the same node that was never used before."""
+    """Return a new address for peers on the same node."""
     return f"{UNIX_SCHEME}kvcache-{secrets.token_hex(12)}"
 
 
 @dataclass(eq=False)
 class _Connection:
-    """`peer` is None until it has said who it is."""
+    """`peer` is None until the connection has named itself."""
 
     channel: UnixChannel
     peer: Peer | None = None
@@ -72,7 +71,7 @@ class UnixServer:
     """A `ServerTransport` over Unix sockets."""
 
     def __init__(self, limits: ZmqLimits) -> None:
-        """Listen nowhere yet."""
+        """Make an end without addresses."""
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
         self._epoll = select.epoll()
@@ -91,7 +90,7 @@ class UnixServer:
         self._is_closed = False
 
     def bind(self, address: str) -> str:
-        """Listen on `address` too. Raises ClusterError when it cannot be bound."""
+        """Also listen on `address`. Raises ClusterError if it cannot be bound."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(socket_name(address))
@@ -107,16 +106,16 @@ class UnixServer:
         return address
 
     def watch(self, descriptor: int) -> None:
-        """Have a waiting `receive` return when `descriptor` becomes readable, too."""
+        """Make a waiting `receive` also return when `descriptor` becomes readable."""
         self._watch(descriptor, _READ | int(select.EPOLLET))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `receive` has something to take."""
+        """Return a descriptor that is readable while `receive` has messages."""
         return self._epoll.fileno()
 
     @property
     def num_disconnections(self) -> int:
-        """How many connections have ended, as far as `receive` and `send` have seen."""
+        """Number of ended connections that `receive` and `send` have seen."""
         return self._counts["disconnections"]
 
     def is_connected(self, address: Address) -> bool:
@@ -124,7 +123,8 @@ class UnixServer:
         return address in self._known
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`. What goes to one process at once wakes it up once."""
+        """See `ServerTransport.send`. Payloads for one process are sent together and wake it
+        once."""
         for payload in payloads:
             if len(payload) > self._max_bytes:
                 raise MalformedMessageError(
@@ -203,7 +203,7 @@ class UnixServer:
         try:
             is_sent = channel.send(frames)
         except OSError:
-            # What it sent before it closed is still to be read: reading finds the end after that.
+            # Its last messages are still to be read; a read finds the end after them.
             self._counts["undeliverable"] += num_frames
             return
         if is_sent:
@@ -218,7 +218,7 @@ class UnixServer:
         try:
             connection.channel.flush()
         except OSError:
-            return  # reading says the same, and cuts it off
+            return  # a read finds the same, and closes it
         if not connection.channel.has_waiting:
             connection.is_watched_for_room = False
             self._epoll.modify(connection.channel.fileno(), _READ)
@@ -254,10 +254,10 @@ class UnixServer:
                 inbound.append(Inbound(peer, payload))
 
     def _get_to_know(self, connection: _Connection, identity: bytes) -> Peer | None:
-        """Remember who is at the other end; cut it off if it is not one of ours.
+        """Remember the sender of a connection; close it if the identity is invalid.
 
-        Which of several processes of a rank is meant is said by the messages, not here; the oldest
-        of too many is cut off. A peer that connects again takes the place of what it left.
+        Messages say which of several processes of a rank is meant. Beyond a limit the oldest one is
+        closed. A peer that reconnects replaces its old connection.
         """
         peer = parse_identity(identity)
         if peer is None:
@@ -304,7 +304,7 @@ class UnixServer:
                 self._lost_clients[peer.address.client_id] = None
 
     def _on_other(self, descriptor: int) -> None:
-        """Serve what is no connection: a listener, or the pipe."""
+        """Serve another descriptor: a listener, or the pipe."""
         listener = self._listeners.get(descriptor)
         if listener is not None:
             self._accept(listener)
@@ -317,7 +317,7 @@ class UnixServer:
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 self._pause_accepting()
-            return  # otherwise it is gone again
+            return  # otherwise the peer has gone again
         if not is_trusted(accepted) or len(self._connections) >= MAX_KNOWN_PEERS:
             self._counts["refused_connections"] += 1
             logger.warning(
@@ -342,7 +342,7 @@ class UnixServer:
             self._cut_off(next(iter(self._strangers)))
 
     def _pause_accepting(self) -> None:
-        """Look at no listener for a while: it would be ready all the time, in vain."""
+        """Ignore the listeners for a while: they would be ready all the time, without effect."""
         self._counts["refused_connections"] += 1
         logger.error(
             "refused: connections, for %g s: this process has no descriptor left", ACCEPT_PAUSE_S
@@ -359,5 +359,5 @@ class UnixServer:
 
 
 def _who(connection: _Connection) -> str:
-    """Name who is at the other end of a connection, for the log."""
+    """Name the other end of a connection, for the log."""
     return "a stranger" if connection.peer is None else str(connection.peer.address)

@@ -1,7 +1,7 @@
 """A worker's or client's end over ZMQ: one DEALER socket, connected to one coordinator.
 
-Announces who it is by its identity. A new epoch may have a new endpoint: then this end is closed
-and another one is made.
+Its identity names the sender. A new epoch may have a new endpoint; then this end is closed and
+another one is made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ZmqPeer:
     """A `PeerTransport` over one DEALER socket."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
-        """Connect to `endpoint` as `peer`; returns before the connection stands."""
+        """Connect to `endpoint` as `peer`; returns before the connection is established."""
         self._limits = limits
         self._statistics = TransportStatistics()
         self._num_sent = self._num_received = 0
@@ -107,7 +107,7 @@ class ZmqPeer:
         self._wake.close()
 
     def _accept(self, frames: list[bytes], payloads: list[bytes]) -> None:
-        """Append what `frames` brought, or count why it is refused."""
+        """Append the payloads of `frames`, or count why they are refused."""
         if frames == [PROBE]:
             return
         self._num_received += 1

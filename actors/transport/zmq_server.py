@@ -1,11 +1,11 @@
 """The coordinator's end over ZMQ: one ROUTER socket that all workers and clients connect to.
 
-It may listen in several places at once: locally without keys, across nodes with them.
+It can listen at several addresses at once: locally without keys, across nodes with them.
 
-Workers and clients are known by the identity their DEALER sockets announce, so that the server
-never connects anywhere. An unknown or departed peer is an error inside libzmq (ROUTER_MANDATORY)
-and a count here. Two size limits: a payload above the first is read and refused, a frame above
-the second never enters memory and costs its sender the connection.
+The identity of a DEALER socket names the worker or client, so that the server never connects to
+anything. An unknown or departed peer is an error inside libzmq (ROUTER_MANDATORY), and counted
+here. There are two size limits: a payload above the first is read and refused; a frame above the
+second never enters memory, and its sender is disconnected.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 logger = get_logger(__name__)
 
 LOCAL_ENDPOINT = "ipc://@kvcache-"
-"""An abstract address: a second binder is refused, and no file is left behind."""
+"""An abstract address: a second binder is refused, and no file remains."""
 
 HARD_LIMIT_FACTOR = 2
-"""Frames longer than this many limits are cut off by libzmq, with their connection."""
+"""libzmq cuts off frames longer than this many limits, with their connection."""
 
 MAX_KNOWN_PEERS = 16_384
-"""Identities that are remembered with what they mean: `transport.max_clients` can be 4096, and each
-rank may have several processes."""
+"""Identities that are cached with their meaning: `transport.max_clients` can be 4096, and each rank
+may have several processes."""
 
 MONITORED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -57,22 +57,22 @@ MONITORED_EVENTS = (
 
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 EVENTS, POLLIN, RCVTIMEO = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVTIMEO)
-"""Plain numbers: arithmetic on pyzmq's enumerations takes longer than the calls they are for."""
+"""Plain numbers: arithmetic on pyzmq's enumerations takes longer than the calls."""
 
 WAKE_ENDPOINT = "inproc://kvcache-wake"
 WAKE_IDENTITY = b"\x01wake"
-"""Only this process can connect there; a stranger that takes the name is not listened to."""
+"""Only this process can connect there; a stranger that takes the name is ignored."""
 
 MONITOR_INTERVAL_S = 0.05
-"""How often events of connections are counted; messages come first."""
+"""How often events of connections are counted; messages have priority."""
 
 PROBE = b""
-"""What is sent to see whether a client still has a connection; clients ignore it. No payload of
-ours is empty."""
+"""Sent to check whether a client still has a connection; clients ignore it. No other payload is
+empty."""
 
 PROBES_PER_END = 3
 """How often all clients are probed after a connection has ended. libzmq does not say whose it was,
-and says so a moment before the socket knows."""
+and reports it a moment before the socket knows."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +84,25 @@ class ZmqLimits:
 
 
 def local_address() -> str:
-    """Return an address for peers on the same node that was never used before."""
+    """Return a new address for peers on the same node."""
     return LOCAL_ENDPOINT + secrets.token_hex(12)
 
 
 def network_address(host: str) -> str:
-    """Return the address of any free port of `host`."""
+    """Return an address with any free port of `host`."""
     return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
 
 
 MAX_AT_ONCE = 256
-"""Messages taken in one go: enough to serve a burst together, few enough to answer in between."""
+"""Messages received in one go: enough to serve a burst together, few enough to answer in
+between."""
 
 
 class FrameReceiver:
-    """Takes what has arrived from a socket, waiting inside libzmq.
+    """Receives from a socket, and waits inside libzmq.
 
-    Measured: a poller that also watches something else takes three times as long for each message,
-    and asking whether there is another one a third of what it takes to find none.
+    Measured: a poller that also watches another descriptor takes three times as long per message,
+    and asking whether there is another message takes a third of a failed receive.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -109,8 +110,8 @@ class FrameReceiver:
         self._timeout_ms = -1
 
     def receive(self, timeout_s: float) -> list[list[bytes]]:
-        """Return the frames of the messages that are there, at most `MAX_AT_ONCE`; wait for the
-        first one at most `timeout_s`."""
+        """Return the frames of the waiting messages, at most `MAX_AT_ONCE`; wait for the first one
+        at most `timeout_s`."""
         first = self._receive_first(timeout_s)
         if first is None:
             return []
@@ -139,10 +140,10 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
 
 
 class WakePipe:
-    """A pipe that another thread writes to when a waiting one should look up."""
+    """A pipe through which another thread wakes a waiting one."""
 
     def __init__(self) -> None:
-        self._signalling = threading.Lock()  # a closed descriptor may be another file's by then
+        self._signalling = threading.Lock()  # a closed descriptor may be reused
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
@@ -168,7 +169,7 @@ class WakePipe:
             return
 
     def close(self) -> None:
-        """Give both descriptors back. Repeatable."""
+        """Close both descriptors. Repeatable."""
         with self._signalling:
             ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
             for end in ends:
@@ -180,7 +181,7 @@ class ZmqServer:
     """A `ServerTransport` over one ROUTER socket."""
 
     def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
-        """Make an end that listens nowhere yet; `keys` are for addresses bound with a guard."""
+        """Make an end without addresses; `keys` are for guarded addresses."""
         self._limits = limits
         self._identities: dict[Address, dict[bytes, None]] = {}
         self._statistics = TransportStatistics()
@@ -204,9 +205,9 @@ class ZmqServer:
         self._waker.connect(WAKE_ENDPOINT)
 
     def bind(self, address: str, is_guarded: bool) -> str:
-        """Listen on `address` too and return the endpoint that peers connect to.
+        """Also listen on `address`; return the endpoint that peers connect to.
 
-        Guarded: only holders of the keys get in there. Raises ClusterError when it cannot be bound.
+        Guarded: only holders of the keys may connect. Raises ClusterError if it cannot be bound.
         """
         if is_guarded and self._keys is None:
             raise ClusterError(f"cannot guard {address}: this server was made without keys")
@@ -253,23 +254,23 @@ class ZmqServer:
         if now_s >= self._look_at_monitor_s:
             self._look_at_monitor_s = now_s + MONITOR_INTERVAL_S
             self._read_monitor()
-            # Not before everything is read: a client that is gone may have said something.
+            # Not before everything is read: a client that is gone may have sent something before.
             if self._num_probes_left and not has_message(self._socket):
                 self._num_probes_left -= 1
                 self._probe_clients()
         return inbound
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when something *may* have arrived, once for
-        all of it: after it, and before every wait for it, call `receive(0)`."""
+        """Return a descriptor that becomes readable when something *may* have arrived, once for all
+        of it: after the signal, and before every wait, call `receive(0)`."""
         return int(self._socket.fd)
 
     def has_arrived(self) -> bool:
-        """Whether `receive` has something to take, be it what it refuses."""
+        """Whether `receive` has something to read, even if it will be refused."""
         return has_message(self._socket)
 
     def is_connected(self, address: Address) -> bool:
-        """Whether a worker process has been heard under `address`; clients are not kept."""
+        """Whether a worker process has been heard under `address`; clients are not recorded."""
         return bool(self._identities.get(address))
 
     def take_lost_clients(self) -> list[str]:
@@ -302,7 +303,7 @@ class ZmqServer:
         self._socket.disable_monitor()
         self._socket.close(0)
         self._monitor.close(0)
-        self._context.term()  # ends the gate's thread as well, which closes its own socket
+        self._context.term()  # also ends the gate's thread, which closes its own socket
         if self._gate is not None:
             self._gate.join()
 
@@ -310,7 +311,7 @@ class ZmqServer:
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = 0
         socket.router_mandatory = True
-        # A peer that reconnects must not be kept out by its own dead connection.
+        # A peer that reconnects must not be blocked by its own dead connection.
         socket.router_handover = True
         socket.maxmsgsize = HARD_LIMIT_FACTOR * self._limits.max_message_bytes
         socket.rcvhwm = socket.sndhwm = self._limits.high_water_mark
@@ -333,7 +334,7 @@ class ZmqServer:
             self._num_sent += 1
 
     def _take(self, frames: list[bytes], inbound: list[Inbound]) -> None:
-        """Append what `frames` brought, or count why it is refused."""
+        """Append the payload of `frames`, or count why it is refused."""
         if frames[0] == WAKE_IDENTITY:
             return
         self._num_received += 1
@@ -359,7 +360,7 @@ class ZmqServer:
             inbound.append(Inbound(peer, frames[1]))
 
     def _get_to_know(self, identity: bytes) -> Peer | None:
-        """Return the peer that an identity names, and remember it."""
+        """Return the peer of an identity, and cache it."""
         peer = parse_identity(identity)
         if peer is not None:
             if len(self._known) >= MAX_KNOWN_PEERS:
@@ -372,9 +373,9 @@ class ZmqServer:
         return peer
 
     def _remember(self, address: WorkerAddress, identity: bytes) -> None:
-        """Know `identity` as a process of the rank; the oldest of too many is forgotten.
+        """Record `identity` as a process of the rank; beyond a limit the oldest is dropped.
 
-        Which of several processes is meant is said by the messages (incarnation, nonce), not here.
+        Messages say which of several processes is meant (incarnation, nonce).
         """
         identities = self._identities.setdefault(address, {})
         if identity not in identities:
@@ -385,7 +386,7 @@ class ZmqServer:
                 self._known.pop(oldest, None)
 
     def _read_monitor(self) -> None:
-        """Count what libzmq tells about connections."""
+        """Count libzmq's events of connections."""
         while has_message(self._monitor):
             is_end = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
             self._count(disconnections=int(is_end), refused_connections=int(not is_end))
@@ -395,7 +396,7 @@ class ZmqServer:
                 logger.warning("refused: a connection that does not prove itself with a key")
 
     def _probe_clients(self) -> None:
-        """Find the clients without a connection: libzmq has no place to put a message for them."""
+        """Find the clients without a connection: libzmq has no queue for them."""
         for identity, peer in tuple(self._known.items()):
             if not isinstance(peer.address, ClientAddress):
                 continue
@@ -403,7 +404,7 @@ class ZmqServer:
                 self._socket.send(identity, SNDMORE)
                 self._socket.send(PROBE, NOBLOCK)
             except zmq.Again:
-                continue  # it has a connection, and does not read
+                continue  # it has a connection but does not read
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise

@@ -1,1 +1,1 @@
-"""The workers' side: the actor of a rank, how it is made, watched and replaced."""
+"""The workers' side: the actor of a rank, how it is made, supervised and replaced."""

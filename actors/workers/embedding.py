@@ -1,10 +1,10 @@
-"""One rank in whatever process: a `KVCacheWorker`, its connection, and what start-up asks of it.
+"""One rank in any process: a `KVCacheWorker`, its connection, and its start-up.
 
     report ─▶ (the launcher plans) ─▶ allocate ─▶ attach ─▶ poll, poll, poll ... ─▶ close
 
-`WorkerActor` polls from a thread of its own. An engine that keeps the KV cache inside its own
-actors makes an `EmbeddedWorker` there and polls from its own loop: no busy thread is started.
-Knows nothing of Ray; the actor methods that pass the cluster's calls on are in worker.py.
+`WorkerActor` polls from its own thread. An engine that keeps the KV cache inside its own actors
+makes an `EmbeddedWorker` there and polls from its own loop, without another thread. This module
+is independent of Ray; worker.py has the actor methods that forward the cluster's calls.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ from kvcache.worker.worker import KVCacheWorker
 logger = get_logger(__name__)
 
 MAX_QUEUED_BLOCKS = 8192
-"""Blocks that wait for the threads of files: more than are ever spilled and fetched at once."""
+"""Blocks that wait for the file threads: more than are ever spilled and fetched at once."""
 
 TO_WORKER = get_args(ToWorker)
 
 Connect = Callable[[Endpoint, Peer, int, Mailbox], PeerTransport]
-"""Opens a worker's end to a coordinator: where, as whom, with which limit in bytes, and where
-payloads arrive that come as calls."""
+"""Opens a worker's end to a coordinator: endpoint, peer, limit in bytes, and the mailbox for
+payloads that arrive as calls."""
 
 MAILBOX_CAPACITY = 4096
 
 
 USABLE_SHARE = 0.8
-"""Of what is free: the rest is for activations, staging and everybody else."""
+"""Share of free memory to use; the rest is for activations, staging and other processes."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 MEMORY_INFO = Path("/proc/meminfo")
 
 
 class EmbeddedWorker:
-    """The rank that this process is, from its first report to its end.
+    """The rank of this process, from its first report to its end.
 
-    One thread at a time polls; the others may call everything. `worker` exists once allocated.
-    Unless `must_have_files`, a directory that cannot be used leaves the rank without files.
+    One thread at a time polls; other threads may call everything else. `worker` exists once
+    allocated. Unless `must_have_files`, the rank runs without files if its directory is unusable.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class EmbeddedWorker:
         clock: Clock | None = None,
         is_threaded: bool = False,
     ) -> None:
-        """Make the process's rank-to-be at `place`. Nothing is allocated or connected.
+        """Set up the process at `place`, without allocating or connecting.
 
-        `specs`: what the model's layers keep on this rank; default: what the configuration says.
-        `is_threaded`: a thread does nothing but poll, so that the engine need not.
+        `specs`: the model's layers on this rank; default: the configuration's. `is_threaded`:
+        another thread only polls, so that the engine need not.
         """
         self._is_threaded = is_threaded
         self._last_poll_s = 0.0
@@ -99,7 +99,7 @@ class EmbeddedWorker:
         self.incarnation = secrets.token_hex(8)
         self.must_have_files = True
         self.on_close: Callable[[], None] = lambda: None
-        """Its owner's hook, called first when this worker closes."""
+        """The owner's hook; called first when this worker closes."""
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
         self._plan: Plan | None = None
@@ -123,17 +123,17 @@ class EmbeddedWorker:
 
     @property
     def worker(self) -> KVCacheWorker:
-        """The rank's tensors, tables and books. Raises NotRunningError before `allocate`."""
+        """The rank's tensors, tables and labels. Raises NotRunningError before `allocate`."""
         if self._worker is None:
             raise NotRunningError(
                 f"the worker at place {self._place} has no plan yet: wait for the launch to return"
             )
         return self._worker
 
-    # --- start-up, in this order, by the launcher
+    # --- start-up; the launcher calls these in this order
 
     def report(self, node: NodeAddress, gpu_ids: Sequence[str], num_sharing: int) -> WorkerReport:
-        """Say what this rank keeps and how much memory it may use. Changes nothing."""
+        """Return this rank's layers and usable memory. Changes nothing."""
         free_bytes = free_memory_bytes(self._config)
         self._report = WorkerReport(
             place=self._place,
@@ -153,7 +153,7 @@ class EmbeddedWorker:
     def allocate(self, rank: int, plan: Plan) -> str:
         """Become `rank` of `plan`: allocate its tensors. Return the plan's fingerprint.
 
-        The fingerprint is computed here, from what arrived. Raises what `KVCacheWorker` raises.
+        The fingerprint is computed here, from the received plan. Raises as `KVCacheWorker` does.
         """
         config = self._config
         settings = WorkerSettings(
@@ -192,7 +192,7 @@ class EmbeddedWorker:
         return settings.fingerprint
 
     def _service(self) -> MemoryServiceAddress | None:
-        """Return who keeps host memory on this node, if the configuration wants it kept."""
+        """Return this node's memory service, if the configuration has memory kept."""
         offload = self._config.offload
         if offload.host_memory_per_rank is None or not offload.keeps_memory:
             return None
@@ -222,14 +222,14 @@ class EmbeddedWorker:
         )
 
     def assignment(self) -> tuple[int, Plan, WorkerReport]:
-        """Return rank, plan and report as they were. Raises NotRunningError before `allocate`."""
+        """Return the rank, plan and report. Raises NotRunningError before `allocate`."""
         rank = self.worker.settings.rank
         if self._plan is None or self._report is None:
             raise NotRunningError(f"the worker at place {self._place} has made no report yet")
         return rank, self._plan, self._report
 
     def attach(self, endpoint: Endpoint) -> None:
-        """Talk to the coordinator at `endpoint` from the next poll on, and to no other."""
+        """Connect to the coordinator at `endpoint` with the next poll, and to no other."""
         self._pending_endpoint = endpoint
         self.wake()
 
@@ -243,10 +243,10 @@ class EmbeddedWorker:
     # --- service
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Serve what has arrived, waiting for it at most `timeout_s`; say whether anything had.
+        """Serve what has arrived; wait for it at most `timeout_s`. Return whether anything arrived.
 
-        Call it often: between forwards, and whenever the engine is idle. Raises what went wrong
-        while a message was obeyed; from then on ClusterError: see `KVCacheWorker.on_messages`.
+        Call it often: between forwards, and while the engine is idle. Raises the error of a message
+        that failed; from then on ClusterError: see `KVCacheWorker.on_messages`.
         """
         with self._polling:
             self._last_poll_s = now_s = self._clock.now()
@@ -269,7 +269,7 @@ class EmbeddedWorker:
             transport.wake()
 
     def statistics(self) -> HostStatistics:
-        """Return what was carried and refused, frozen."""
+        """Return the transferred and refused messages, frozen."""
         transport = self._transport
         carried = self._carried
         if transport is not None:
@@ -280,10 +280,10 @@ class EmbeddedWorker:
     # --- sentinel
 
     def watch(self, epoch: int) -> int:
-        """Return when a newer epoch watches, or this worker closes: a caller whose call ends in
-        any other way knows that the process is dead. Return the newest epoch that watched.
+        """Return when a newer epoch watches, or this worker closes; any other end of the call
+        proves that the process is dead. Return the newest epoch that watched.
 
-        While it waits here, the worker stays alive for its coordinator even if the engine is too
+        During this call the worker counts as alive for its coordinator, even if the engine is too
         busy to poll.
         """
         heartbeat_s = self._config.transport.heartbeat_s
@@ -299,7 +299,7 @@ class EmbeddedWorker:
                 self.poll()
 
     def close(self) -> None:
-        """Give connection and tensors back. Repeatable."""
+        """Release connection and tensors. Repeatable."""
         self.on_close()
         self._is_closed = True
         self.wake()
@@ -351,7 +351,7 @@ class EmbeddedWorker:
     def _take(
         self, worker: KVCacheWorker, transport: PeerTransport, payloads: Sequence[bytes]
     ) -> None:
-        """Have the worker obey what is for it among `payloads`; count and answer the others."""
+        """Make the worker execute its messages among `payloads`; count and answer the others."""
         messages: list[Message] = []
         for payload in payloads:
             try:
@@ -377,7 +377,7 @@ class EmbeddedWorker:
         self._send(transport, worker.on_messages(messages))
 
     def _send(self, transport: PeerTransport, messages: Sequence[Message]) -> None:
-        """Send; what cannot travel is said again with less."""
+        """Send; a message that cannot be sent is replaced by a shorter one."""
         for message in messages:
             try:
                 payload = encode(message, self._max_message_bytes)
@@ -388,8 +388,8 @@ class EmbeddedWorker:
 
 
 def free_memory_bytes(config: ClusterConfig) -> int:
-    """Return the free bytes of this rank's device, or the configured amount if there is
-    one. Raises ConfigurationError if nothing can be found out."""
+    """Return the free bytes of this rank's device, or the configured amount. Raises
+    ConfigurationError if they cannot be determined."""
     configured = config.cache.memory_per_rank
     if configured is not None:
         return configured
@@ -399,14 +399,14 @@ def free_memory_bytes(config: ClusterConfig) -> int:
 
 
 def plannable_bytes(config: ClusterConfig, free_bytes: int, num_sharing: int) -> int:
-    """Return the bytes that one of `num_sharing` ranks on the same device may plan with."""
+    """Return the bytes that one of `num_sharing` ranks on the same device may use."""
     if config.cache.memory_per_rank is not None:
         return free_bytes
     return int(free_bytes * USABLE_SHARE) // max(1, num_sharing)
 
 
 def _free_host_bytes() -> int:
-    """Return what this machine and the control group around this process still give."""
+    """Return the bytes still available on this machine and in this process's control group."""
     try:
         lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024

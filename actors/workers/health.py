@@ -1,9 +1,9 @@
-"""Who is dead, and who hangs: sentinel calls that end with a worker's process, and its silence.
+"""Detects dead and hanging workers: by sentinel calls that end with a process, and by silence.
 
-Ray says within milliseconds that a process has died, and nothing about one that hangs. A sentinel
-is a call that the worker answers only when a newer epoch sends its own, or when it closes, so that
-calls do not pile up over epochs and restarts. Silence is what the Coordinator has not heard.
-Refuses to take one for the other: a silent process is not dead before Ray says so.
+Ray reports the death of a process within milliseconds, but not that one hangs. A sentinel is a call
+that the worker answers only when a newer epoch sends its own, or when it closes, so that calls do
+not pile up over epochs and restarts. Silence is time without messages to the Coordinator. A silent
+process is not dead before Ray says so.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvcache.base.serving_loop import ServingLoop
 logger = get_logger(__name__)
 
 WAIT_S = 0.5
-"""How often the thread looks whether there is more to watch. It sleeps inside Ray meanwhile."""
+"""How often the thread checks for more processes to watch. It sleeps inside Ray meanwhile."""
 
 OnDeath = Callable[[int, str, str], None]
-"""Told once of each dead process: rank, incarnation, cause. Called from the watching thread."""
+"""Called once for each dead process with rank, incarnation and cause, in the watching thread."""
 
 
 @dataclass(frozen=True)
 class _Sentinel:
-    """A call under way, or one that has ended as it should: whom it watches, since which epoch."""
+    """A running or properly ended call: the process that it watches, and since which epoch."""
 
     rank: int
     incarnation: str
@@ -38,14 +38,14 @@ class _Sentinel:
 
 
 class DeathWatch:
-    """Watches one worker actor for each rank from a thread that sleeps inside Ray.
+    """Watches one worker actor per rank, from a thread that sleeps inside Ray.
 
-    Every epoch of the coordinator sends sentinels of its own: those of an older one may have been
-    let go by another coordinator that ruled in between.
+    Every epoch sends its own sentinels: another coordinator in between may have released those of
+    an older epoch.
     """
 
     def __init__(self, epoch: Callable[[], int], on_death: OnDeath) -> None:
-        """Watch no process yet. `epoch` says which one holds now; any thread may call it."""
+        """Watch no process yet. `epoch` returns the present one, in any thread."""
         self._epoch = epoch
         self._on_death = on_death
         self._lock = threading.Lock()
@@ -57,19 +57,19 @@ class DeathWatch:
         self._loop.start()
 
     def watch(self, rank: int, incarnation: str, actor: Any) -> None:
-        """Watch the process that serves `rank`, instead of the one before."""
+        """Watch the process that serves `rank`, instead of the previous one."""
         with self._lock:
             self._workers[rank] = (incarnation, actor)
         self._has_news.set()
 
     def stop(self) -> None:
-        """Watch no longer. Later deaths are not reported."""
+        """Stop watching. Later deaths are not reported."""
         self._loop.stop()
         self._has_news.set()
 
     @property
     def loop(self) -> ServingLoop:
-        """The thread that watches."""
+        """The watching thread."""
         return self._loop
 
     def _turn(self) -> None:
@@ -87,7 +87,7 @@ class DeathWatch:
             with self._loop.faults.contained(f"the sentinel of rank {sentinel.rank}"):
                 is_to_be_sent_again = self._is_to_be_sent_again(call, sentinel)
             if is_to_be_sent_again:
-                # Not more often than this: the node, not the process, may be out of reach.
+                # Limit the rate: the node may be unreachable, and the process alive.
                 self._loop.pause(WAIT_S)
                 if self._sent.get(sentinel.rank) == sentinel:
                     del self._sent[sentinel.rank]
@@ -104,7 +104,7 @@ class DeathWatch:
                 self._sent[rank] = sentinel
 
     def _is_to_be_sent_again(self, call: Any, sentinel: _Sentinel) -> bool:
-        """Look at an ended sentinel; report a death; say whether another one has to be sent."""
+        """Inspect an ended sentinel; report a death; return whether another one must be sent."""
         try:
             ray.get(call)
         except ActorDiedError as error:
@@ -119,14 +119,14 @@ class DeathWatch:
         return False  # superseded by a newer epoch, or the worker was closed
 
     def _tell(self, sentinel: _Sentinel, cause: str) -> None:
-        """Report a death; whatever goes wrong there, the others are still watched."""
+        """Report a death; if that fails, the others are still watched."""
         try:
             self._on_death(sentinel.rank, sentinel.incarnation, cause)
         except Exception:
             logger.exception("the death of rank %d could not be dealt with", sentinel.rank)
 
     def _forget(self, sentinel: _Sentinel) -> None:
-        """Send no more sentinels to a process that is dead."""
+        """Send no more sentinels to a dead process."""
         with self._lock:
             incarnation, _ = self._workers.get(sentinel.rank, ("", None))
             if incarnation == sentinel.incarnation:
@@ -134,22 +134,22 @@ class DeathWatch:
 
 
 def describe_death(error: Exception) -> str:
-    """Return the first telling line of what Ray says about a dead actor."""
+    """Return the first meaningful line of Ray's text about a dead actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
     return known_part((causes or lines or [type(error).__name__])[0])
 
 
 def known_part(line: str) -> str:
-    """Return what Ray knows of a death, without the causes that it guesses at."""
+    """Return the known part of a death's cause, without Ray's guesses."""
     return line.split(" Some common causes include", maxsplit=1)[0][:300]
 
 
 class SilenceWatch:
-    """For how long each process has been silent, as far as somebody was there to hear it.
+    """How long each process has been silent while the coordinator was able to hear it.
 
-    A coordinator that stood still itself has heard no worker: of a long pause between two looks
-    only what is usual counts.
+    A coordinator that was stopped heard no worker: of a long pause between two looks, only the
+    usual interval counts.
     """
 
     def __init__(self, look_s: float) -> None:
@@ -160,8 +160,8 @@ class SilenceWatch:
         self._silent_s: dict[int, float] = {}
 
     def look(self, heard: Mapping[int, tuple[str, float]], now_s: float) -> dict[int, float]:
-        """Return how long each rank has been silent. `heard`: by rank, which process serves it, and
-        when it was heard last."""
+        """Return how long each rank has been silent. `heard`: the process of each rank, and the
+        time of its last message."""
         looked_s = now_s if self._looked_s is None else self._looked_s
         passed_s = min(now_s - looked_s, self._longest_s)
         self._looked_s = now_s

@@ -1,8 +1,8 @@
-"""How the workers of a cluster are made, by its launcher and again when one is lost.
+"""Makes the workers of a cluster, for its launch and to replace lost ones.
 
-A worker that takes a lost one's place has no owner: were it the coordinator's, it would die
-with it, and a coordinator may die at any time. It lives in the placement group, which ends with the
-launcher, or with the cluster where that is detached. Refuses to place anything outside the group.
+A replacement has no owner: if the coordinator owned it, it would die with the coordinator. It lives
+in the placement group, which ends with the launcher, or with a detached cluster. No worker is
+placed outside the group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvcache.config import ClusterConfig
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a cluster makes its workers; its configuration says the rest.
+    """How a cluster makes its workers, besides its configuration.
 
-    `is_foreign`: they are the engine's own actors, which only the engine can make. `subclass`: of
-    `WorkerActor`, None for that class itself.
+    `is_foreign`: the workers are an engine's own actors, which only the engine can make.
+    `subclass`: of `WorkerActor`; None for that class itself.
     """
 
     is_foreign: bool = False
@@ -38,8 +38,8 @@ class WorkerOptions:
 
 
 def code_options() -> dict[str, Any]:
-    """Return the options of an actor that keeps compiled code where this process does. Otherwise it
-    has the environment in which its Ray was started."""
+    """Return actor options that make it use this process's directory of compiled code. By default
+    it has the environment in which its Ray was started."""
     directory = os.environ.get("NUMBA_CACHE_DIR")
     if not directory:
         return {}
@@ -80,8 +80,8 @@ def make_worker(
 def begin_making_worker(
     config: ClusterConfig, worker_options: WorkerOptions, place: int, group: PlacementGroup
 ) -> Any:
-    """Have a process that may load torch make the worker that takes a lost one's place; return the
-    call, whose answer is the actor. Raises nothing."""
+    """Start a process that may load torch to make a replacement worker. Return the call; its answer
+    is the actor. Raises nothing."""
     make_remote: Any = ray.remote
     make = make_remote(num_cpus=0, max_retries=0)(_make_without_owner)
     return make.remote(config, worker_options, place, group)

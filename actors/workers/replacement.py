@@ -1,12 +1,11 @@
-"""Another process for a lost rank: made, checked, allocated and connected, by a thread of its own.
+"""Replaces the process of a lost rank: makes, checks, allocates and connects it, in its own thread.
 
     made ──▶ reports ──fits the plan──▶ allocates ──same fingerprint──▶ connects ──▶ obeys the epoch
       ▲                                                                   │
       └────── a pause that grows ◀── ended, and said why ◀── any failure ─┘    until the deadline
 
-Between the worker supervisor, who says that a rank is lost, and Ray. The plan stays what it is: a
-process that does not fit it is refused, with what is missing; no new plan is made behind the
-engine's back.
+It stands between the worker supervisor, which reports lost ranks, and Ray. The plan never changes:
+a process that does not fit it is refused, and the error says why.
 """
 
 from __future__ import annotations
@@ -45,62 +44,62 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 
 LOOK_S = 0.5
-"""How often it is asked whether there is room, while a process is waited for."""
+"""How often to check for room while a process is waited for."""
 
 SERVED_POLL_S = 0.02
 
 STABLE_S = 60.0
-"""A process that lives this long has not died of how it was made."""
+"""A process that lives this long did not die of its start-up."""
 
 
 class Site(Protocol):
-    """What a replacement needs of the cluster it works for. Any thread may call it."""
+    """What a replacement needs of its cluster. Thread-safe."""
 
     config: ClusterConfig
     worker_options: WorkerOptions
 
     @property
     def worker_set(self) -> WorkerSet:
-        """Who serves which rank now."""
+        """The present workers."""
 
     def rules(self) -> bool:
-        """Say whether it is still this coordinator's to replace anybody. May ask Ray."""
+        """Say whether this coordinator may still replace workers. May ask Ray."""
 
     def num_to_allocate(self) -> int:
-        """Return how many ranks have no process yet that has its memory."""
+        """Return the number of ranks whose process has not allocated yet."""
 
     def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """Let `actor` serve the rank from now on. Raises ClusterError, also when that is over."""
+        """Make `actor` serve the rank. Raises ClusterError, also if the cluster has ended."""
 
     def is_served(self, rank: int, incarnation: str) -> bool:
         """Say whether the process obeys the present epoch; raises StartupError if it has died."""
 
     def on_replaced(self, rank: int, incarnation: str) -> None:
-        """Told when the process obeys."""
+        """Called when the process obeys."""
 
     def on_over(self, rank: int) -> None:
-        """Told when the rank's replacement is over, whatever came of it."""
+        """Called when the rank's replacement has ended, successfully or not."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a replacement waits before its first attempt, and when it is given up."""
+    """When a replacement makes its first attempt, and when it gives up."""
 
     delay_s: float
     give_up_s: float
 
 
 class Replacement:
-    """One lost rank on its way to another process.
+    """The replacement of one lost rank.
 
-    `state` says how far it is, in words; `step_since_s` since when, by the clock. `is_over`: it has
-    worked (`has_worked`), or been given up, or stopped, at `ended_s`.
+    `state` describes its progress; `step_since_s` is the time of the last step, by the clock.
+    `is_over`: it has worked (`has_worked`), has been given up, or was stopped, at `ended_s`.
     """
 
     def __init__(
         self, rank: int, site: Site, clock: Clock, patience: Patience, given: Any = None
     ) -> None:
-        """Begin. `given`: the actor that an engine has made for the rank, which is tried once."""
+        """Begin. `given`: the actor that an engine has made for the rank; it is tried once."""
         self.rank = rank
         self.patience = patience
         self.is_over = self.has_worked = False
@@ -126,11 +125,11 @@ class Replacement:
 
     @property
     def state(self) -> str:
-        """How far it is."""
+        """The progress, in words."""
         return self._state
 
     def stop(self) -> None:
-        """Try no longer; what was made for an attempt under way is ended."""
+        """Stop trying; end the process of a running attempt."""
         self._is_stopping.set()
 
     def join(self, timeout_s: float) -> None:
@@ -167,7 +166,7 @@ class Replacement:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _attempt(self, give_up_s: float) -> None:
-        """Bring one process as far as it comes. Raises whatever stops it."""
+        """Take one process through all steps. Raises the error that stops it."""
         site, rank = self._site, self.rank
         self.needs_memory = True
         actor = self._given
@@ -207,7 +206,7 @@ class Replacement:
         if not site.rules():
             self._is_stopping.set()
             raise StartupError("another coordinator has taken over: it replaces who is lost")
-        # The actor with this name is dead, or was made by a forgotten attempt.
+        # The actor with this name is dead, or belongs to an abandoned attempt.
         with contextlib.suppress(ValueError):
             name = worker_name(site.config.name, place)
             end_actor(ray.get_actor(name, namespace=RAY_NAMESPACE))
@@ -220,8 +219,8 @@ class Replacement:
             raise
 
     def _await(self, call: Any, what: str, give_up_s: float) -> Any:
-        """Return the answer to a call. Raises StartupError when it does not come in time, and what
-        the call raises."""
+        """Return the answer to a call. Raises StartupError if it is late, and the call's own
+        error."""
         began_s = self._clock.now()
         while True:
             ended, _ = ray.wait([call], timeout=LOOK_S)
@@ -239,7 +238,7 @@ class Replacement:
                 )
 
     def _has_room(self) -> bool:
-        """Whether Ray has a place for every stage. Raises StartupError when it was given back."""
+        """Whether Ray has room for every stage. Raises StartupError if the group was removed."""
         group: PlacementGroup | None = self._site.worker_set.placement
         if group is None:
             return True
@@ -281,9 +280,9 @@ class Replacement:
 
 
 def patience_for(config: ClusterConfig, before: Replacement | None, now_s: float) -> Patience:
-    """Return how patient a rank's next replacement is; `before` is the one before, if any.
+    """Return the patience of a rank's next replacement; `before` is the previous one, if any.
 
-    Processes that die as soon as they serve are made ever more slowly, and in the end not at all.
+    Processes that die as soon as they serve are made more and more slowly, and finally not at all.
     """
     if before is None or now_s - before.ended_s >= STABLE_S:
         return Patience(0.0, now_s + config.deadlines.replacement_s)
@@ -294,8 +293,8 @@ def patience_for(config: ClusterConfig, before: Replacement | None, now_s: float
 def require_fit(
     plan: Plan, rank: int, report: WorkerReport, specs: Mapping[str, KVCacheSpec]
 ) -> None:
-    """Raise unless a process can serve `rank` of `plan`: PlanMismatchError when its layers keep
-    something else than `specs`, NotEnoughMemoryError when the plan takes more than it has."""
+    """Raise unless a process can serve `rank` of `plan`: PlanMismatchError if its layers differ
+    from `specs`, NotEnoughMemoryError if the plan needs more memory than it has."""
     for name in sorted({*report.specs, *specs}):
         mine, wanted = report.specs.get(name), specs.get(name)
         if mine != wanted:
@@ -314,13 +313,13 @@ def require_fit(
 
 
 def end_actor(actor: Any) -> None:
-    """End an actor for good, whatever state it is in; its name is free then."""
+    """End an actor permanently, whatever state it is in; its name becomes free."""
     with contextlib.suppress(RayError, ValueError):
         ray.kill(actor, no_restart=True)
 
 
 def explain(error: BaseException) -> str:
-    """Return in one line why a process could not take a rank's place."""
+    """Return one line that says why a process could not replace a worker."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, KVCacheError):
         return str(cause)

@@ -1,13 +1,13 @@
-"""Keeps every rank of a running cluster served: hears of deaths, ends what hangs, replaces.
+"""Keeps every rank of a running cluster served: detects deaths, ends hanging workers, replaces
+them.
 
     dead (sentinel) ─────────────────────┐
-    silent too long ──▶ ended (SIGKILL) ─┴▶ told to the Coordinator: a new epoch, which waits
-                                              └──▶ Replacement: another process ──▶ goes on
+    silent too long ──▶ ended (SIGKILL) ─┴▶ reported to the Coordinator: a new epoch, which waits
+                                              └──▶ Replacement: another process ──▶ continues
 
-Runs in threads of its own, never in the coordinator's message loop: everything here takes time.
-Refuses to act for a coordinator that another one has taken over from: it would hear no worker
-although all live. An engine's own actors are neither ended nor made here: their engine hands others
-over.
+Runs in its own threads, never in the coordinator's message loop, because everything here takes
+time. After another coordinator has taken over, it does nothing: this one would hear no worker
+although all live. It never ends or makes an engine's own actors; the engine hands over new ones.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""How often silence and pending work are looked at."""
+"""How often silence and pending work are checked."""
 
 PROOF_S = ENDING_S / 3
-"""How long Ray may take to notice that a process was ended, before it is asked to end it too."""
+"""How long to wait for Ray to notice an ended process before asking Ray to end it too."""
 
 PROOF_POLL_S = 0.1
 RULE_LOOKS = 3
@@ -63,9 +63,9 @@ TO_BE_HANDED_OVER = "the engine has to make an actor and pass it to KVCacheClust
 
 @dataclass(frozen=True)
 class CoordinatorLink:
-    """How to reach the coordinator of this process: it belongs to its loop's thread.
+    """How to reach this process's coordinator, which belongs to its loop's thread.
 
-    `call` runs something there and returns the answer, `send` is to be run there.
+    `call` runs a function there and returns its result; `send` must run there.
     """
 
     coordinator: Coordinator
@@ -75,7 +75,7 @@ class CoordinatorLink:
 
 
 class WorkerSupervisor:
-    """The workers of one coordinator. A `Site` for replacements. Any thread may call it."""
+    """The workers of one coordinator. A `Site` for replacements. Thread-safe."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class WorkerSupervisor:
         clock: Clock,
         lost: Mapping[int, str],
     ) -> None:
-        """Write down who serves which rank, connect them all, and watch over them.
+        """Record the rank of each worker, connect and watch them all.
 
         `lost`: ranks that are known to have no process, and why. No worker is replaced before
-        `take_care`. Raises ClusterError when Ray takes no notes.
+        `take_care`. Raises ClusterError if Ray's store cannot be written.
         """
         self.config = config
         self.worker_options = worker_options
@@ -116,7 +116,7 @@ class WorkerSupervisor:
         self.memory_services = MemoryServiceWatch(
             config, lambda: self._worker_set, self.rules, clock
         )
-        """Looks after the memory of the nodes."""
+        """Watches the host memory of the nodes."""
         self._loop = ServingLoop("kvcache-worker-supervisor", self._turn)
         self._loop.start()
 
@@ -124,25 +124,25 @@ class WorkerSupervisor:
 
     @property
     def worker_set(self) -> WorkerSet:
-        """Who serves which rank now."""
+        """The present workers."""
         return self._worker_set
 
     @property
     def losses(self) -> Mapping[int, str]:
-        """The ranks without a process that obeys, and how they were lost."""
+        """The ranks without an obeying process, and how they were lost."""
         with self._lock:
             return dict(self._losses)
 
     def take_care(self) -> None:
-        """Replace workers that are lost, from now on and before."""
+        """Replace lost workers from now on, including those lost before."""
         self._has_care = True
         for rank in sorted(self.losses):
             self._replace(rank)
 
     def replace_worker(self, rank: int, actor: Any) -> None:
-        """Begin to put an engine's own actor in a rank's place, or with None to try again.
+        """Begin to replace a rank's worker by an engine's own actor, or with None try again.
 
-        Raises RequestError for a rank there is not, or that this cannot be done for.
+        Raises RequestError for an unknown rank, or if it cannot be replaced this way.
         """
         num_ranks = self.config.parallel.num_ranks
         if not 0 <= rank < num_ranks:
@@ -181,7 +181,7 @@ class WorkerSupervisor:
             )
 
     def pending(self) -> tuple[PendingWork, ...]:
-        """Return everything that is waited for, as of the last look."""
+        """Return all pending work as of the last check."""
         now_s = self._clock.now()
         with self._lock:
             replacements = [
@@ -197,14 +197,14 @@ class WorkerSupervisor:
             return (*self._pending, *replacements)
 
     def loops(self) -> tuple[LoopStatistics, ...]:
-        """Return how the threads that watch over the workers do."""
+        """Return the statistics of the supervising threads."""
         loops = [self._loop, self._watch.loop]
         if keeps_memory(self.config):
             loops.append(self.memory_services.loop)
         return tuple(loop.statistics() for loop in loops)
 
     def stop(self) -> None:
-        """Watch and replace no longer. Repeatable."""
+        """Stop watching and replacing. Repeatable."""
         self._closed.set()
         self._loop.stop()
         self._watch.stop()
@@ -218,7 +218,7 @@ class WorkerSupervisor:
             one.join(max(0.0, give_up_s - self._clock.now()))
 
     def join(self) -> None:
-        """Wait at most `STOP_S`, after `stop`, until none of its threads uses Ray any more."""
+        """After `stop`, wait at most `STOP_S` until none of its threads uses Ray any more."""
         give_up_s = self._clock.now() + STOP_S
         for loop in (self._watch.loop, self.memory_services.loop, self._loop):
             loop.join(max(0.0, give_up_s - self._clock.now()))
@@ -265,7 +265,7 @@ class WorkerSupervisor:
                 self._losses.pop(rank, None)
 
     def on_over(self, rank: int) -> None:
-        """See `Site`. Who has died since it obeyed, before anybody looked, is next."""
+        """See `Site`. If the process has died since it obeyed, replace it again."""
         with self._lock:
             has_worked = self._replacements[rank].has_worked
         if has_worked and rank in self.losses and not self.worker_options.is_foreign:
@@ -274,16 +274,16 @@ class WorkerSupervisor:
     # --- inside
 
     def _connect(self, rank: int) -> None:
-        """Tell a rank's process where the coordinator is, and watch over it."""
+        """Send a rank's process the coordinator's endpoint, and watch it."""
         actor, report = self._worker_set.actors[rank], self._worker_set.reports[rank]
         self._watch.watch(rank, report.incarnation, actor)
         actor.kvcache_attach.remote(self._link.endpoint_for(report.node))
 
     def _on_death(self, rank: int, incarnation: str, cause: str) -> None:
-        """A process is proven dead: tell the coordinator, and see to another one."""
+        """A process is known to be dead: tell the coordinator, and replace it."""
         with self._lock:
             if incarnation and self._dead.setdefault(incarnation, cause) is not cause:
-                return  # heard before
+                return  # known already
             if self._closed.is_set() or self._worker_set.reports[rank].incarnation != incarnation:
                 return
             self._losses[rank] = self._ending.pop(incarnation, cause)
@@ -297,7 +297,8 @@ class WorkerSupervisor:
             self._replace(rank)
 
     def _replace(self, rank: int, given: Any = None) -> None:
-        """Begin to replace a rank, unless that is under way, forbidden, or not ours to do."""
+        """Begin to replace a rank, unless a replacement runs, is forbidden, or is the engine's
+        task."""
         is_ours = not self.worker_options.is_foreign and self.config.deadlines.replacement_s > 0
         if not (is_ours or given is not None) or not self._rules():
             return
@@ -319,8 +320,8 @@ class WorkerSupervisor:
         return "" if self.config.deadlines.replacement_s else "none, deadlines.replacement_s is 0"
 
     def _rules(self) -> bool:
-        """Whether the cluster is still there, and no other coordinator has taken a higher epoch.
-        Where that cannot be seen, none has."""
+        """Whether the cluster still exists and no other coordinator has taken a higher epoch. True
+        if that cannot be read."""
         coordinator, store = self._link.coordinator, RayStateStore(self.config.name)
         for _ in range(RULE_LOOKS):
             if coordinator.phase not in OBEYED:
@@ -331,10 +332,10 @@ class WorkerSupervisor:
                 logger.warning("it cannot be seen who rules %s: %s", self.config.name, error)
                 return True
             if state is None:
-                return False  # its state went with the cluster: somebody is stopping it
+                return False  # its state was removed: the cluster is being stopped
             if state.epoch <= coordinator.epoch:
                 return True
-            # It may be taking an epoch just now, which is saved before it counts.
+            # It may be taking an epoch at this moment; the epoch is saved before it counts.
             self._closed.wait(PROOF_POLL_S)
         return False
 
@@ -351,7 +352,7 @@ class WorkerSupervisor:
             logger.warning("the coordinator could not be looked at: %s", error)
 
     def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
-        """Return who was heard when, and what is waited for. In the loop's thread."""
+        """Return when each process was last heard, and the pending work. In the loop's thread."""
         coordinator = self._link.coordinator
         return signs_of_progress(coordinator), self._watchdog.look(coordinator, now_s)
 
@@ -377,14 +378,14 @@ class WorkerSupervisor:
             ).start()
 
     def _end(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """End a process that hangs; whatever goes wrong there, it is tried again."""
+        """End a hanging process; after an error it is tried again."""
         with self._loop.faults.contained(f"the ending of rank {rank}"):
             self._end_and_prove(rank, actor, report)
         if report.incarnation not in self._dead:
             self._ending.pop(report.incarnation, None)
 
     def _end_and_prove(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """End a process; if Ray does not notice, have Ray end it."""
+        """End a process; if Ray does not notice, make Ray end it."""
         node = report.node
         logger.warning("rank %d hangs: its process %d is ended", rank, report.process_id)
         failure = end_process(

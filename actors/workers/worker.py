@@ -1,12 +1,12 @@
-"""The worker actor, and the actor methods with which any actor can be a worker.
+"""The worker actor, and the actor methods that make any actor a worker.
 
     launcher     ──kvcache_report, kvcache_allocate──▶ worker
     coordinator  ──kvcache_attach, kvcache_watch─────▶ worker ──socket──▶ coordinator
 
-`WorkerActor` is ours: it only keeps the rank's cache, and serves it from a thread. An engine's own
-actor becomes a worker by inheriting `WorkerMethods` and polling (see `WorkerMethods`). Thin: every
-method passes on to `EmbeddedWorker`. A process with a handle of such an actor imports this module:
-so no torch before a worker is made, which would cost a restarted coordinator a second or two.
+`WorkerActor` only keeps its rank's cache, and serves it from a thread. An engine's own actor
+becomes a worker by inheriting `WorkerMethods` and polling. Every method forwards to
+`EmbeddedWorker`. Each process with a handle of such an actor imports this module, so it imports
+torch only when a worker is made: otherwise a restarted coordinator would need a second or two more.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SENTINEL = "kvcache_sentinel"
 WORKER_CONCURRENCY_GROUPS = {CONTROL: 1, MAIL: 1, SENTINEL: 2}
 """What an actor with `WorkerMethods` passes to `ray.remote(concurrency_groups=...)`.
 
-Control calls must not queue behind the engine's own, and a sentinel call waits for as long as its
-epoch lasts: two of them overlap when the epoch changes.
+Control calls must not queue behind the engine's own calls. A sentinel call lasts as long as its
+epoch, and two of them overlap when the epoch changes.
 """
 
 
 LONGEST_WAIT_S = 1.0
-"""How long one poll may wait; ticks and wake-ups end it earlier."""
+"""Longest wait of one poll; ticks and wake-ups end it earlier."""
 
 CLOSE_TIMEOUT_S = 2.0
 
@@ -68,26 +68,26 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_report(self, num_sharing: int) -> WorkerReport:
-        """Say what this rank keeps, how much memory it has, and where it runs."""
+        """Return this rank's layers, its memory, and its node."""
         gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
         return self.kvcache.report(this_node(), gpu_ids, num_sharing)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_allocate(self, rank: int, plan: Plan) -> str:
-        """Allocate the part of `plan` that is this rank's; return its fingerprint, recomputed."""
+        """Allocate this rank's part of `plan`; return its fingerprint, recomputed."""
         return self.kvcache.allocate(rank, plan)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_attach(self, endpoint: Endpoint) -> None:
-        """Talk to the coordinator at `endpoint` from now on."""
+        """Connect to the coordinator at `endpoint`."""
         self.kvcache.attach(endpoint)
         self.kvcache.poll_until_granted()
         report_worker(self.kvcache)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_allocate_again(self, rank: int, plan: Plan) -> str:
-        """As `kvcache_allocate`, but in a lost worker's place: where the directory of files cannot
-        be used, the rank serves without files rather than not at all."""
+        """As `kvcache_allocate`, but for a replacement: if its directory is unusable, the rank
+        serves without files."""
         self.kvcache.must_have_files = False
         allocate: Any = self.kvcache_allocate  # a plain method here
         fingerprint: str = allocate(rank, plan)
@@ -95,13 +95,13 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_assignment(self) -> tuple[int, Plan, WorkerReport]:
-        """Return the rank and plan that were allocated, and the report made before: all that a
-        restarted coordinator needs to know. Raises NotRunningError before that."""
+        """Return the allocated rank and plan, and the report made before, for a restarted
+        coordinator. Raises NotRunningError before `kvcache_allocate`."""
         return self.kvcache.assignment()
 
     @ray.method(concurrency_group=MAIL)
     def kvcache_deliver(self, payload: bytes) -> None:
-        """Take a message that comes as an actor call (fallback transport)."""
+        """Take a message that arrives as an actor call (fallback transport)."""
         self.kvcache.mailbox.put(payload)
 
     @ray.method(concurrency_group=CONTROL)
@@ -111,19 +111,19 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_keep_memory(self) -> str:
-        """Have the node's memory service keep this rank's host memory again; return why it does
-        not."""
+        """Make the node's memory service keep this rank's host memory again; return the error,
+        empty if it succeeded."""
         return self.kvcache.worker.keep_host_memory()
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_labels(self) -> LabelSet:
-        """Return what this rank knows of each of its blocks."""
+        """Return this rank's labels of all its blocks."""
         return self.kvcache.worker.collect_labels()
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_read(self, layer_name: str, block_id: int) -> bytes:
-        """Return the bytes of one layer's page of one block, of a state those of its tensors one
-        after the other. For tests and inspection."""
+        """Return the bytes of one layer's page of one block; for a state, those of its tensors in
+        order. For tests and inspection."""
         import torch
 
         worker = self.kvcache.worker
@@ -139,20 +139,20 @@ class WorkerMethods:
 
     @ray.method(concurrency_group=SENTINEL)
     def kvcache_watch(self, epoch: int) -> int:
-        """Return when a newer epoch watches; never otherwise, unless the worker closes or dies."""
+        """Return when a newer epoch watches; otherwise only when the worker closes or dies."""
         return self.kvcache.watch(epoch)
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_close(self) -> None:
-        """Give connection and tensors back and let sentinels go."""
+        """Release connection and tensors, and end sentinel calls."""
         self.kvcache.close()
 
 
 class WorkerActor(WorkerMethods):
-    """A process that does nothing but keep one rank's cache."""
+    """A process that only keeps one rank's cache."""
 
     def __init__(self, config: ClusterConfig, place: int) -> None:
-        """Start to serve. Nothing is allocated before the plan comes."""
+        """Start to serve. Nothing is allocated before the plan arrives."""
         import torch
 
         from actors.workers.embedding import EmbeddedWorker
@@ -160,9 +160,10 @@ class WorkerActor(WorkerMethods):
         log_to_stderr(OUR_LOGGERS)
         torch.set_num_threads(1)
         self.kvcache = EmbeddedWorker(config, place, connect_peer, is_threaded=True)
-        # Not a method of this class: Ray wraps those to trace them, which every turn would pay for.
+        # Not a method of this class: Ray wraps methods for tracing, which would slow down every
+        # turn.
         turn = partial(self.kvcache.poll, LONGEST_WAIT_S)
-        # What it has half obeyed may be read as whole: the process ends, and is replaced.
+        # A half-executed message must not be read as complete: the process ends, and is replaced.
         self._loop = ServiceLoop(
             f"kvcache-worker-{place}",
             turn,
@@ -173,7 +174,7 @@ class WorkerActor(WorkerMethods):
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_attach(self, endpoint: Endpoint) -> None:
-        """Talk to the coordinator at `endpoint` from now on."""
+        """Connect to the coordinator at `endpoint`."""
         self.kvcache.attach(endpoint)
         if not self._loop.is_running:
             calm_garbage_collector()
@@ -182,14 +183,14 @@ class WorkerActor(WorkerMethods):
 
     @ray.method(concurrency_group=CONTROL)
     def kvcache_close(self) -> None:
-        """Stop serving, then give everything back."""
+        """Stop serving, then release everything."""
         self._loop.stop(CLOSE_TIMEOUT_S)
         self.kvcache.close()
 
 
 def report_worker(embedded: EmbeddedWorker) -> None:
-    """Report the statistics of a rank until it closes, if its configuration wants that. Once;
-    called again it has no effect."""
+    """Report the statistics of a rank until it closes, if its configuration wants that. No effect
+    when called again."""
     settings, name = embedded.config.metrics, embedded.config.name
     if not settings.enabled or isinstance(embedded.on_close, _StopReporter):
         return

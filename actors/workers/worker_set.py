@@ -1,8 +1,8 @@
-"""The workers of a cluster, as launcher and coordinators know them.
+"""The workers of a cluster, as the launcher and coordinators know them.
 
-Between Ray, where workers are actors with names, and the coordinator, which knows ranks. Who serves
-which rank is written down in the cluster's small state, too: a coordinator that was restarted asks
-the workers themselves, and reads there what those cannot say that it does not reach.
+Ray knows workers as named actors, the coordinator as ranks. The rank of each actor is also recorded
+in the cluster's small state: a restarted coordinator asks the workers themselves, and reads there
+about those that it cannot reach.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ROSTER_VERSION = 1
 
 @dataclass(frozen=True)
 class WorkerSet:
-    """The workers of a cluster in rank order: actors, and what each of them reported.
+    """The workers of a cluster in rank order: actors and their reports.
 
-    An actor is None where none is known, a report's incarnation empty where it is not known.
-    `placement` is where ours are made, None for an engine's own.
+    An unknown actor is None, an unknown incarnation empty. `placement` is the placement group of
+    this package's workers, None for an engine's own.
     """
 
     plan: Plan
@@ -57,7 +57,7 @@ class WorkerSet:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who serves which rank, as it was written down last."""
+    """The recorded worker of each rank."""
 
     actors: tuple[Any, ...]
     reports: tuple[WorkerReport, ...]
@@ -73,8 +73,8 @@ class Roster:
 class DiscoveredCluster:
     """What a coordinator finds when it looks for its workers.
 
-    `worker_set` is None while no worker says what the plan is. `lost`: the ranks that have no
-    process any more, and why; `is_hopeless`: that are all of them.
+    `worker_set` is None until a worker knows the plan. `lost`: ranks without a process, and why;
+    `is_hopeless`: all ranks are lost.
     """
 
     worker_set: WorkerSet | None
@@ -83,11 +83,11 @@ class DiscoveredCluster:
 
 
 def save_roster(cluster: str, worker_set: WorkerSet) -> None:
-    """Write down who serves which rank. Raises ClusterError when Ray does not take it."""
+    """Record the rank of each worker. Raises ClusterError if Ray's store cannot be written."""
     ranks = []
     for actor, report in zip(worker_set.actors, worker_set.reports, strict=True):
         handle = b"" if actor is None else handle_to_bytes(actor)
-        plain = asdict(replace(report, specs={}))  # what layers keep is in the configuration
+        plain = asdict(replace(report, specs={}))  # the layers are in the configuration
         ranks.append({"handle": base64.b64encode(handle).decode(), "report": plain})
     group = worker_set.placement
     placement = "" if group is None else group.id.hex()
@@ -96,11 +96,11 @@ def save_roster(cluster: str, worker_set: WorkerSet) -> None:
 
 
 def load_roster(config: ClusterConfig) -> Roster | None:
-    """Return what was written down, None where that is nothing that can be read."""
+    """Return the record, None if it is missing or unreadable."""
     try:
         data = RayRecordStore(config.name, _RECORD).load()
         return None if data is None else _read_roster(json.loads(data), config)
-    except Exception as error:  # whatever another release's record may make of this one's code
+    except Exception as error:  # another release's record may fail in any way
         logger.warning("who serves %s cannot be read: %r", config.name, error)
         return None
 
@@ -123,9 +123,9 @@ def _read_roster(record: Any, config: ClusterConfig) -> Roster:
 
 
 def find_workers(config: ClusterConfig) -> WorkerSet:
-    """Return the cluster's workers, all of them, as their names and their own words have them.
+    """Return all workers of the cluster, found by name.
 
-    Raises StartupError when one of them cannot be found or has no plan.
+    Raises StartupError if one of them cannot be found or has no plan.
     """
     discovered = look_for_workers(config)
     for rank, cause in discovered.lost.items():
@@ -138,7 +138,7 @@ def find_workers(config: ClusterConfig) -> WorkerSet:
 
 
 def look_for_workers(config: ClusterConfig) -> DiscoveredCluster:
-    """Ask all workers for the plan they obey; who does not answer in time counts as hanging."""
+    """Ask all workers for their plan; one that does not answer in time counts as hanging."""
     roster = load_roster(config)
     answers = _ask_all(config, _candidates(config, roster))
     told = {answer.rank: answer for answer in answers if answer.plan is not None}
@@ -164,8 +164,8 @@ def look_for_workers(config: ClusterConfig) -> DiscoveredCluster:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of asking one worker. `cause` says why there is no process, if there is none;
-    without plan and cause it hangs."""
+    """The result of asking one worker. `cause` says why there is no process; without plan and
+    cause it hangs."""
 
     place: int
     actor: Any
@@ -176,10 +176,10 @@ class _Answer:
 
 
 def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
-    """Return, by place, the actors that should be workers of the cluster; None where there is none.
+    """Return the actors that should be workers, by place; None if there is none.
 
-    Those written down come first: who is looked up by name brings the class of its actor along,
-    and with it, seconds long, all that a worker imports.
+    Recorded handles come first: a look-up by name imports the actor's class and, for seconds,
+    everything that a worker imports.
     """
     known = {} if roster is None else {r.place: a for r, a in _pairs(roster)}
     found: dict[int, Any] = {}
@@ -200,7 +200,7 @@ def _pairs(roster: Roster) -> list[tuple[WorkerReport, Any]]:
 
 
 def _ask_all(config: ClusterConfig, candidates: Mapping[int, Any]) -> list[_Answer]:
-    """Ask all workers at once; return what came of it, by place."""
+    """Ask all workers at once; return their answers, by place."""
     calls = {p: a.kvcache_assignment.remote() for p, a in candidates.items() if a is not None}
     if calls:
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_TIMEOUT_S)
@@ -224,8 +224,8 @@ def _ask_all(config: ClusterConfig, candidates: Mapping[int, Any]) -> list[_Answ
 def _rank_for(
     config: ClusterConfig, place: int, roster: Roster | None, taken: Mapping[int, _Answer]
 ) -> int:
-    """Return the rank of a place whose worker cannot say it: as written down, or one that is left
-    in its stage."""
+    """Return the rank of a place whose worker does not answer: the recorded one, or a free one of
+    its stage."""
     rank = None if roster is None else roster.rank_at(place)
     if rank is not None and rank not in taken:
         return rank
@@ -240,7 +240,7 @@ def _rank_for(
 def _known_report(
     config: ClusterConfig, roster: Roster | None, rank: int, place: int
 ) -> WorkerReport:
-    """Return what is known of a rank whose worker does not answer."""
+    """Return the known report of a rank whose worker does not answer."""
     if roster is not None and roster.reports[rank].place == place:
         return roster.reports[rank]
     specs = layer_specs(config)[rank]
@@ -248,13 +248,13 @@ def _known_report(
 
 
 def handle_to_bytes(actor: Any) -> bytes:
-    """Return an actor's handle as bytes. In a process that is connected to Ray."""
+    """Return an actor's handle as bytes. The process is connected to Ray."""
     data, _ = _core_worker().serialize_actor_handle(actor._ray_actor_id)
     return bytes(data)
 
 
 def handle_from_bytes(data: bytes) -> Any:
-    """Return the handle that `handle_to_bytes` was given, whether its actor lives or not."""
+    """Return the handle encoded by `handle_to_bytes`, whether or not its actor lives."""
     return _core_worker().deserialize_and_register_actor_handle(data, None, False)
 
 
