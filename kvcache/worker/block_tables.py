@@ -59,7 +59,7 @@ class BlockTables:
         return self._tables[group]
 
     def tensor(self, group: int) -> torch.Tensor:
-        """Return the table of `group` on the device, as it is now. Valid until the next patch."""
+        """Return the present table of `group` on the device. Valid until the next patch."""
         if self._is_device_stale:
             self._on_device.copy_(torch.from_numpy(self._flat))
             self._is_device_stale = False
@@ -142,7 +142,7 @@ _WIDTHS = array_type("int64", is_read=True)
 
 
 @compiled(types.boolean(_WIDTHS, types.intp, types.intp, _READ, _READ, _READ, _READ, _READ))
-def _fits(  # noqa: PLR0917 - the tables there are, and the columns of a patch
+def _fits(  # noqa: PLR0917 - the tables, and the columns of a patch
     widths: Int64Array,
     num_slots: int,
     num_blocks: int,
@@ -152,7 +152,7 @@ def _fits(  # noqa: PLR0917 - the tables there are, and the columns of a patch
     counts: Int32Array,
     block_ids: Int32Array,
 ) -> bool:
-    """Say whether a patch may be applied. False: it deserves a closer look."""
+    """Say whether a patch may be applied. If not, `validate` says why."""
     num_runs, total = len(slots), 0
     if not (len(groups) == len(firsts) == len(counts) == num_runs):
         return False
@@ -182,7 +182,7 @@ def _write_runs(  # noqa: PLR0917 - where the tables are, and the columns of a p
     counts: Int32Array,
     block_ids: Int32Array,
 ) -> None:
-    """Write the runs of a patch into the tables, which lie one behind the other."""
+    """Write the runs of a patch into the tables, which are stored one after the other."""
     start = 0
     for i in range(len(slots)):
         group = groups[i]

@@ -1,1 +1,1 @@
-"""Content checking: what every byte of a block must be, written and compared."""
+"""Content checking: writes and compares every byte of a block."""

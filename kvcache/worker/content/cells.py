@@ -1,4 +1,4 @@
-"""The bytes that a position requires in the layers of a group: written and compared.
+"""The bytes that a position requires in the layers of a group, written and compared.
 
 A page has a cell per token, or one cell that is a whole state. Layers whose pages lie at a constant
 distance are handled together, as one strided tensor of words. CPU and CUDA run the same torch code
@@ -29,7 +29,7 @@ WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class PageCells:
-    """How the content of one page is cut: `num_cells` tokens, of `parts` (keys, values) each."""
+    """How one page's content is divided: `num_cells` tokens of `parts` (keys, values) each."""
 
     num_cells: int
     parts: int
@@ -37,7 +37,7 @@ class PageCells:
 
     @classmethod
     def of(cls, layer: LayerLayout) -> PageCells:
-        """Return the cells of a layer's pages; raises ConfigurationError when it has none."""
+        """Return the cells of a layer's pages; raises ConfigurationError if it has none."""
         if layer.is_state:
             return cls(1, 1, layer.content_bytes)
         (tensor,) = layer.tensors
@@ -51,7 +51,7 @@ class PageCells:
 
 @dataclass(frozen=True)
 class WrongCell:
-    """The first cell of a comparison whose bytes are wrong."""
+    """The first wrong cell of a comparison."""
 
     block_index: int
     offset: int
@@ -110,7 +110,7 @@ class LayerBundle:
         self._device = pool.device
 
     def write(self, block_ids: torch.Tensor, offsets: torch.Tensor, mixed: torch.Tensor) -> None:
-        """Write cell `offsets[i]` of block `block_ids[i]`; `mixed` int64 sums; all `(n,)`."""
+        """Write cell `offsets[i]` of block `block_ids[i]`; `mixed`: int64 sums; shapes `(n,)`."""
         hashes = self._hashes(mixed[:, None] ^ self._seeds)
         words = self._narrow(hashes[:, :, None, None] * self._odds)
         self.cells[block_ids.to(self._device), offsets.to(self._device)] = words
@@ -120,7 +120,7 @@ class LayerBundle:
     ) -> WrongCell | None:
         """Compare cells `[0, ends[i])` of block `block_ids[i]`; `mixed` is `(n, num_cells)`.
 
-        Returns the first that differs, in order of blocks, layers and cells, or None.
+        Returns the first difference, in order of blocks, layers and cells, or None.
         """
         hashes = self._hashes(mixed[:, None, :] ^ self._seeds[:, None])
         expected = self._narrow(hashes[:, :, None, :, None] * self._odds[:, None, :])

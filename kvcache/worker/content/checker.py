@@ -41,7 +41,7 @@ from kvcache.worker.kv_cache_pool import KVCachePool
 from kvcache.worker.settings import WorkerSettings
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of expected content made at once: bounds memory, and stays in the processor's cache."""
+"""Bytes of expected content made at once: limits memory, and fits the processor's cache."""
 
 MAX_SHOWN_BYTES = 64
 NO_STATE = -1
@@ -81,20 +81,20 @@ class ContentChecker:
         )
 
     def forget(self) -> None:
-        """Forget what every slot holds: a new epoch assigns all slots again."""
+        """Forget the content of every slot: a new epoch assigns all slots again."""
         self._sums.forget()
         for group in self._groups:
             group.forget()
 
     def validate(self, command: WriteExpected) -> None:
-        """Raise unless the arrays of `command` fit together and this rank. Changes nothing."""
+        """Raise unless the arrays of `command` fit each other and this rank. Changes nothing."""
         self._limits.validate(command)
 
     def verify(self, slots: Int32Array, lengths: Int32Array) -> int:
-        """Compare all live blocks of requests of `lengths` tokens by the tables as they are.
+        """Compare all live blocks of requests of `lengths` tokens by the present tables.
 
         Returns the number of bytes compared; raises WrongBytesError at the first wrong one, with
-        the history of its block.
+        the block's history.
         """
         wide_slots, wide_lengths = slots.astype(np.int64), lengths.astype(np.int64)
         known = self._sums.num_known(slots)
@@ -108,12 +108,12 @@ class ContentChecker:
         return sum(group.verify(wide_slots, wide_lengths) for group in self._groups)
 
     def run(self, command: WriteExpected, seq: int) -> int:
-        """Write the rows of a validated command, and compare what they read.
+        """Write the rows of a validated command, and compare the blocks that they read.
 
-        States are compared before anything is written, hits of new rows when everything is: a row
-        may hit blocks that another row of the same step writes, as a model's layers do. Returns
-        the number of bytes compared; raises WrongBytesError, or RequestError when a row continues
-        what is not known here.
+        States are compared before anything is written, hits of new rows after everything is
+        written: a row may hit blocks that another row of the same step writes, as in a model's
+        layers. Returns the number of bytes compared. Raises WrongBytesError, or RequestError if a
+        row continues from unknown content.
         """
         self._sums.extend(command)
         rows = ForwardRows.of(command)
@@ -128,7 +128,7 @@ def _keeps_tokens(spec: KVCacheSpec) -> bool:
 
 
 def _content_of(place: GroupPlace) -> GroupContent:
-    """Return the content of a group by what its kind keeps."""
+    """Return the content class for the kind of a group."""
     if place.spec.num_state_blocks is not None:
         return StateContent(place)
     return EncoderContent(place) if place.spec.keeps_encoder_tokens else TokenContent(place)
@@ -138,7 +138,7 @@ def _content_of(place: GroupPlace) -> GroupContent:
 class LiveBlocks:
     """Blocks to compare, flat over all rows: the first `ends[i]` cells of each are compared.
 
-    `numbers[i]` is what the first cell is called in a message.
+    `numbers[i]` is the number of the first cell in messages.
     """
 
     slots: Int64Array
@@ -158,7 +158,7 @@ class Cells:
 
 @dataclass(frozen=True, eq=False)
 class GroupPlace:
-    """Where a group's content is, and what its checks look at."""
+    """Where a group's content is, and what its checks need."""
 
     rank: int
     group: int
@@ -171,35 +171,35 @@ class GroupPlace:
 
 
 class GroupContent(ABC):
-    """The content of one group on one rank. A group without layers here has no bytes to check."""
+    """The content of one group on one rank. A group without layers on it has no bytes to check."""
 
     cell_name: ClassVar[str]
-    """What the number of a cell means, in messages."""
+    """The meaning of a cell's number, for messages."""
 
     def __init__(self, place: GroupPlace) -> None:
         self.place = place
         self.block_size = place.spec.block_size
 
     def verify_before(self, rows: ForwardRows) -> int:
-        """Compare what rows overwrite, before anything is written; return bytes compared."""
+        """Compare the bytes that rows overwrite, before any write; return bytes compared."""
         return 0
 
     @abstractmethod
     def write(self, rows: ForwardRows, seq: int) -> None:
-        """Write what the rows demand, as message `seq` says."""
+        """Write the content of the rows of message `seq`."""
 
     def verify_after(self, rows: ForwardRows) -> int:
-        """Compare what rows have found in the cache or read for the last time, after everything is
-        written; return bytes compared."""
+        """After all writes, compare the blocks that rows have hit or read for the last time;
+        return bytes compared."""
         return 0
 
     @abstractmethod
     def verify(self, slots: Int64Array, lengths: Int64Array) -> int:
-        """Compare all that requests of `lengths` computed tokens have; return bytes compared."""
+        """Compare all blocks of requests of `lengths` computed tokens; return bytes compared."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Forget what every slot holds."""
+        """Forget the content of every slot."""
 
     def _skipped_columns(self, lengths: Int64Array) -> Int64Array:
         """Return the first column that requests of `lengths` computed tokens still read."""
@@ -249,7 +249,7 @@ class GroupContent(ABC):
         return int(live.ends.sum()) * sum(bundle.cell_bytes for bundle in bundles)
 
     def _block_ids(self, slots: Int64Array, columns: Int64Array) -> Int32Array:
-        """Return the blocks in the tables; raises WrongBytesError where one is null."""
+        """Return the blocks in the tables; raises WrongBytesError for a null block."""
         place = self.place
         block_ids: Int32Array = place.tables[place.group][slots, columns]
         nulls = np.flatnonzero(block_ids == NULL_BLOCK_ID)
@@ -275,7 +275,7 @@ class GroupContent(ABC):
 
 
 class TokenContent(GroupContent):
-    """A cell per token of the request, for as long as a later token may read it."""
+    """A cell per token of the request, as long as a later token may read it."""
 
     cell_name = "position"
 
@@ -290,8 +290,7 @@ class TokenContent(GroupContent):
         self._write_cells(cells, self.place.sums.at(slots, positions), seq)
 
     def verify_after(self, rows: ForwardRows) -> int:
-        """Compare the hits of new rows, and the blocks behind these rows, which they do not
-        read."""
+        """Compare the hits of new rows, and the blocks that these rows have passed."""
         new = rows.is_new
         num_bytes = self._verify(rows.slots[new], rows.starts[new], rows.firsts[new])
         if self.place.spec.reads_whole_prefix:
@@ -303,10 +302,10 @@ class TokenContent(GroupContent):
         return self._verify(slots, lengths, lengths)
 
     def forget(self) -> None:
-        """Do nothing: only the sums know the slots."""
+        """Do nothing: only the sums depend on slots."""
 
     def _verify(self, slots: Int64Array, lengths: Int64Array, readers: Int64Array) -> int:
-        """Compare what the tokens at `readers` and behind still read of `lengths` tokens."""
+        """Compare what the tokens from `readers` on still read of `lengths` tokens."""
         ends = -(-lengths // self.block_size)
         flat, columns = spread(np.arange(len(slots)), self._skipped_columns(readers), ends)
         wide, numbers = slots[flat], columns * self.block_size
@@ -321,7 +320,7 @@ class TokenContent(GroupContent):
 def spread(
     slots: Int64Array, starts: Int64Array, ends: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Return slot and number of everything in `[starts[i], ends[i])` of `slots[i]`, flat."""
+    """Return slot and number of every item of `[starts[i], ends[i])` of `slots[i]`, flat."""
     counts = np.maximum(ends - starts, 0)
     befores = np.cumsum(counts) - counts
     numbers = np.arange(int(counts.sum())) + np.repeat(starts - befores, counts)
@@ -329,7 +328,7 @@ def spread(
 
 
 def _shown(expected: bytes, found: bytes) -> str:
-    """Return both as hex, of long ones only where they begin to differ."""
+    """Return both as hex; of long ones only the part where they begin to differ."""
     if len(expected) <= MAX_SHOWN_BYTES:
         return f"{expected.hex()}, found {found.hex()}"
     first = next(
@@ -340,16 +339,16 @@ def _shown(expected: bytes, found: bytes) -> str:
 
 
 class StateContent(GroupContent):
-    """A cell per state: that after the newest token, and those after its drafts.
+    """A cell per state: the one after the newest token, and those after its drafts.
 
         own_end 9, 2 drafts, block 4        column   0    1    2    3    4
                                                     null null  s9   s10  s11
         one draft accepted: the next row starts at 10 and reads column 3, then writes from column 2
 
     A state depends on all tokens before it. The state after `n` own tokens is in the first column
-    that a request of `n` computed tokens does not skip. `_own_ends[slot]` tokens and
-    `_num_drafts[slot]` drafts behind them have states, as the slot's last row left them. A row that
-    continues from where no state is raises RequestError.
+    that a request of `n` computed tokens does not skip. After the slot's last row, there are states
+    after `_own_ends[slot]` tokens and after each of `_num_drafts[slot]` drafts. A row that
+    continues from a missing state raises RequestError.
     """
 
     cell_name = "state after token"
@@ -360,9 +359,10 @@ class StateContent(GroupContent):
         self._num_drafts: Int64Array = np.zeros(place.max_num_seqs, dtype=np.int64)
 
     def verify_before(self, rows: ForwardRows) -> int:
-        """Compare the states that rows continue from; a new row's is the one its hit ends with.
+        """Compare the states that rows continue from; for a new row, the state at the end of its
+        hit.
 
-        A state that comes from elsewhere is not compared: `write` writes it.
+        External states are not compared: `write` writes them.
         """
         slots = rows.slots[rows.is_new]
         self._own_ends[slots], self._num_drafts[slots] = rows.firsts[rows.is_new], 0
@@ -407,7 +407,7 @@ class StateContent(GroupContent):
         """Write the states after `firsts[i]` tokens and those up to before `ends[i]`, behind it."""
         rows, lengths = spread(np.arange(len(slots)), firsts, ends)
         columns = self._skipped_columns(firsts)[rows] + lengths - firsts[rows]
-        has_state = lengths > 0  # before the first token there is none
+        has_state = lengths > 0  # there is none before the first token
         rows, lengths, columns = rows[has_state], lengths[has_state], columns[has_state]
         cells = Cells(slots[rows], columns, np.zeros_like(columns))
         self._write_cells(cells, self.place.sums.at(slots[rows], lengths - 1), seq)

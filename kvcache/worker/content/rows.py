@@ -29,7 +29,7 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 TOKEN_OFFSET = np.uint64(0x9E3779B97F4A7C15)
-"""C: added to every token, so that token 0 counts too."""
+"""C: added to every token, so that token 0 changes the sum."""
 
 
 def mix(values: Uint64Array) -> Uint64Array:
@@ -41,7 +41,7 @@ def mix(values: Uint64Array) -> Uint64Array:
 
 
 def encoder_sums(seeds: Uint64Array, positions: Int64Array) -> Uint64Array:
-    """Return what encoder position `positions[i]` demands under key seed `seeds[i]`.
+    """Return the sum of encoder position `positions[i]` under key seed `seeds[i]`.
 
     An encoder's token depends on all others, so there is no prefix to sum over; equal shapes.
     """
@@ -58,7 +58,7 @@ def name_seed(name: bytes) -> int:
 class PrefixSums:
     """The running sums of every slot. `num_known[slot]` positions of a slot are valid.
 
-    Rows are lazily backed by memory: only positions that were used take any.
+    The memory of rows is allocated lazily, so unused positions cost nothing.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_multiple: int) -> None:
@@ -165,8 +165,8 @@ class ForwardRows:
 class RowLimits:
     """What rows a rank can have.
 
-    `max_drafts`: draft tokens after which states are kept, None where no states are.
-    `max_encoder_tokens`: 0 where none are kept.
+    `max_drafts`: most draft tokens after which states are kept, None without states.
+    `max_encoder_tokens`: 0 if none are kept.
     """
 
     max_num_seqs: int
@@ -188,7 +188,7 @@ class RowLimits:
         )
 
     def validate(self, command: WriteExpected) -> None:
-        """Raise unless `command` fits together and this rank. Changes nothing.
+        """Raise unless the parts of `command` fit each other and this rank. Changes nothing.
 
         Raises MalformedMessageError, or BlockError for slots that do not exist.
         """
@@ -244,7 +244,7 @@ class RowLimits:
 
 
 def _filled(counts: Int32Array, num_rows: int) -> Int64Array:
-    """Return `counts`, or zeros where the command says that no row has any."""
+    """Return `counts`, or zeros if the command omits them."""
     return counts.astype(np.int64) if len(counts) else np.zeros(num_rows, dtype=np.int64)
 
 

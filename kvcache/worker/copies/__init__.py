@@ -1,1 +1,1 @@
-"""Copies of blocks: engines by device, stores and loads as tasks, and the threads that copy."""
+"""Copies of blocks: engines by device, stores and loads as tasks, and the copying threads."""

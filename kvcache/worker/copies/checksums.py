@@ -20,10 +20,10 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.worker.copies.rows import BoolArray, UInt64Array, can_hash, hashes_of_rows
 
 CHECKSUM_MASK = (1 << 63) - 1
-"""Checksums are kept and sent as non-negative int64."""
+"""Checksums are stored and sent as non-negative int64."""
 
 SAMPLE_INTERVAL = 16
-"""When only a sample is compared: one block in so many."""
+"""In mode `sample`, one block in this many is compared."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -31,12 +31,12 @@ VerifyMode: TypeAlias = Literal["always", "sample", "never"]
 
 
 class ChecksumRule:
-    """Which checksums are taken, and which are compared. Any thread may ask."""
+    """Which checksums are computed, and which are compared. Thread-safe."""
 
     def __init__(self, mode: VerifyMode = "always") -> None:
-        """Compare all blocks, one of `SAMPLE_INTERVAL`, or none, and then take none either.
+        """Compare all blocks, one of `SAMPLE_INTERVAL`, or none; then none are computed either.
 
-        Raises ConfigurationError for another word.
+        Raises ConfigurationError for an unknown mode.
         """
         if mode not in get_args(VerifyMode):
             raise ConfigurationError(
@@ -53,9 +53,9 @@ class ChecksumRule:
         return self._interval > 0
 
     def chosen(self, num_blocks: int) -> BoolArray:
-        """Say of each of the next `num_blocks` blocks whether it is to be compared.
+        """Say of each of the next `num_blocks` blocks whether to compare it.
 
-        Depends on nothing but how many were asked for before.
+        Depends only on the number of blocks before.
         """
         if not self._interval:
             return np.zeros(num_blocks, dtype=np.bool_)
@@ -66,7 +66,7 @@ class ChecksumRule:
 
 
 def checksum_of(pieces: Iterable[memoryview]) -> int:
-    """Return the checksum of a block's bytes, piece after piece."""
+    """Return the checksum of a block's bytes, given in pieces."""
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece)
@@ -74,7 +74,7 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
 
 
 def as_checksums(hashes: UInt64Array) -> Int64Array:
-    """Return hashes of 64 bits as checksums."""
+    """Return 64-bit hashes as checksums."""
     masked: Int64Array = hashes.view(np.int64) & CHECKSUM_MASK
     return masked
 
@@ -82,7 +82,7 @@ def as_checksums(hashes: UInt64Array) -> Int64Array:
 def checksums_of_rows(tensors: Sequence[npt.NDArray[np.uint8]], rows: Int32Array) -> Int64Array:
     """Return the checksum of each row, over all `(num_rows, width)` tensors, in order.
 
-    Nothing is copied. Raises IndexError for a row that is not there.
+    Copies nothing. Raises IndexError for a missing row.
     """
     parts = [tensor for tensor in tensors if tensor.shape[1]]
     if can_hash([part.shape[1] for part in parts]):
@@ -92,6 +92,6 @@ def checksums_of_rows(tensors: Sequence[npt.NDArray[np.uint8]], rows: Int32Array
 
 
 def combined_checksum(checksums: Int64Array) -> int:
-    """Return one checksum of those of many blocks, in order."""
+    """Return one checksum of many, in order."""
     packed = checksums.astype("<i8").tobytes()
     return int(xxhash.xxh3_64_intdigest(packed)) & CHECKSUM_MASK

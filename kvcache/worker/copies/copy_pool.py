@@ -1,12 +1,12 @@
 """The threads that copy the pieces of a store or load, and their priority.
 
-The thread of `runner.py` has a pool; `task.py` copies with it. A pool calls one function in several
-threads, which share the pieces out among themselves and pause together.
+The thread of `runner.py` has a pool, and `task.py` copies with it. A pool calls one function in
+several threads, which divide the pieces among themselves and pause together.
 
-A thread may always lower its own priority, but needs a right to raise it again. If the system does
-not let it, it keeps the priority that it has. Measured: a step of 0.26 ms, during copies that never
-pause, on two cores that others use as well, takes 2.1, 1.3 and 1.1 times as long in the median at
-priority `normal`, `low` and `idle`; mean 2.8, 0.9 and 0.6 ms.
+A thread may always lower its own priority, but needs permission to raise it again. Without it, the
+thread keeps its priority. Measured: a step of 0.26 ms, during copies that never pause, on two busy
+cores, takes 2.1, 1.3 and 1.1 times as long in the median at priority `normal`, `low` and `idle`;
+mean 2.8, 0.9 and 0.6 ms.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from kvcache.base.logs import get_logger
 logger = get_logger(__name__)
 
 CopyPriority: TypeAlias = Literal["normal", "low", "idle"]
-"""`low`: goes behind the worker's own thread and others, and keeps about a tenth of a processor
-that they would fill. `idle`: gets a processor that is otherwise idle, and may hardly move where
-all of them are busy."""
+"""`low`: yields to the worker's own thread and to others, but keeps about a tenth of a processor
+that they would fill. `idle`: uses only idle processors, and may hardly advance if all are busy."""
 
 LOW_NICENESS = 10
-"""Above the process's own. 5: 1.4 times, 19: 1.5, which is no less than 10 within the noise."""
+"""Above the process's own value. 5: 1.4 times, 19: 1.5 times, like 10 within the noise."""
 
 LEAST_NICENESS = 19
 
 
 def take_priority(priority: CopyPriority) -> None:
-    """Give this thread a priority, where the system has one for threads."""
+    """Set this thread's priority, if the system has priorities of threads."""
     if priority == "normal" or sys.platform != "linux":
         return
     try:
@@ -51,19 +50,19 @@ def take_priority(priority: CopyPriority) -> None:
 
 
 PAUSE_S = 0.0005
-"""How long copies rest when the worker says that it has something to do: about what a step takes
-it, from the message to the answer."""
+"""Pause of copies when the worker has work: about the worker's share of a step, from the message
+to the answer."""
 
 LONGEST_PAUSE_S = 0.002
-"""How long a piece is held up at most, however often the worker says so."""
+"""Longest pause of a piece, however often the worker asks."""
 
 END_S = 1.0
-"""How long the end of helpers is waited for."""
+"""How long to wait for the end of helpers."""
 
 
 class CopyPool:
-    """The caller and `num_helpers` threads, which begin with the first work and end with `close` or
-    the process. One thread calls `run` and `close`."""
+    """The caller and `num_helpers` threads, which start with the first work and end with `close` or
+    the process. Only one thread calls `run` and `close`."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class CopyPool:
         name: str = "kvcache-copies",
         priority: CopyPriority = "normal",
     ) -> None:
-        """Start no thread yet."""
+        """Set up without starting threads."""
         self._num_helpers = num_helpers
         self._name = name
         self._priority: CopyPriority = priority
@@ -83,23 +82,23 @@ class CopyPool:
         """Call `work` in this thread and in the helpers; return when no call is running.
 
         A helper that starts after the caller has finished does nothing, so the caller never waits
-        for a helper without a processor. Raises what one of them raised.
+        for a helper without a processor. Raises an error of any of them.
         """
         self._start_helpers()
         batch = _CopyBatch(work)
-        # The queue keeps no batch that is over: helpers may get no processor for long.
+        # The queue drops finished batches: helpers may get no processor for long.
         self._drop_waiting()
         for _ in self._helpers:
             self._batches.put(batch)
         batch.lead()
 
     def pause(self) -> None:
-        """Let no other piece be copied for a moment. Any thread; never blocks."""
+        """Start no other piece for a moment. Any thread; never blocks."""
         self._rests_until_s = time.monotonic() + PAUSE_S
 
     def give_way(self) -> None:
-        """Rest while the worker wants it: both need Python's lock, and on a small machine the same
-        processor. Any of the threads calls it between pieces."""
+        """Pause while the worker needs it: both need Python's lock and, on a small machine, the
+        same processor. Every copying thread calls this between pieces."""
         now_s = time.monotonic()
         end_s = now_s + LONGEST_PAUSE_S
         while now_s < min(self._rests_until_s, end_s):
@@ -107,7 +106,7 @@ class CopyPool:
             now_s = time.monotonic()
 
     def close(self) -> None:
-        """End the helpers, which have nothing to do; leave one behind that gets no processor."""
+        """End the idle helpers; one without a processor is left behind."""
         for _ in self._helpers:
             self._batches.put(None)
         end_s = time.monotonic() + END_S
@@ -115,7 +114,7 @@ class CopyPool:
             helper.join(max(0.0, end_s - time.monotonic()))
 
     def _drop_waiting(self) -> None:
-        """Remove batches that no helper has taken; each of them is over."""
+        """Remove batches that no helper has taken; all are finished."""
         with suppress(Empty):
             while True:
                 self._batches.get_nowait()
@@ -126,7 +125,7 @@ class CopyPool:
             helper = threading.Thread(target=self._help, name=name, daemon=True)
             try:
                 helper.start()
-            except RuntimeError as error:  # the threads that run copy all of it
+            except RuntimeError as error:  # the running threads copy everything
                 there, wanted = len(self._helpers) + 1, self._num_helpers + 1
                 logger.warning("%d of %d threads copy: no other starts (%s)", there, wanted, error)
                 self._num_helpers = len(self._helpers)
@@ -153,22 +152,21 @@ class _CopyBatch:
         self._error: Exception | None = None
 
     def lead(self) -> None:
-        """Work, then wait for the helpers that have begun: they copy, and end as surely as we
-        do."""
+        """Work, then wait for the helpers that have begun."""
         try:
             self._work()
         finally:
             with self._changed:
                 self._is_over = True
                 self._changed.wait_for(lambda: not self._num_inside)
-            # No helper has the last word on tensors: one that gives them back while the
-            # interpreter ends takes the process down.
+            # No helper drops the last reference to tensors: freeing them while the interpreter ends
+            # crashes the process.
             self._work = _nothing
         if self._error is not None:
             raise self._error
 
     def join(self) -> None:
-        """Work, unless it is over. Never raises."""
+        """Work, unless the batch is finished. Never raises."""
         with self._changed:
             if self._is_over:
                 return
@@ -188,4 +186,4 @@ def _nothing() -> None:
 
 
 INLINE = CopyPool()
-"""The caller alone, which never pauses."""
+"""Only the calling thread, without pauses."""

@@ -1,18 +1,17 @@
-"""The copy engine for CUDA: transfers on a stream of their own, ordered by events.
+"""The copy engine for CUDA: transfers on a separate stream, ordered by events.
 
-Compute-stream work runs on the stream that is current on the device when the worker calls, so it is
-ordered with the model's kernels. Host tensors must be pinned: otherwise a "non-blocking" copy
-blocks.
+Compute-stream work runs on the device's current stream at the call, so it is ordered with the
+model's kernels. Host tensors must be pinned: otherwise a "non-blocking" copy blocks.
 
-A transfer goes one of three ways. *Batches* (`CudaRuntime`): one call for all pieces that
-`describe_copy` finds, carried out by the device's copy units; everything to the host goes this way.
-The *kernel* (triton_kernel.py): many small pages from the host, or within the device. If the
-runtime has no batches, torch copies each run.
+A transfer uses one of three methods. *Batches* (`CudaRuntime`): one call for all pieces that
+`describe_copy` finds, executed by the device's copy units; all copies to the host use it. The
+*kernel* (triton_kernel.py): many small pages from the host, or within the device. If the runtime
+has no batches, torch copies each run.
 
-`CudaRuntime` calls the library that torch has loaded, so device, context and streams are torch's
-own. Every error becomes a RuntimeError with CUDA's own words. `cudaMemcpyBatchAsync` came with CUDA
-12.8 and lost an argument, the index of the piece that failed, with 13.0; the attributes are laid
-out alike in both.
+`CudaRuntime` calls the library that torch has loaded, so it shares torch's device, context and
+streams. Every error becomes a RuntimeError with CUDA's text. `cudaMemcpyBatchAsync` came with CUDA
+12.8; 13.0 removed one argument, the index of the failed piece. The layout of the attributes is the
+same in both.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from kvcache.worker.copies.engine import DoneCopy, PendingCopy
 UInt64Array = npt.NDArray[np.uint64]
 
 MIN_RECTANGLE_ROWS = 4
-"""Shorter runs of rows with gaps are pieces of the batch: a rectangle costs a call of its own."""
+"""Shorter runs of rows with gaps are pieces of the batch: a rectangle needs a call of its own."""
 
 MAX_PITCH_BYTES = 2**31 - 1
-"""More between two rows is no rectangle for CUDA."""
+"""CUDA's limit for the pitch of a rectangle."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ class Rectangle:
 
 @dataclass(frozen=True, eq=False)
 class CopyDescriptors:
-    """One transfer: pieces that go as a batch, and rectangles that go one by one."""
+    """One transfer: pieces for a batch, and rectangles to copy one by one."""
 
     pieces: Pieces
     rectangles: tuple[Rectangle, ...]
@@ -92,7 +91,7 @@ class RowCopy(NamedTuple):
 
     @property
     def is_gapless(self) -> bool:
-        """Whether there is nothing between one row and the next, on both sides."""
+        """Whether rows follow each other without gaps, on both sides."""
         return all(
             rows.shape[0] <= 1 or rows.stride(0) == rows.shape[1]
             for rows in (self.sources, self.destinations)
@@ -100,20 +99,20 @@ class RowCopy(NamedTuple):
 
     @property
     def mean_piece_bytes(self) -> float:
-        """How long a piece is on average: what decides which way of copying is fastest."""
+        """Mean length of a piece, which decides which method is fastest."""
         num_rows = len(self.source_ids)
         num_pieces = len(self.runs()[0]) if self.is_gapless else num_rows
         return num_rows * self.sources.shape[1] / max(1, num_pieces)
 
     def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return where each run begins in which both ids rise by 1, and how long it is."""
+        """Return start and length of each run in which both ids rise by 1."""
         is_first = np.ones(len(self.source_ids), np.bool_)
         is_first[1:] = (np.diff(self.source_ids) != 1) | (np.diff(self.destination_ids) != 1)
         starts = np.flatnonzero(is_first)
         return starts, np.diff(np.append(starts, len(self.source_ids)))
 
     def pieces(self, chosen: npt.NDArray[np.integer | np.bool_], sizes: npt.ArrayLike) -> Pieces:
-        """Return pieces of these sizes that begin with the chosen rows."""
+        """Return pieces of these sizes that start at the chosen rows."""
         source_ids, destination_ids = self.source_ids[chosen], self.destination_ids[chosen]
         return Pieces(
             _addresses(self.sources, source_ids),
@@ -123,8 +122,8 @@ class RowCopy(NamedTuple):
 
 
 def describe_copy(copy: RowCopy) -> CopyDescriptors:
-    """Return addresses and sizes of a copy between two memories; valid as long as both tensors
-    live. A run of rows without gaps is one piece, a long one with gaps one rectangle."""
+    """Return addresses and sizes of a copy between two memories, valid while both tensors live. A
+    run of rows without gaps is one piece; a long one with gaps is one rectangle."""
     width = copy.sources.shape[1]
     starts, counts = copy.runs()
     if copy.is_empty:
@@ -154,7 +153,7 @@ def _addresses(rows: torch.Tensor, ids: Int32Array) -> UInt64Array:
 
 
 def _pitch(rows: torch.Tensor) -> int:
-    """Return the bytes from one row to the next; the stride of a single row means nothing."""
+    """Return the bytes from one row to the next; the stride of a single row is meaningless."""
     return int(rows.stride(0) if rows.shape[0] > 1 else rows.shape[1])
 
 
@@ -172,8 +171,8 @@ _SIZE, _ADDRESS = ctypes.c_size_t, ctypes.c_void_p
 class SourceOrder(IntEnum):
     """When the bytes of a source may be read (`cudaMemcpySrcAccessOrder`).
 
-    `ANY`: also before the work that is queued ahead of the copy has run. Only for host memory that
-    was finished before the copy was asked for, and is not written until it is over.
+    `ANY`: also before earlier work of the stream has run. Only for host memory that was complete
+    before the call and is not written until the copy is done.
     """
 
     STREAM = 1
@@ -201,7 +200,7 @@ class CudaRuntime:
     """One loaded `libcudart`. Calls go to the device that is current in the calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Use `library`; raises RuntimeError when it does not answer."""
+        """Use `library`; raises RuntimeError if it does not respond."""
         self._library = library
         library.cudaGetErrorName.restype = ctypes.c_char_p
         library.cudaGetErrorString.restype = ctypes.c_char_p
@@ -225,14 +224,14 @@ class CudaRuntime:
 
     @property
     def has_batches(self) -> bool:
-        """Whether runtime and driver copy in batches; both must be of CUDA 12.8 or later."""
+        """Whether runtime and driver can copy in batches; both must be CUDA 12.8 or later."""
         return self._has_batch_call and self.driver_version >= FIRST_VERSION_WITH_BATCHES
 
     def copy_pieces(self, pieces: Pieces, order: SourceOrder, stream: int) -> None:
         """Queue all pieces on `stream` with one call. Needs `has_batches`.
 
-        The arrays of `pieces`, and the memory they speak of, stay until the stream has got there.
-        Raises RuntimeError; some pieces may be queued all the same.
+        Keep the arrays of `pieces` and their memory until the stream has executed the copies.
+        Raises RuntimeError; some pieces may be queued nevertheless.
         """
         if not len(pieces):
             return
@@ -269,11 +268,11 @@ class CudaRuntime:
             self._raise(error, f"cudaMemcpy2DAsync of {rectangle}")
 
     def device_address(self, host_address: int) -> int | None:
-        """Return where kernels see registered host memory, None when they do not see it."""
+        """Return the kernels' address of registered host memory, None if they cannot access it."""
         found = ctypes.c_void_p()
         error = self._library.cudaHostGetDevicePointer(ctypes.byref(found), host_address, 0)
         if error:
-            self._library.cudaGetLastError()  # or torch would find it, and raise it elsewhere
+            self._library.cudaGetLastError()  # or torch would raise it elsewhere
             return None
         return found.value
 
@@ -293,8 +292,8 @@ class CudaRuntime:
         return version.value
 
     def _raise(self, error: int, what: str) -> None:
-        """Raise RuntimeError for `error`, and take it back from CUDA: it would be found later, and
-        raised where it has nothing to do."""
+        """Raise RuntimeError for `error`, and clear it in CUDA; otherwise an unrelated call would
+        raise it later."""
         name, text = (
             (call(error) or b"?").decode(errors="replace")
             for call in (self._library.cudaGetErrorName, self._library.cudaGetErrorString)
@@ -304,9 +303,9 @@ class CudaRuntime:
 
 
 def loaded_cuda_runtime() -> CudaRuntime | None:
-    """Return the runtime that torch has loaded, None when it has none that can be called.
+    """Return the runtime that torch has loaded, None if it cannot be called.
 
-    A build of torch may have it inside; then copies go through torch, one call for each run.
+    A build of torch may contain it; then torch copies, with one call per run.
     """
     if torch.version.cuda is None:
         return None
@@ -324,11 +323,11 @@ def _require_stream(stream: int) -> None:
 
 
 KERNEL_BELOW_BYTES = 28 * 1024
-"""Where nothing was measured: up to this size of a piece the kernel was faster than copy units on
-the machines for which measurements are published."""
+"""Without a measurement: up to this size of a piece, the kernel was faster than copy units in
+published measurements."""
 
 MIN_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
-"""Between two questions whether a copy is over."""
+"""Pause between two checks whether a copy is done."""
 
 
 class RowCopier(Protocol):
@@ -346,9 +345,9 @@ class RowCopier(Protocol):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What the kernel is used for: copies whose pieces are shorter than this on average, in bytes.
+    """Use the kernel for copies whose mean piece is shorter than this, in bytes.
 
-    `from_host_below_bytes` from host memory to the device, `on_device_below_bytes` within it.
+    `from_host_below_bytes`: from host memory to the device; `on_device_below_bytes`: within it.
     """
 
     from_host_below_bytes: int = KERNEL_BELOW_BYTES
@@ -356,30 +355,30 @@ class KernelChoice:
 
 
 class _Queryable(Protocol):
-    """A typed view of `torch.cuda.Event`, whose own method has no types."""
+    """A typed view of `torch.cuda.Event`, whose method has no types."""
 
     def query(self) -> bool:
-        """Say whether everything before the event is over."""
+        """Say whether everything before the event is done."""
 
 
-# Typed names for constructors that have no types of their own.
+# Typed names for constructors without types.
 _make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
 _make_stream: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
 
 
 @dataclass(frozen=True, eq=False)
 class _EventCopy:
-    """A transfer that is over when `event` is. Keeps alive what the copy still uses."""
+    """A transfer that is done when `event` is. Keeps the memory of the copy alive."""
 
     event: torch.cuda.Event
     kept_alive: tuple[object, ...]
 
     def is_done(self) -> bool:
-        """Ask the event; never blocks."""
+        """Query the event; never blocks."""
         return _is_over(self.event)
 
     def wait(self, timeout_s: float) -> bool:
-        """Ask the event again and again: CUDA's own wait knows no time."""
+        """Query the event repeatedly: CUDA's own wait has no timeout."""
         deadline_s, pause_s = time.monotonic() + timeout_s, MIN_PAUSE_S
         while not _is_over(self.event):
             left_s = deadline_s - time.monotonic()
@@ -393,9 +392,9 @@ class _EventCopy:
 class CudaCopyEngine:
     """Asynchronous copies between device blocks and pinned host memory, and on the device.
 
-    Host memory must be finished before the call, and must not be written until the copy is over: it
-    may be read ahead of the transfer stream's other work. Sealed host slots are finished; the
-    caller keeps a load's slots from being written.
+    Host memory must be complete before the call, and must not be written until the copy is done: it
+    may be read before earlier work of the transfer stream. Sealed host slots are complete; the
+    caller protects a load's slots from writes.
     """
 
     copies_at_once = False
@@ -406,9 +405,9 @@ class CudaCopyEngine:
         choice: KernelChoice | None = None,
         kernel: RowCopier | None = None,
     ) -> None:
-        """Make the transfer stream; raises ConfigurationError when there is no such device.
+        """Make the transfer stream; raises ConfigurationError if there is no such device.
 
-        Without `kernel` everything goes by copy units and torch, whatever `choice` says.
+        Without `kernel`, copy units and torch copy everything, whatever `choice` says.
         """
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigurationError(
@@ -419,14 +418,14 @@ class CudaCopyEngine:
         self._choice = choice or KernelChoice()
         self._kernel = kernel
         self._stream = _make_stream(device)
-        self._marks: dict[int, torch.cuda.Event] = {}  # by stream: how far it must get
+        self._marks: dict[int, torch.cuda.Event] = {}  # by stream: the event that it must reach
         runtime = loaded_cuda_runtime()
         self._runtime: CudaRuntime | None = runtime
         self._has_batches = runtime is not None and runtime.has_batches
 
     @property
     def has_batches(self) -> bool:
-        """Whether many pieces are copied with one call."""
+        """Whether one call can copy many pieces."""
         return self._has_batches
 
     def copy_blocks(
@@ -436,10 +435,10 @@ class CudaCopyEngine:
         destinations: torch.Tensor,
         destination_ids: Int32Array,
     ) -> PendingCopy:
-        """Start the transfer behind the forwards that have ended, and behind all compute-stream
-        work that this engine has queued, on whichever streams.
+        """Start the transfer behind ended forwards, and behind all compute-stream work that this
+        engine has queued on any stream.
 
-        Raises RuntimeError with CUDA's words; nothing of the transfer runs any more then.
+        Raises RuntimeError with CUDA's text; no part of the transfer runs then.
         """
         copy = RowCopy(sources, source_ids, destinations, destination_ids)
         if copy.is_empty:
@@ -448,7 +447,7 @@ class CudaCopyEngine:
             marks = list(self._marks.values())
             for mark in marks:
                 self._stream.wait_event(mark)
-            if not marks:  # the pool's first zeroes may be on their way
+            if not marks:  # the pool's initial zeroing may not be done
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 try:
@@ -481,7 +480,7 @@ class CudaCopyEngine:
         self._mark()
 
     def is_compute_idle(self) -> bool:
-        """Ask the last event of every stream."""
+        """Query the last event of every stream."""
         return all(_is_over(mark) for mark in list(self._marks.values()))
 
     def close(self) -> None:
@@ -491,10 +490,10 @@ class CudaCopyEngine:
             mark.synchronize()
 
     def _mark(self) -> None:
-        """Note how far the current stream must get before a transfer begins.
+        """Record the event that the current stream must reach before a transfer begins.
 
-        A model may run on several streams, and the worker's thread on another: what one of them
-        still has to do is not forgotten because another is further.
+        A model may run on several streams, and the worker's thread on another, so each stream has
+        its own event.
         """
         stream = torch.cuda.current_stream(self._device)
         event = _make_event()
@@ -504,7 +503,7 @@ class CudaCopyEngine:
     # --- on the current stream
 
     def _start(self, copy: RowCopy) -> object:
-        """Queue the copy; return what it uses until it is over."""
+        """Queue the copy; return the objects to keep alive until it is done."""
         if copy.sources.device == copy.destinations.device:
             return self._copy_on_device(copy)
         is_from_host = copy.sources.device.type == "cpu"
@@ -527,7 +526,7 @@ class CudaCopyEngine:
         runtime.copy_pieces(copies.pieces, order, stream)
 
     def _copy_on_device(self, copy: RowCopy) -> object:
-        """Copy rows of the device: at once where no source is written, else through a copy of all
+        """Copy rows of the device: directly if no source is written, else through a copy of all
         sources."""
         sources, source_ids, destinations, destination_ids = copy
         is_apart = (
@@ -551,14 +550,14 @@ class CudaCopyEngine:
     def _upload(self, ids: np.typing.NDArray[np.integer]) -> torch.Tensor:
         """Return ids on the device, without waiting for it.
 
-        Torch's own pool of pinned memory hands a buffer out again only when the stream that reads
-        it has got there; what it holds on the device, it reuses in the stream's order.
+        Torch reuses a buffer of its pinned pool only when the reading stream has passed it, and
+        device memory in the stream's order.
         """
         pinned = torch.from_numpy(ids).pin_memory()
         return pinned.to(self._device, non_blocking=True)
 
     def _is_seen_by_kernels(self, rows: torch.Tensor) -> bool:
-        """Say whether a kernel may use the address that the host has for pinned memory."""
+        """Say whether kernels can use the host's address of pinned memory."""
         if self._runtime is None:
             return False
         address = rows.data_ptr()
@@ -566,13 +565,13 @@ class CudaCopyEngine:
 
 
 def word_bytes_of(rows: torch.Tensor) -> int:
-    """Return 8, 4, 2 or 1: the widest words that make up every row."""
+    """Return 8, 4, 2 or 1: the widest word in which all rows can be divided."""
     places = (rows.data_ptr(), rows.storage_offset(), rows.stride(0), rows.shape[1])
     return next(size for size in (8, 4, 2, 1) if all(place % size == 0 for place in places))
 
 
 def as_words(rows: torch.Tensor, word_bytes: int | None = None) -> torch.Tensor:
-    """See `(num_rows, width)` uint8 rows as wider integers: torch indexes one element at a time."""
+    """View `(num_rows, width)` uint8 rows as wider integers: torch indexes single elements."""
     dtypes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return rows.view(dtypes[word_bytes or word_bytes_of(rows)])
 
@@ -582,7 +581,7 @@ def _is_over(event: _Queryable) -> bool:
 
 
 def _copy_runs(copy: RowCopy) -> None:
-    """Queue one contiguous copy per run; rows that are not side by side go one by one."""
+    """Queue one contiguous copy per run; rows with gaps are copied one by one."""
     starts, counts = copy.runs()
     ids = copy.source_ids[starts].tolist(), copy.destination_ids[starts].tolist()
     for source, destination, count in zip(*ids, counts.tolist(), strict=True):

@@ -1,11 +1,11 @@
-"""How blocks are moved: the protocol of copy engines, and the engine for CPU memory.
+"""The protocol of copy engines, and the engine for CPU memory.
 
 *Compute-stream* work (`copy_within`, `zero_blocks`) belongs to a forward and is ordered with it.
-*Transfers* (`copy_blocks`) run concurrently with forwards, behind those that have ended; their
-caller asks whether they are done. Transfers may be started in another thread than compute-stream
-work. On CPU each happens in the call itself. Callers check ids before; engines check nothing.
+*Transfers* (`copy_blocks`) run concurrently with forwards, behind those that have ended; the caller
+checks whether they are done. Another thread than that of compute-stream work may start transfers.
+On CPU every call does its work at once. Callers validate ids; engines do not.
 
-In one call, all sources are read before any destination is written. Destinations are distinct.
+A call reads all sources before it writes any destination. Destinations are distinct.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.worker.copies.rows import ByteRows, copy_rows
 
 
 class PendingCopy(Protocol):
-    """A transfer that has been started. Whatever it reads and writes must stay alive until done."""
+    """A started transfer. Its sources and destinations must stay alive until it is done."""
 
     def is_done(self) -> bool:
         """Say whether every byte has arrived. Never blocks."""
@@ -31,10 +31,10 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Moves rows of `(num_rows, width)` uint8 tensors whose bytes of a row are contiguous.
+    """Moves rows of `(num_rows, width)` uint8 tensors whose rows are contiguous.
 
-    Where an engine `copies_at_once`, a transfer is over when its call returns: a caller that wants
-    to look at the bytes on the way may as well copy them with `RowMover`, piece by piece.
+    If an engine `copies_at_once`, a transfer is done when its call returns. Then a caller that
+    needs to read the bytes on the way can copy them with `RowMover`, piece by piece.
     """
 
     copies_at_once: bool
@@ -48,8 +48,8 @@ class CopyEngine(Protocol):
     ) -> PendingCopy:
         """Start copying row `source_ids[i]` to row `destination_ids[i]`; a transfer.
 
-        Begins behind the forwards that have ended, and what was asked of the compute stream before
-        `on_forward_end`. The caller may reuse the arrays of ids when the copy is over.
+        Begins behind ended forwards, and behind the compute-stream work before
+        `on_forward_end`. The caller may reuse the arrays of ids when the copy is done.
         """
 
     def copy_within(
@@ -61,18 +61,18 @@ class CopyEngine(Protocol):
         """Fill rows with zero bytes, on the compute stream."""
 
     def on_forward_end(self) -> None:
-        """Remember how far the compute stream must get for the last forward to be over."""
+        """Record the point that the compute stream must reach for the last forward to be done."""
 
     def is_compute_idle(self) -> bool:
-        """Say whether every forward that has ended is over on the device too. Never blocks."""
+        """Say whether every ended forward is also done on the device. Never blocks."""
 
     def close(self) -> None:
-        """Wait for everything started and give the engine's own resources back."""
+        """Wait for everything started and release the engine's resources."""
 
 
 @dataclass(frozen=True)
 class DoneCopy:
-    """A transfer that was over when the call returned."""
+    """A transfer that was done when its call returned."""
 
     def is_done(self) -> bool:
         """Return True."""
@@ -84,7 +84,7 @@ class DoneCopy:
 
 
 class CpuCopyEngine:
-    """Copies in the calling thread, which lets others run meanwhile. Keeps nothing."""
+    """Copies in the calling thread without Python's lock. Has no state."""
 
     copies_at_once = True
 
@@ -95,7 +95,7 @@ class CpuCopyEngine:
         destinations: torch.Tensor,
         destination_ids: Int32Array,
     ) -> PendingCopy:
-        """Copy now. Rows may overlap: then all sources are gathered first."""
+        """Copy now. If rows overlap, all sources are gathered first."""
         source_rows, destination_rows = _rows(sources), _rows(destinations)
         if not len(source_ids) or not source_rows.shape[1]:
             return DoneCopy()
@@ -122,14 +122,14 @@ class CpuCopyEngine:
         _rows(rows)[ids] = 0
 
     def on_forward_end(self) -> None:
-        """Do nothing: a forward on CPU is over when it returns."""
+        """Do nothing: a forward on CPU is done when it returns."""
 
     def is_compute_idle(self) -> bool:
         """Return True."""
         return True
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing: there are no resources."""
 
 
 def _rows(tensor: torch.Tensor) -> ByteRows:

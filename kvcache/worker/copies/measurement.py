@@ -1,11 +1,11 @@
 """Which copy engine a rank uses: by its device, and on CUDA by measurement.
 
-The measurement runs the engines as in service: scattered pages of several sizes, a few milliseconds
-each, and one plain copy of as many bytes. It finds the size from which on one way is faster than
-another. A worker measures when it starts; that takes a fraction of a second and compiles the
-kernel, so no step waits for it. `kvcache doctor` shows the results. Device memory is given back;
-pinned memory stays in torch's pool. A kernel is used only if it has just moved bytes correctly on
-this device. On CPU there is one way, and nothing is measured.
+The measurement uses the engines as in service: scattered pages of several sizes, a few milliseconds
+each, and one plain copy of as many bytes. It finds the size from which one method is faster than
+another. A worker measures at its start, which takes a fraction of a second and compiles the kernel,
+so no step waits for that. `kvcache doctor` shows the results. Device memory is freed; pinned memory
+stays in torch's pool. A kernel is used only if it has just moved bytes correctly on this device. On
+CPU there is one method, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ Direction = Literal["host to host", "host to device", "device to host", "device 
 Way = Literal["kernel", "copy units", "torch", "plain"]
 
 PLAIN: Way = "plain"
-"""One copy of all bytes in one piece: what the memory or the bus can do."""
+"""One copy of all bytes in one piece: the limit of the memory or the bus."""
 
 CPU_PAGE_BYTES = (256, 1024, 4096, 16384, 65536)
 CUDA_PAGE_BYTES = (4096, 16384, 65536, 262144)
 
 MAX_WAIT_S = 60.0
-"""For one copy; what takes longer will not end."""
+"""Timeout of one copy; a longer one will never end."""
 
 NOISE = 1.1
-"""Two ways that differ by less are equally fast."""
+"""Methods that differ by less are equally fast."""
 
 NEVER_BYTES = 2**62
-"""A limit that no piece reaches."""
+"""A limit above every piece."""
 
 
 @dataclass(frozen=True)
 class MeasureLimits:
-    """How much is measured. `num_bytes` are copied at a time, and at least two pages."""
+    """Limits of a measurement. `num_bytes` are copied at once, but at least two pages."""
 
     num_bytes: int = 32 * 2**20
     num_repetitions: int = 5
@@ -56,7 +56,7 @@ class MeasureLimits:
 
 @dataclass(frozen=True)
 class CopyFigure:
-    """What one way took: the least of `seconds`, for `num_bytes` in pages of `page_bytes`."""
+    """The least `seconds` of one method, for `num_bytes` in pages of `page_bytes`."""
 
     direction: Direction
     way: Way
@@ -66,7 +66,7 @@ class CopyFigure:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth; infinite where the clock saw no time go by."""
+        """Bandwidth; infinite if the clock measured no time."""
         return self.num_bytes / self.seconds if self.seconds > 0 else float("inf")
 
 
@@ -80,13 +80,13 @@ class Crossover:
     piece_bytes: int
 
     def way(self, piece_bytes: int) -> Way:
-        """Return the way for pieces of this size on average."""
+        """Return the method for pieces of this mean size."""
         return self.below if piece_bytes < self.piece_bytes else self.above
 
 
 @dataclass(frozen=True)
 class CopyMeasurement:
-    """What was measured on one device. `notes` say what could not be, and why."""
+    """The measurements of one device. `notes` say what could not be measured, and why."""
 
     device: str
     figures: tuple[CopyFigure, ...]
@@ -94,11 +94,11 @@ class CopyMeasurement:
     notes: tuple[str, ...] = field(default=())
 
     def crossover(self, direction: Direction) -> Crossover | None:
-        """Return where the ways of a direction meet, None where there is only one way."""
+        """Return the crossover of a direction, None if it has only one method."""
         return next((c for c in self.crossovers if c.direction == direction), None)
 
     def way(self, direction: Direction, page_bytes: int) -> Way:
-        """Return the way that single pages of a direction go; raises KeyError if none was
+        """Return the method for single pages in a direction; raises KeyError if none was
         measured."""
         crossover = self.crossover(direction)
         if crossover is not None:
@@ -109,17 +109,17 @@ class CopyMeasurement:
         return ways[0]
 
     def figure(self, direction: Direction, way: Way, page_bytes: int) -> CopyFigure | None:
-        """Return one figure, None if it was not measured."""
+        """Return one measurement, None if there is none."""
         wanted = direction, way, page_bytes
         found = (f for f in self.figures if (f.direction, f.way, f.page_bytes) == wanted)
         return next(found, None)
 
 
 def crossover_bytes(small: Mapping[int, float], large: Mapping[int, float]) -> int:
-    """Return the least size from which on `large` is never slower than `small`, but for noise.
+    """Return the least size from which `large` is never slower than `small`, except for noise.
 
-    Both say seconds by size, for the same sizes. 0 where `large` always wins, twice the largest
-    size where it does not win even there.
+    Both are seconds by size, for the same sizes. 0 if `large` always wins, twice the largest size
+    if it never does.
     """
     limit = 2 * max(small)
     for size in sorted(small, reverse=True):
@@ -184,7 +184,7 @@ def measure_cuda(
         figures += _measure("device to device", on_device, within, stopwatch, finish)
     for engine in (units, kernels):
         engine.close()
-    torch.cuda.empty_cache()  # the pool is going to take what is free
+    torch.cuda.empty_cache()  # the pool is about to take the free memory
     notes = [] if units.has_batches else [NO_BATCHES]
     crossovers: tuple[Crossover, ...] = ()
     if kernel is not None:
@@ -204,7 +204,7 @@ NO_BATCHES = (
 
 @dataclass(frozen=True, eq=False)
 class _Pages:
-    """Two memories of equally many pages, and which goes where: here and there, no two in a row."""
+    """Two memories of equally many pages, and the permutations between them, without runs."""
 
     sources: torch.Tensor
     source_ids: Int32Array
@@ -218,7 +218,7 @@ class _Pages:
         num_pages = max(2, limits.num_bytes // page_bytes)
         has_pinned = "cuda" in (source.type, destination.type)
         rows = [
-            torch.ones(  # zeroes may be no memory of their own yet
+            torch.ones(  # zeros may share one page
                 (num_pages, page_bytes),
                 dtype=torch.uint8,
                 device=device,
@@ -239,14 +239,14 @@ class _Pages:
 
 
 class _Stopwatch:
-    """Times work over and over; the run that was disturbed least counts."""
+    """Times work repeatedly; the least disturbed run counts."""
 
     def __init__(self, clock: Clock, limits: MeasureLimits) -> None:
         self._clock = clock
         self._num_repetitions = limits.num_repetitions
 
     def seconds(self, work: Callable[[], None]) -> float:
-        work()  # once for what is compiled, mapped or allocated first
+        work()  # once, to compile, map and allocate
         taken: list[float] = []
         for _ in range(self._num_repetitions):
             start = self._clock.now()
@@ -262,7 +262,7 @@ def _measure(
     stopwatch: _Stopwatch,
     finish: Callable[[], None],
 ) -> list[CopyFigure]:
-    """Measure every way, and the plain copy, at one size of page."""
+    """Measure every method, and the plain copy, at one page size."""
 
     def by(engine: CopyEngine) -> Callable[[], None]:
         def copy() -> None:
@@ -294,7 +294,7 @@ def _measure(
 def crossover_of(
     direction: Direction, below: Way, above: Way, figures: Sequence[CopyFigure]
 ) -> Crossover:
-    """Return where two ways of a direction meet; all figures have both at the same sizes."""
+    """Return the crossover of two methods; both were measured at the same sizes."""
     seconds: dict[Way, dict[int, float]] = {below: {}, above: {}}
     for figure in figures:
         if figure.direction == direction and figure.way in seconds:
@@ -308,7 +308,7 @@ def _sizes(usual: Sequence[int], more: Iterable[int]) -> list[int]:
 
 
 def _scattered(rng: np.random.Generator, num_pages: int) -> Int32Array:
-    """Return all pages in an order in which hardly any follows the one before it."""
+    """Return all pages in an order with hardly any consecutive ones."""
     return int32_array(rng.permutation(num_pages))
 
 
@@ -321,15 +321,15 @@ class FoundKernel:
 
 
 def make_copy_engine(device: torch.device, clock: Clock | None = None) -> CopyEngine:
-    """Return the engine for `device`; on CUDA, measures first.
+    """Return the engine for `device`; on CUDA, measure first.
 
-    Raises ConfigurationError when there is none, and what CUDA raises.
+    Raises ConfigurationError if there is no such device, and CUDA's errors.
     """
     if device.type == "cpu":
         return CpuCopyEngine()
     if device.type != "cuda":
         raise ConfigurationError(f"no copy engine for device {device}: use cpu or cuda")
-    CudaCopyEngine(device).close()  # says what is missing, before anything else is tried
+    CudaCopyEngine(device).close()  # raises early if something is missing
     found = find_kernel(device)
     if found.kernel is None:
         logger.warning("%s copies small pages without a kernel: %s", device, found.why_not)
@@ -341,7 +341,7 @@ def make_copy_engine(device: torch.device, clock: Clock | None = None) -> CopyEn
 
 
 def chosen(measurement: CopyMeasurement) -> KernelChoice:
-    """Return what the kernel is used for after a measurement: nothing where it was not there."""
+    """Return what to use the kernel for after a measurement: nothing if there is none."""
     from_host = measurement.crossover("host to device")
     on_device = measurement.crossover("device to device")
     return KernelChoice(
@@ -353,8 +353,8 @@ def chosen(measurement: CopyMeasurement) -> KernelChoice:
 def find_kernel(device: torch.device) -> FoundKernel:
     """Compile the kernel and let it copy a few rows on `device`, from the host and within it.
 
-    Whatever goes wrong there, this machine works without it: no triton, no C compiler, a chip it
-    does not know.
+    After any failure this machine works without a kernel: no triton, no C compiler, an unknown
+    chip.
     """
     try:
         from kvcache.worker.copies.triton_kernel import RowKernel
@@ -363,7 +363,7 @@ def find_kernel(device: torch.device) -> FoundKernel:
     try:
         kernel = RowKernel()
         _try(kernel, device)
-    except Exception as error:  # triton raises whatever its compiler, ours, and the driver raise
+    except Exception as error:  # triton passes on errors of compilers and of the driver
         first_line = (str(error).splitlines() or [""])[0]
         return FoundKernel(
             None,
@@ -374,7 +374,7 @@ def find_kernel(device: torch.device) -> FoundKernel:
 
 
 def _try(kernel: RowCopier, device: torch.device) -> None:
-    """Copy rows that are told apart, as wide words and as bytes; raise RuntimeError if they do not
+    """Copy distinguishable rows, as wide words and as bytes; raise RuntimeError if they do not
     arrive."""
     with torch.cuda.device(device):
         for width in (48, 7):

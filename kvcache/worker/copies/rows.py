@@ -1,9 +1,9 @@
-"""Copies rows of bytes between memories that the CPU reaches, and hashes them in the same pass.
+"""Copies rows of bytes between memories of the CPU, and hashes them in the same pass.
 
-`Side` and `RowMover` check what `move_rows`, the machine code, takes for granted. A row is read
-once: 64 bytes at a time, a *stripe*, it is written and goes into the hash, which is xxh3 with 64
-bits and no seed (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Large copies are written past the
-processor's cache, which a concurrent step needs.
+`Side` and `RowMover` check what the compiled code `move_rows` assumes. A row is read once: 64 bytes
+at a time, a *stripe*, are written and added to the hash, which is xxh3 with 64 bits and without
+seed (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). Large copies bypass the processor's cache,
+which a concurrent step needs.
 
 The kernel hashes blocks of whole stripes that are longer than `SHORTEST_HASHED`; the hash has other
 rules for shorter ones.
@@ -27,19 +27,19 @@ from kvcache.base.compiled import array_type, compiled
 
 STRIPE_BYTES = 64
 SHORTEST_HASHED = 241
-"""Bytes. Hashed in stripes from this length on."""
+"""Bytes from which blocks are hashed in stripes."""
 
 PREFETCHED_BYTES = 1 << 16
-"""While a row up to this length is copied, the next one is fetched if it lies elsewhere, and where
-its destination is looked up: the processor foresees nothing beyond a page of memory. Stored with
-its hash, both sides apart, against a plain copy: .51 with rows of 4 KiB, .77 with the first, .89
-with both; .66, .78 and .91 with 16 KiB. Fetched into its second cache: the first has no room for as
-many as are under way."""
+"""Up to this length of a row, the next row is prefetched during a copy if it is elsewhere, together
+with the address translation of its destination: the processor does not prefetch beyond a page.
+Speed of storing with hash, both sides scattered, relative to a plain copy: .51 with rows of 4 KiB,
+.77 with the first, .89 with both; .66, .78 and .91 with 16 KiB. Prefetches go to the second-level
+cache, because the first is too small for so many."""
 
 COPIED, STREAMED, ONLY_READ = range(3)
-"""What becomes of the bytes: written by way of the cache, past it, or nowhere."""
+"""How bytes are written: through the cache, past it, or not at all."""
 
-cgutils: Any = untyped_cgutils  # numba has types, these of its functions have none
+cgutils: Any = untyped_cgutils  # numba has types, but not for these functions
 
 UInt64Array = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
@@ -54,7 +54,7 @@ _STRIPES_PER_BLOCK = (len(_SECRET) - STRIPE_BYTES) // 8
 
 
 def _keys(*starts: int) -> UInt64Array:
-    """Return the 8 words of the secret from each of these places on: `(len(starts), 8)`."""
+    """Return the 8 words of the secret at each of these offsets: `(len(starts), 8)`."""
     return np.array([np.frombuffer(_SECRET, "<u8", 8, start) for start in starts])
 
 
@@ -86,10 +86,10 @@ def _all_lanes(value: int) -> Any:
 
 
 def _stripes(way: int, hashes: bool) -> Any:
-    """Make the loop over stripes that copies in one `way`, and hashes or does not.
+    """Make the loop over stripes that copies in one `way`, with or without a hash.
 
-    The loop that it makes is called with addresses: `(source, destination, ahead, num_stripes,
-    keys, lanes)`. It fetches what lies at `ahead`, 64 bytes a stripe.
+    The loop takes addresses: `(source, destination, ahead, num_stripes, keys, lanes)`. It
+    prefetches from `ahead`, 64 bytes per stripe.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
@@ -135,7 +135,7 @@ def _stripes(way: int, hashes: bool) -> Any:
 
 
 def _prefetch(builder: Any, pointer: Any) -> None:
-    """Fetch these bytes into the second cache, to be read."""
+    """Prefetch these bytes into the second-level cache, for reading."""
     numbers = [ir.Constant(_I32, number) for number in (0, 2, 1)]
     kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -143,7 +143,7 @@ def _prefetch(builder: Any, pointer: Any) -> None:
 
 
 def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no-untyped-def]
-    """Copy bytes that do not overlap, as the system's library does."""
+    """Copy bytes that do not overlap, by the system's library."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         source, destination, num_bytes = arguments
@@ -155,10 +155,11 @@ def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no
 
 
 def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
-    """Mix the lanes at an address, as behind every block, with the key at another.
+    """Mix the lanes at one address with the key at another, as at the end of every block.
 
-    All eight at once, as they are written and read elsewhere: what is read in another size than it
-    was written is waited for until it, and all that was written past the cache before, is there.
+    All eight at once, in the size in which they are written and read elsewhere. A read in another
+    size than the write would wait until that write, and all earlier writes past the cache, are
+    done.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
@@ -172,7 +173,7 @@ def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
 
 
 def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
-    """Fetch the bytes at an address, and with them the page's translation."""
+    """Prefetch the bytes at an address, and so the translation of its page."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         _prefetch(builder, builder.inttoptr(arguments[0], _I8.as_pointer()))
@@ -181,7 +182,7 @@ def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
 
 
 def _finishing(typing_context):  # type: ignore[no-untyped-def]
-    """What was written past the cache is there for other threads before anything that follows."""
+    """Make writes past the cache visible to other threads before anything that follows."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
         builder.fence("seq_cst")
@@ -199,13 +200,13 @@ _hash = _stripes(ONLY_READ, True)
 _stream = _stripes(STREAMED, False)
 
 
-# Indices, not slices of `lanes`: numba counts who refers to a slice, and counting, like all that is
-# atomic, waits until everything that was written past the cache has arrived.
+# Indices, not slices of `lanes`: numba counts references to a slice, and such an atomic operation
+# waits until all writes past the cache have arrived.
 
 
 @register_jitable
 def _hash_of(lanes: UInt64Array, row: int, num_bytes: int) -> Any:
-    """Return the hash of as many bytes, whose stripes were all hashed."""
+    """Return the hash of that many bytes; all their stripes were hashed."""
     result = np.uint64(num_bytes) * _LENGTH_PRIME
     for i in range(0, 8, 2):
         a, b = lanes[row, i] ^ _KEYS[_RESULT, i], lanes[row, i + 1] ^ _KEYS[_RESULT, i + 1]
@@ -250,13 +251,13 @@ def move_rows(  # noqa: PLR0917 (compiled code has no others)
     digests: UInt64Array,
     way: int,
 ) -> None:
-    """Copy bytes `low` to `high` of rows `first` to `end` of both ids, and hash those `is_hashed`.
+    """Copy bytes `[low, high)` of rows `[first, end)` of both ids, and hash those `is_hashed`.
 
-    From the address `destination` on there is a row every `stride` bytes; of sources, too. A block
-    is `total` bytes, of several memories maybe: a row is those from `start` on. `lanes[i - first]`
-    is kept between the calls for a block's parts, which come in order; with the last one
-    `digests[i]` is there. What is hashed or streamed has `low`, `high` and `start` between stripes;
-    what is streamed is written there.
+    Rows of the destination begin at address `destination`, `stride` bytes apart; those of sources
+    likewise. A block has `total` bytes, possibly in several memories; a row is the part from
+    `start` on. `lanes[i - first]` keeps the state between calls for a block's parts, which come in
+    order; the last call sets `digests[i]`. For hashed or streamed rows `low`, `high` and `start`
+    are between stripes, and streamed ones are aligned in the destination.
     """
     num_bytes = high - low
     key_at, lanes_at = _KEYS.ctypes.data, lanes.ctypes.data
@@ -280,7 +281,7 @@ def move_rows(  # noqa: PLR0917 (compiled code has no others)
         if start + low == 0:
             for i in range(8):
                 lanes[row, i] = _FIRST_LANES[i]
-        # The last stripe is hashed with a key of its own, and ends no block.
+        # The last stripe is hashed with another key, and ends no block.
         stripe, last = (start + low) // STRIPE_BYTES, total // STRIPE_BYTES - 1
         stripe_end = (start + high) // STRIPE_BYTES
         while stripe < stripe_end:
@@ -309,15 +310,15 @@ def move_rows(  # noqa: PLR0917 (compiled code has no others)
 
 
 def can_hash(widths: Sequence[int]) -> bool:
-    """Say whether blocks are hashed here, whose parts are as long."""
+    """Say whether the kernel can hash blocks with parts of these widths."""
     return sum(widths) >= SHORTEST_HASHED and not any(width % STRIPE_BYTES for width in widths)
 
 
 ByteRows = npt.NDArray[np.uint8]
 
 STREAMED_BYTES = 1 << 20
-"""Copies of this many bytes or more are written past the cache: they would drive out what others
-have there, and so much of them is not read soon."""
+"""Copies of at least this many bytes bypass the cache: they would evict other data, and most of
+them is not read soon."""
 
 _NO_LANES = np.empty((0, 8), np.uint64)
 _NO_DIGESTS = np.empty(0, np.uint64)
@@ -325,9 +326,9 @@ _NO_DIGESTS = np.empty(0, np.uint64)
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """Rows `ids[i]` of `(num_rows, width)` uint8, where the bytes of a row are contiguous.
+    """Rows `ids[i]` of `(num_rows, width)` uint8; each row is contiguous.
 
-    Raises IndexError for an id without a row, ValueError for rows whose bytes lie apart.
+    Raises IndexError for a missing row, ValueError for rows that are not contiguous.
     """
 
     rows: ByteRows
@@ -349,21 +350,21 @@ class Side:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every row begins, and ends, where a stripe does."""
+        """Whether every row begins and ends at a stripe."""
         address: int = self.rows.ctypes.data
         return not (address | self.rows.strides[0] | self.width) % STRIPE_BYTES
 
     def places(self) -> tuple[int, int, Int32Array]:
-        """Return what the kernel takes: the address of row 0, bytes from row to row, and ids."""
+        """Return the kernel's arguments: address of row 0, bytes from row to row, and ids."""
         ids = np.ascontiguousarray(self.ids, np.int32)
         return self.rows.ctypes.data, self.rows.strides[0], ids
 
 
 @dataclass(frozen=True, eq=False)
 class BlockHashes:
-    """Which of some blocks are hashed, and what came of it. Threads hash different ones at once.
+    """Which blocks to hash, and their hashes. Threads hash different blocks at the same time.
 
-    Shapes: `(n,)` bool and uint64. `digests[i]` is there when all parts of block `i` were hashed.
+    Shapes: `(n,)` bool and uint64. `digests[i]` is valid when all parts of block `i` were hashed.
     """
 
     is_hashed: BoolArray
@@ -371,34 +372,34 @@ class BlockHashes:
 
     @classmethod
     def of(cls, is_hashed: BoolArray) -> BlockHashes:
-        """Hash these, none yet."""
+        """Hash these blocks; none is hashed yet."""
         return cls(np.ascontiguousarray(is_hashed), np.zeros(len(is_hashed), np.uint64))
 
 
 class PieceHashes:
-    """Blocks `first` to `end`, whose parts one thread hashes in order."""
+    """Blocks `[first, end)`; one thread hashes their parts in order."""
 
     def __init__(self, hashes: BlockHashes, first: int, end: int) -> None:
-        """Hash nothing yet."""
+        """Begin without hashes."""
         self.hashes = hashes
         self.first = first
         self.end = end
-        # Of one line of the cache each.
+        # One cache line each.
         memory = np.empty(8 * (end - first) + 7, np.uint64)
         start = -memory.ctypes.data % STRIPE_BYTES // 8
         self.lanes = memory[start : start + 8 * (end - first)].reshape(-1, 8)
 
 
 class RowMover:
-    """Copies row `i` of one side to row `i` of the other. Any thread, each other rows.
+    """Copies row `i` of one side to row `i` of the other. Threads may copy different rows.
 
-    Both sides are as wide as one another. Destinations are distinct, and no source is one.
+    Both sides have the same width. Destinations are distinct, and none is a source.
     """
 
     def __init__(self, source: Side, destination: Side, start: int = 0, total: int = 0) -> None:
-        """Copy nothing yet. Rows are the part from `start` on of blocks of `total` bytes.
+        """Prepare a copy. Rows are the part from `start` on of blocks of `total` bytes.
 
-        Raises ValueError where the sides differ.
+        Raises ValueError if the sides differ.
         """
         if source.width != destination.width:
             raise ValueError(f"rows of {source.width} bytes to rows of {destination.width}")
@@ -410,20 +411,20 @@ class RowMover:
         self._start = start
         self._total = total
         self._way = STREAMED if is_streamed else COPIED
-        self._memories = source.rows, destination.rows  # while there are addresses of theirs
+        self._memories = source.rows, destination.rows  # keeps their addresses valid
         self._from, self._to = source.places(), destination.places()
         self._not_hashed = np.zeros(len(source.ids), np.bool_)
 
     def copy(self, first: int, end: int, low: int, high: int) -> None:
-        """Copy bytes `low` to `high` of these rows."""
+        """Copy bytes `[low, high)` of these rows."""
         bounds = (first, end, low, high, 0, 0)
         move_rows(
             *self._from, *self._to, *bounds, self._not_hashed, _NO_LANES, _NO_DIGESTS, self._way
         )
 
     def copy_hashed(self, piece: PieceHashes, low: int, high: int) -> None:
-        """Copy bytes `low` to `high` of a piece's rows, and hash those that are. `low` is between
-        stripes, and blocks are such that the kernel can hash."""
+        """Copy bytes `[low, high)` of a piece's rows, and hash those that need it. `low` is between
+        stripes, and the kernel can hash the blocks."""
         bounds = (piece.first, piece.end, low, high, self._start, self._total)
         hashes = piece.hashes
         move_rows(
@@ -444,8 +445,8 @@ def copy_rows(sources: ByteRows, source_ids: Int32Array, to: ByteRows, ids: Int3
 
 
 def hashes_of_rows(parts: Sequence[ByteRows], ids: Int32Array) -> UInt64Array:
-    """Return the hash of each block: row `i` of every part, in order. `can_hash` said so of their
-    widths. Nothing is copied."""
+    """Return the hash of each block: row `i` of every part, in order. `can_hash` must be true of
+    their widths. Copies nothing."""
     hashes = BlockHashes.of(np.ones(len(ids), np.bool_))
     piece = PieceHashes(hashes, 0, len(ids))
     start, total = 0, sum(part.shape[1] for part in parts)

@@ -1,8 +1,8 @@
-"""Where copy tasks run: in a second thread, or in the worker's own.
+"""Runs copy tasks in a second thread, or in the worker's own.
 
-transfers.py submits tasks and asks which have ended. Only `wait` and `close` block, and both have a
-deadline. The number of waiting tasks is not bounded here: each uses its host slots or, a load, its
-device blocks, and the coordinator gives neither to two jobs.
+transfers.py submits tasks and checks which have ended. Only `wait` and `close` block, with a
+deadline. The number of waiting tasks needs no limit: each uses its own host slots or, for a load,
+its own device blocks, and the coordinator gives them to one job only.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvcache.worker.copies.task import CopyResult, CopyTask
 logger = get_logger(__name__)
 
 POLL_S = 0.0005
-"""How often a copy that another device carries out is asked whether it is done."""
+"""How often to check a copy that another device executes."""
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedCopy:
-    """A task that has ended, by the copy that `submit` returned."""
+    """An ended task; `copy` is what `submit` returned."""
 
     copy: PendingCopy
     result: CopyResult
 
 
 class _RunningTask:
-    """A task under way, and how far it is."""
+    """A task in progress."""
 
     def __init__(self, task: CopyTask) -> None:
         self.task = task
@@ -56,7 +56,7 @@ class _RunningTask:
         return self.copied.wait(timeout_s)
 
     def advance(self, pool: CopyPool = INLINE) -> bool:
-        """Begin it if it may, for `pool` to copy; say whether it is copied."""
+        """Begin it if possible, with `pool` for copying; return whether it is copied."""
         if not self.has_begun and self.task.can_begin():
             self.has_begun = True
             self.task.begin(pool)
@@ -66,7 +66,7 @@ class _RunningTask:
 
 
 class _InlineTask(_RunningTask):
-    """A job that its caller advances."""
+    """A task that its caller advances."""
 
     def is_done(self) -> bool:
         """See `PendingCopy.is_done`."""
@@ -82,14 +82,13 @@ class _InlineTask(_RunningTask):
 
 
 class InlineCopies:
-    """Carries tasks out in the calling thread: the same each time for the same calls.
+    """Runs tasks in the calling thread; equal calls give equal results.
 
-    Each begins in its turn, or behind what it waits for, and ends when it is over, whatever the
-    others do.
+    A task begins in its turn, or after the copies it waits for, and ends independently of others.
     """
 
     def __init__(self) -> None:
-        """Nothing is under way."""
+        """Begin without tasks."""
         self._tasks: list[_InlineTask] = []
 
     def submit(self, task: CopyTask) -> PendingCopy:
@@ -100,12 +99,12 @@ class InlineCopies:
         return running
 
     def go_on(self) -> None:
-        """Look again whether tasks may begin: something else that they wait for is over."""
+        """Check again whether tasks can begin: something they wait for is done."""
         for running in self._tasks:
             running.advance()
 
     def pause(self) -> None:
-        """Do nothing: the caller copies here."""
+        """Do nothing: the caller copies."""
 
     @property
     def has_finished(self) -> bool:
@@ -119,14 +118,14 @@ class InlineCopies:
         return [FinishedCopy(running, running.task.finish()) for running in ended]
 
     def close(self, timeout_s: float) -> bool:
-        """Begin nothing more; say whether what had begun was over within `timeout_s`."""
+        """Begin no more tasks; return whether the running ones ended within `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         begun = [running for running in self._tasks if running.has_begun]
         return all(running.wait(max(0.0, end_s - time.monotonic())) for running in begun)
 
 
 class CopyThread:
-    """Carries tasks out in a thread of its own, which ends with `close` or the process.
+    """Runs tasks in its own thread, which ends with `close` or the process.
 
     `submit`, `has_finished`, `take_finished` and `close` are for one other thread.
     """
@@ -138,7 +137,7 @@ class CopyThread:
         priority: CopyPriority = "normal",
         num_threads: int = 1,
     ) -> None:
-        """Start a thread with the first task; `on_finished` is called in it when one has ended.
+        """The first task starts the thread, which calls `on_finished` when a task has ended.
         `num_threads` copy one task together."""
         self._on_finished = on_finished
         self._priority: CopyPriority = priority
@@ -154,7 +153,7 @@ class CopyThread:
         if self._thread.ident is None:
             try:
                 self._thread.start()
-            except RuntimeError as error:  # the next task tries again
+            except RuntimeError as error:  # the next task tries to start it again
                 problem = f"no thread to copy in ({error}): raise the limit of threads"
                 running.copied.set()
                 self._tell(running, CopyResult(problem))
@@ -167,7 +166,7 @@ class CopyThread:
         self._submitted.put(None)
 
     def pause(self) -> None:
-        """Let no other piece be copied for a moment: the caller is wanted at once. Any thread."""
+        """Start no other piece for a moment, because the caller has work. Any thread."""
         self._pool.pause()
 
     @property
@@ -201,7 +200,7 @@ class CopyThread:
             self._pool.close()
 
     def _take_submitted(self, timeout_s: float | None) -> Iterator[_RunningTask]:
-        """Yield what has been submitted; wait for it, or for a sign, at most `timeout_s`."""
+        """Yield submitted tasks; wait for them, or for a signal, at most `timeout_s`."""
         while True:
             try:
                 running = self._submitted.get(timeout=timeout_s)
@@ -212,14 +211,14 @@ class CopyThread:
             timeout_s = 0.0
 
     def _advance(self, running: _RunningTask) -> bool:
-        """Take a task further; say whether it is over. Never raises."""
+        """Advance a task; return whether it has ended. Never raises."""
         if self._is_closing and not running.has_begun:
             return True
         try:
             if not running.advance(self._pool):
                 return False
             result = running.task.finish()
-        except Exception as error:  # a device that has failed says so on every call
+        except Exception as error:  # a failed device raises on every call
             logger.exception("a copy cannot be followed: it counts as failed")
             result = CopyResult(f"the copy engine failed: {type(error).__name__}: {error}")
             running.copied.set()
@@ -230,7 +229,7 @@ class CopyThread:
         self._finished.append(FinishedCopy(running, result))
         try:
             self._on_finished()
-        except Exception:  # the listener also polls, only less soon
+        except Exception:  # the listener also polls, but later
             logger.exception("the end of a copy could not be reported")
 
 

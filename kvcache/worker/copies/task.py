@@ -1,8 +1,8 @@
-"""One store or load: it copies the bytes in pieces, and takes or compares their checksums.
+"""One store or load: copies bytes in pieces, and computes or compares their checksums.
 
 transfers.py makes a task and reads its result in the worker's thread; everything else happens in
-the thread of runner.py. A task sees memory and ids only. If the CPU reaches both sides,
-`CpuBlockMove` copies and hashes in one pass. A task never raises: the result says what went wrong.
+the thread of runner.py. A task knows only memory and ids. If the CPU reaches both sides,
+`CpuBlockMove` copies and hashes in one pass. A task never raises: its result has the error.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvcache.worker.host_memory.labels import NO_CHECKSUM
 _Item = TypeVar("_Item")
 
 PIECE_BYTES = 1 << 26
-"""Asked of an engine at once: large enough for one call to describe many copies."""
+"""Blocks per call of an engine: enough for one call to describe many copies."""
 
 HELPED_PIECES = 4
-"""Moves of fewer pieces are copied by one thread: another would wake up when they are over."""
+"""One thread copies moves of fewer pieces: another would wake up too late."""
 
 CPU_PIECE_BYTES = 1 << 19
-"""Copied at once; between pieces copies give way. A tenth of a millisecond or less."""
+"""Bytes copied at once; copies give way between pieces. A tenth of a millisecond or less."""
 
 
 class HostRows(Protocol):
@@ -50,14 +50,14 @@ class HostRows(Protocol):
         """Bytes of one slot over all tensors."""
 
     def pieces(self, tensor_index: int, slots: Int32Array) -> list[Int32Array]:
-        """Return the places in `slots`, divided so that no copy crosses what is registered."""
+        """Return the places in `slots`, divided so that no copy crosses a registered piece."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMove:
-    """Which bytes: `block_ids[i]` of the device's rows and `slots[i]` of the host's tensors.
+    """The bytes to move: `block_ids[i]` of the device's rows and `slots[i]` of the host's tensors.
 
-    Shapes: `(n,)`. `rows[k]` is `(num_blocks, width)` uint8, tensor `k` of `host` as wide.
+    Shapes: `(n,)`. `rows[k]` is `(num_blocks, width)` uint8; tensor `k` of `host` has that width.
     """
 
     rows: Sequence[torch.Tensor]
@@ -68,10 +68,10 @@ class BlockMove:
 
 
 class CpuBlockMove:
-    """Copies a move piece by piece, each of some blocks, and hashes the bytes."""
+    """Copies a move in pieces of some blocks, and hashes the bytes."""
 
     def __init__(self, move: BlockMove, is_hashed: BoolArray, pool: CopyPool) -> None:
-        """Check the ids, at least one; copy nothing yet. `is_hashed[i]` says whether block `i` is
+        """Check the ids, at least one, without copying. `is_hashed[i]` says whether block `i` is
         hashed. `pool` copies, and gives way between pieces.
 
         Raises ValueError if the arrays differ in length."""
@@ -97,17 +97,17 @@ class CpuBlockMove:
         self._step = min(len(is_hashed), max(1, CPU_PIECE_BYTES // max(self._widths, default=1)))
 
     def run(self) -> Int64Array:
-        """Copy everything; return the checksums of the blocks that are hashed, in order."""
+        """Copy everything; return the checksums of the hashed blocks, in order."""
         starts = range(0, len(self._hashes.is_hashed), self._step)
         waiting = deque(starts)
 
         def copy_pieces() -> None:
-            """Copy while pieces are left: a thread with less of a processor copies less."""
+            """Copy while pieces are left: a thread with less processor time copies less."""
             try:
                 for start in _take_each(waiting):
                     self.copy_piece(start)
             except Exception:
-                waiting.clear()  # no thread goes on
+                waiting.clear()  # stop the other threads
                 raise
 
         if len(starts) >= HELPED_PIECES:
@@ -117,7 +117,7 @@ class CpuBlockMove:
         return as_checksums(self._hashes.digests[self._hashes.is_hashed])
 
     def copy_piece(self, first: int) -> None:
-        """Copy the piece that begins with this block, a tensor's rows after another's."""
+        """Copy the piece that begins with this block, one tensor after the other."""
         end = min(first + self._step, len(self._hashes.is_hashed))
         piece = PieceHashes(self._hashes, first, end)
         for mover, width in zip(self._movers, self._widths, strict=True):
@@ -132,7 +132,7 @@ class CpuBlockMove:
             self._hash(range(first, end))
 
     def _hash(self, places: Sequence[int]) -> None:
-        """Hash blocks that the kernel does not: odd or short ones."""
+        """Hash odd or short blocks, which the kernel cannot."""
         hashes = self._hashes
         for place in places:
             if hashes.is_hashed[place]:
@@ -143,7 +143,7 @@ class CpuBlockMove:
 
 
 def _take_each(waiting: deque[_Item]) -> Iterator[_Item]:
-    """Yield items until none is left; each goes to one of the threads that ask."""
+    """Yield items until none is left; each goes to one of the calling threads."""
     while True:
         try:
             taken = waiting.popleft()
@@ -162,10 +162,10 @@ class Comparison:
 
 @dataclass(frozen=True, eq=False)
 class CopyResult:
-    """How a task ended. `problem` is empty when all bytes are there.
+    """How a task ended. `problem` is empty if all bytes have arrived.
 
-    `wrong` are the places whose bytes were not what was stored, `found` their checksums.
-    `checksums` of a store are of its slots, `NO_CHECKSUM` where none was to be taken.
+    `wrong`: places whose bytes differ from the stored ones, `found`: their checksums.
+    `checksums` of a store are those of its slots, `NO_CHECKSUM` if none was computed.
     """
 
     problem: str = ""
@@ -184,15 +184,14 @@ class _Piece:
 
 
 class CopyTask:
-    """One store or load. One thread at a time uses it, in this order:
+    """One store or load. Used by one thread at a time, in this order:
 
-    can_begin ──▶ begin ──▶ is_copied, until so ──▶ finish
+    can_begin ──▶ begin ──▶ is_copied, until true ──▶ finish
 
-    A store with `takes_checksums` returns the checksums of the bytes it wrote. A load with a
+    With `takes_checksums`, a store returns the checksums of the bytes it wrote. A load with a
     `comparison` leaves no byte of a wrong slot in a block. If an engine copies, the task compares
-    slots before, and copies nothing more once one is wrong. If the CPU copies, it hashes the bytes
-    in the same pass, and zeroes wrong blocks: no forward reads a load's blocks before it is
-    over.
+    slots first, and stops copying at the first wrong one. If the CPU copies, it hashes the bytes in
+    the same pass, and zeroes wrong blocks: no forward reads a load's blocks before its end.
     """
 
     def __init__(
@@ -204,7 +203,7 @@ class CopyTask:
         comparison: Comparison | None = None,
         after: Sequence[PendingCopy] = (),
     ) -> None:
-        """Move nothing yet; begin when `after` are over."""
+        """Set up the task; it may begin when `after` are done."""
         self._move = move
         self._engine = engine
         self._takes_checksums = takes_checksums
@@ -213,7 +212,7 @@ class CopyTask:
         self._host_rows = [tensor.numpy() for tensor in move.host.tensors]
         self._pieces: list[_Piece] = []
         self._checksums = np.full(len(move.slots), NO_CHECKSUM, dtype=np.int64)
-        # Of a store all or none, of a load those that are compared.
+        # A store hashes all or none, a load those to compare.
         self._is_hashed = np.full(len(move.slots), takes_checksums)
         if comparison is not None:
             self._is_hashed = comparison.is_chosen
@@ -222,11 +221,11 @@ class CopyTask:
         self._problem = ""
 
     def can_begin(self) -> bool:
-        """Say whether everything that must be over before is over. Never blocks."""
+        """Say whether everything that must be done before is done. Never blocks."""
         return all(copy.is_done() for copy in self._after)
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until that is so, at most `timeout_s`; say whether it is."""
+        """Block until it can begin, at most `timeout_s`; return whether it can."""
         return _wait_all(self._after, timeout_s)
 
     def begin(self, pool: CopyPool = INLINE) -> None:
@@ -238,7 +237,7 @@ class CopyTask:
                 self._copy_on_cpu(pool)
             else:
                 self._start_all()
-        except Exception as error:  # the thread that runs this has other tasks
+        except Exception as error:  # the running thread has other tasks
             self._problem = f"the copy engine failed: {error}"
 
     def is_copied(self) -> bool:
@@ -246,11 +245,11 @@ class CopyTask:
         return all(piece.is_done() for piece in self._pieces)
 
     def wait_copied(self, timeout_s: float) -> bool:
-        """Block until that is so, at most `timeout_s`; say whether it is."""
+        """Block until it is copied, at most `timeout_s`; return whether it is."""
         return _wait_all([copy for piece in self._pieces for copy in piece.copies], timeout_s)
 
     def finish(self) -> CopyResult:
-        """Take the checksums that are missing, and return how it ended. It is copied."""
+        """Compute missing checksums, and return how it ended. Everything is copied."""
         try:
             if not self._problem:
                 for piece in self._pieces:
@@ -264,7 +263,7 @@ class CopyTask:
             self._checksums,
         )
 
-    # --- where the processor copies
+    # --- if the processor copies
 
     def _copy_on_cpu(self, pool: CopyPool) -> None:
         """Copy everything now, and hash each piece while it is in the processor's cache."""
@@ -281,7 +280,7 @@ class CopyTask:
         for rows in self._move.rows if self._wrong else ():
             rows.numpy()[self._move.block_ids[self._wrong]] = 0
 
-    # --- where an engine does
+    # --- if an engine copies
 
     def _start_all(self) -> None:
         for places in self._places():
@@ -329,7 +328,8 @@ class CopyTask:
         self._found += found[is_wrong].tolist()
 
     def _take_checksums(self, piece: _Piece) -> None:
-        """Take those of a piece that has arrived in host memory, if that was not done before."""
+        """Compute the checksums of a piece that has arrived in host memory, if that is still to
+        do."""
         missing = self._checksums[piece.places] == NO_CHECKSUM
         if self._takes_checksums and missing.any():
             self._checksums[piece.places] = self._hash(self._move.slots[piece.places])

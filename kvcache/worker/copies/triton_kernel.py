@@ -1,9 +1,8 @@
 """A kernel that copies rows: many small pages with one launch.
 
-`cuda.py` uses it for pages below a measured size, from pinned host memory (read through its device
-address) and within a device. It is imported only where triton is. It never writes host memory:
-posted writes over the bus are slow, and cannot be told apart from other work when they fail.
-Callers check ids.
+`cuda.py` uses it for pages below a measured size, from pinned host memory (through its device
+address) and within a device. It is imported only if triton exists. It never writes host memory:
+posted writes over the bus are slow, and their failures cannot be attributed. Callers validate ids.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import triton
 import triton.language as tl
 
 BLOCK_ELEMENTS = 1024
-"""What one program moves at a time, 8 bytes each in wide words: 128 threads, 4 requests of 16 bytes
-under way in each."""
+"""What one program moves at once, in wide words of 8 bytes: 128 threads with 4 requests of 16 bytes
+in flight each."""
 
 WORD_BYTES = 16
-"""Rows that are multiples of it, and lie on multiples, move as wide words; others byte by byte."""
+"""Aligned rows of a multiple of this length move as wide words, others byte by byte."""
 
 LINK_BYTES = 256 * 1024
-"""Under way at once over the bus: enough to fill it (its bandwidth times a few microseconds), in as
-few programs as will do, so that most of the device is left to the model."""
+"""Requests in flight over the bus: enough to fill it (bandwidth times a few microseconds), in as
+few programs as possible, so that most of the device is left to the model."""
 
 MAX_PROGRAMS = 512
 """Programs of a copy within the device, and the most over the bus."""
@@ -45,7 +44,7 @@ def _copy_rows(  # noqa: PLR0917 (a kernel has no keywords of its own)
 ) -> None:
     """Copy parts of rows: item `i` is part `i % num_parts` of row `i // num_parts`.
 
-    Width and strides count units of `UNIT` elements, so that the compiler sees what is aligned.
+    Width and strides count units of `UNIT` elements, which shows the compiler their alignment.
     """
     first = tl.program_id(0).to(tl.int64)
     for item in range(first, num_items, tl.num_programs(0)):
@@ -60,11 +59,11 @@ def _copy_rows(  # noqa: PLR0917 (a kernel has no keywords of its own)
 
 _NUMBERS = ("num_items", "num_parts", "width", "source_stride", "destination_stride")
 _IDS = ("source_ids", "destination_ids")
-"""Compiled for once: a kernel for each kind of number would be compiled while steps wait."""
+"""Compiled once: a variant per kind of number would be compiled while steps wait."""
 
 
 class RowKernel:
-    """The compiled kernel. With `TRITON_INTERPRET=1` when it is made, it runs on CPU tensors."""
+    """The compiled kernel. If `TRITON_INTERPRET=1` at construction, it runs on CPU tensors."""
 
     def __init__(self) -> None:
         """Make the kernel; it is compiled when it first runs."""
@@ -80,9 +79,9 @@ class RowKernel:
     ) -> None:
         """Queue copies of rows of `(num_rows, width)` uint8 tensors on the current stream.
 
-        Ids are int32 tensors on the device of `destinations`. No row is both read and written, no
-        row is written twice. Sources on the host are pinned. Raises what triton raises when it
-        cannot compile or launch.
+        Ids are int32 tensors on the device of `destinations`. No row is both read and written, and
+        none is written twice. Sources on the host are pinned. Raises triton's errors if it cannot
+        compile or launch.
         """
         num_rows, width = len(source_ids), sources.shape[1]
         if not num_rows or not width:
@@ -111,10 +110,10 @@ class RowKernel:
 
 
 def _is_wide(rows: torch.Tensor) -> bool:
-    """Say whether every row starts on a multiple of a word and is as long."""
+    """Say whether every row starts at a multiple of a word and consists of whole words."""
     places = (rows.data_ptr(), rows.storage_offset(), rows.stride(0), rows.shape[1])
     return all(place % WORD_BYTES == 0 for place in places)
 
 
-# A typed name for a decorator that has no types of its own.
+# A typed name for a decorator without types.
 _jit: Callable[..., Callable[[Callable[..., None]], Any]] = triton.jit
