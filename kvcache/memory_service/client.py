@@ -1,7 +1,7 @@
 """The worker's client of its node's memory service.
 
-A worker that starts asks for the memory of the worker before it. Every call has a deadline. The
-client does not wait for a memory service that is absent.
+A new worker asks for the memory of its predecessor. Every call has a deadline. The client does not
+wait for a memory service that is absent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvcache.base.errors import (
 from kvcache.memory_service.protocol import is_trusted, make_socket, receive, send, socket_name
 
 RETRY_S = 0.01
-"""How long after an attempt to connect that found no room the next one is made."""
+"""Pause after an attempt to connect that found no room."""
 
 
 @dataclass(frozen=True)
 class MemoryServiceAddress:
-    """Where the node's memory service listens (`unix:@name`), and the cluster whose memory it
+    """The endpoint of the node's memory service (`unix:@name`), and the cluster whose memory it
     keeps."""
 
     address: str
@@ -44,26 +44,25 @@ class MemoryServiceAddress:
 
 
 def segment_name(cluster: str, rank: int) -> str:
-    """Return the name under which a memory service has the memory of a rank."""
+    """Return the name of a rank's memory in the memory service."""
     return f"{cluster}/rank{rank}"
 
 
 class MemoryServiceClient:
-    """Asks the memory service at an address; a connection for each question.
+    """Asks the memory service at an address, with one connection per question.
 
-    Every method raises NotRunningError (no memory service there, or somebody else's),
-    DeadlineError, or ClusterError for what the memory service refuses and for an answer that makes
-    no sense.
+    Every method raises NotRunningError (no memory service, or another user's), DeadlineError, or
+    ClusterError for a refusal or an invalid answer.
     """
 
     def __init__(self, address: str, timeout_s: float = 5.0) -> None:
-        """Ask at `address`; nothing is connected yet."""
+        """Ask at `address`. Connects later."""
         self._address = address
         self._name = socket_name(address)
         self._timeout_s = timeout_s
 
     def attach(self, name: str) -> int | None:
-        """Return a descriptor of the memory that is kept under `name`, None if there is none.
+        """Return a descriptor of the memory kept under `name`, None if there is none.
 
         The caller closes it.
         """
@@ -77,17 +76,18 @@ class MemoryServiceClient:
         return {str(name): int(number) for name, number in values[0]}
 
     def put(self, name: str, descriptor: int) -> None:
-        """Have this memory kept under `name`, in place of what was. The descriptor stays open."""
+        """Make the service keep this memory under `name`, replacing older memory. The descriptor
+        stays open."""
         self._ask("put", name, descriptor)
 
     def drop(self, name: str) -> None:
-        """Have nothing kept under `name` any more."""
+        """Make the service drop the memory under `name`."""
         self._ask("drop", name)
 
     def _ask(
         self, verb: str, name: str, descriptor: int | None = None
     ) -> tuple[Sequence[Any], int | None]:
-        """Return what else a good answer says, and the descriptor that came with it."""
+        """Return the other values of a successful answer, and its descriptor."""
         with make_socket(self._timeout_s) as connected:
             try:
                 self._connect(connected)
@@ -119,7 +119,7 @@ class MemoryServiceClient:
         )
 
     def _connect(self, connected: socket.socket) -> None:
-        """Connect; while too many others wait to be accepted, try again. Raises OSError."""
+        """Connect; try again while too many connections wait. Raises OSError."""
         give_up_s = time.monotonic() + self._timeout_s
         while True:
             try:

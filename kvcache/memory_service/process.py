@@ -1,8 +1,8 @@
-"""The memory service in a process of its own, for engines that have no cluster, and its start.
+"""The memory service in its own process, for engines without a cluster; and its start.
 
-The first engine on a node that needs it starts it, in a session of its own, so that the signals
-that end the engine do not reach it. It ends when told (`--end`), and by itself once nobody has used
-what it keeps for a time. Refuses to share an address: of two that start at once, one ends.
+The first engine on a node starts it, in a separate session, so that signals that end the engine do
+not reach it. It ends on `--end`, or when its memory has been unused for a time. Two services never
+share an address: of two that start at once, one ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ensure_service(address: str, idle_s: float) -> None:
     started = subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd="/"
     )
-    # Waited for, so that it is no zombie when it ends before this process.
+    # Waited for, so that it does not become a zombie if it ends before this process.
     threading.Thread(target=started.wait, name="kvcache-memory-service", daemon=True).start()
     give_up_s = time.monotonic() + START_S
     while not _answers(client):
@@ -64,7 +64,7 @@ def ensure_service(address: str, idle_s: float) -> None:
 
 
 def serve(address: str, idle_s: float) -> None:
-    """Keep memory at `address` until nobody has used any for `idle_s`.
+    """Keep memory at `address` until it has been unused for `idle_s`.
 
     Raises AlreadyRunningError.
     """
@@ -97,7 +97,7 @@ def end(address: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve, or end the memory service that serves; return the exit status."""
+    """Serve, or end the running memory service; return the exit status."""
     parser = argparse.ArgumentParser(
         "python -m kvcache.memory_service.process", description=__doc__
     )
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             serve(chosen.address, chosen.idle_s)
     except AlreadyRunningError:
-        return 0  # the other one serves
+        return 0  # another one serves
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,14 +1,14 @@
-"""What a worker and the memory service of its node say to each other, and whom they believe.
+"""The messages between a worker and its node's memory service, and how both authenticate.
 
-Below both ends. One request for each connection, one answer; a message is one packet of msgpack,
-and a descriptor travels with it. The address is an abstract Unix socket: no file is left, a
-second memory service is refused, and as everybody can see such a name, both ends ask the kernel
-whose process the other one is.
+One request and one answer per connection. A message is one packet of msgpack; a descriptor travels
+with it. The address is an abstract Unix socket: no file remains, and a second memory service is
+refused. Every user can see such a name, so both ends ask the kernel which process and user is at
+the other end.
 
-    attach, name               answered with the descriptor, or without one: nothing is kept
-    put, name, + descriptor    kept from now on, in place of what was
-    drop, name                 not kept any more
-    list, prefix               answered with the names that begin so, and which memory each is
+    attach, name               returns the descriptor, or none if nothing is kept
+    put, name, + descriptor    keeps the memory, replacing older memory
+    drop, name                 drops the memory
+    list, prefix               returns the names with the prefix, and the number of each memory
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROOT = 0
 
 
 def socket_name(address: str) -> bytes:
-    """Return what to bind or connect to for `unix:@name`; raises ConfigurationError."""
+    """Return the socket name of `unix:@name`; raises ConfigurationError."""
     name = b"\0" + address.removeprefix(ADDRESS_SCHEME).encode()
     if not address.startswith(ADDRESS_SCHEME) or not 1 < len(name) <= MAX_ADDRESS_BYTES:
         raise ConfigurationError(
@@ -52,21 +52,21 @@ def socket_name(address: str) -> bytes:
 
 
 def make_socket(timeout_s: float) -> socket.socket:
-    """Return a socket that keeps packets apart, with a deadline for every call."""
+    """Return a packet socket with a deadline for every call."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(timeout_s)
     return made
 
 
 def lock_owner(descriptor: int) -> int:
-    """Return the process that has taken this memory for itself, 0 if none has."""
+    """Return the process that uses this memory, 0 if none does."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, process_id = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return 0 if kind == fcntl.F_UNLCK else int(process_id)
 
 
 def memory_number(descriptor: int) -> int:
-    """Return the number of the memory, the same in every process; other memory has another."""
+    """Return the number of the memory: unique, and the same in every process."""
     return os.fstat(descriptor).st_ino
 
 
@@ -87,9 +87,9 @@ def send(connected: socket.socket, values: list[Any], descriptor: int | None = N
 
 
 def receive(connected: socket.socket) -> tuple[list[Any], int | None]:
-    """Receive one packet; return its values and the descriptor that came with it, the caller's now.
+    """Receive one packet; return its values and its descriptor, which the caller then owns.
 
-    Raises OSError, MalformedMessageError, VersionMismatchError; no descriptor is left open then.
+    Raises OSError, MalformedMessageError, VersionMismatchError; no descriptor stays open then.
     """
     data, ancillary, flags, _ = connected.recvmsg(
         MAX_PACKET_BYTES, socket.CMSG_SPACE(2 * _DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
@@ -112,7 +112,7 @@ def receive(connected: socket.socket) -> tuple[list[Any], int | None]:
 
 
 def _peer(connected: socket.socket) -> tuple[int, int]:
-    """Return process and user at the other end, as the kernel says."""
+    """Return process and user at the other end, from the kernel."""
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, user_id, _ = _CREDENTIALS.unpack(packed)
     return process_id, user_id

@@ -1,10 +1,9 @@
 """The memory service of a node: holds the memory of workers that come and go.
 
-A plain class with a thread of its own, for a process that lives as long as the cluster. It holds
-descriptors and never maps them, so that the memory is as safe as this process is alive, and gone
-when the last process that has it is. Processes of the same user are served, one question for each
-connection; what is kept is bounded, and so are the connections that have not asked yet. Refuses to
-know what the memory holds.
+A plain class with its own thread, for a process that lives as long as the cluster. It holds
+descriptors and never maps the memory: the memory exists until the last process that has it ends. It
+serves processes of the same user, one question per connection. The kept memory is limited, and so
+are connections without a question. It never reads the memory.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ from kvcache.specs import require_count
 logger = get_logger(__name__)
 
 BACKLOG = 1024
-"""Connections that the system holds until they are accepted."""
+"""Connections that the system queues until they are accepted."""
 
 MAX_SILENT = 256
-"""Connections that have not asked yet. The oldest is cut off for a new one."""
+"""Limit of connections without a question. The oldest is closed for a new one."""
 
 ACCEPTED_AT_ONCE = 64
 
 WAIT_S = 0.2
-"""How long the thread waits for a connection before it looks whether it shall end."""
+"""How long the thread waits for a connection before it checks whether to end."""
 
 
 @dataclass(frozen=True)
 class MemoryServiceStatistics:
-    """What is kept, under which names, and what became of questions so far.
+    """The kept memory by name, and counts of questions.
 
-    `num_refused`: questions that could not be answered, and connections that asked nothing in time.
-    `loop`: the thread that answers.
+    `num_refused`: questions that could not be answered, and connections without a question in time.
+    `loop`: the answering thread.
     """
 
     num_segments: int
@@ -73,14 +72,14 @@ class _Kept:
 
 
 class HostMemoryService:
-    """Keeps at most `max_segments` descriptors of `max_bytes` together, by name."""
+    """Keeps at most `max_segments` descriptors of at most `max_bytes` together, by name."""
 
     def __init__(
         self, address: str, *, max_segments: int, max_bytes: int, timeout_s: float = 5.0
     ) -> None:
         """Bind to `address` (`unix:@name`); `serve` answers. A connection has `timeout_s` to ask.
 
-        Raises AlreadyRunningError if somebody listens there, ConfigurationError.
+        Raises AlreadyRunningError if the address is in use, ConfigurationError if it is invalid.
         """
         require_count("max_segments", max_segments)
         require_count("max_bytes", max_bytes)
@@ -90,7 +89,7 @@ class HostMemoryService:
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
         self._num_answered = self._num_refused = 0
-        self._silent: dict[socket.socket, float] = {}  # until when they may ask; the oldest first
+        self._silent: dict[socket.socket, float] = {}  # deadline of the question; the oldest first
         self._accept_again_s = 0.0
         self._loop = ServingLoop("kvcache-memory-service", self._turn)
         self._listener = make_socket(0.0)
@@ -107,11 +106,11 @@ class HostMemoryService:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Start the thread that answers. May be called once."""
+        """Start the answering thread. Call it once."""
         self._loop.start()
 
     def ensure_serving(self) -> None:
-        """Start the thread again should it have ended by itself."""
+        """Start the thread again if it has ended by an error."""
         self._loop.ensure_running()
 
     def statistics(self) -> MemoryServiceStatistics:
@@ -127,12 +126,12 @@ class HostMemoryService:
             )
 
     def is_used(self) -> bool:
-        """Say whether a living process has taken any of the memory for itself."""
+        """Say whether a living process uses any of the memory."""
         with self._lock:
             return any(lock_owner(kept.descriptor) for kept in self._kept.values())
 
     def close(self) -> None:
-        """Answer nothing more, and let go of everything. May be called again."""
+        """Stop answering, and close everything. Repeatable."""
         self._loop.stop()
         self._loop.join(self._timeout_s + 2 * WAIT_S)
         for connected in self._silent:
@@ -148,7 +147,7 @@ class HostMemoryService:
     # --- the thread
 
     def _turn(self) -> None:
-        """Wait for connections and questions, and serve those that are there."""
+        """Wait for connections and questions, and serve those that have arrived."""
         now_s = time.monotonic()
         wait_s = WAIT_S
         if self._silent:
@@ -194,7 +193,7 @@ class HostMemoryService:
         self._forget(connected)
 
     def _take(self, connected: socket.socket) -> None:
-        """Answer a connection's question if it is there, and end the connection then."""
+        """If a connection's question has arrived, answer it and close the connection."""
         try:
             self._answer(connected)
         except BlockingIOError:
@@ -206,7 +205,7 @@ class HostMemoryService:
         self._forget(connected)
 
     def _answer(self, connected: socket.socket) -> None:
-        """Raises BlockingIOError while there is no question."""
+        """Raises BlockingIOError if there is no question yet."""
         if not is_trusted(connected):
             raise MalformedMessageError("it comes from another user")
         values, descriptor = receive(connected)
@@ -230,7 +229,7 @@ class HostMemoryService:
     def _send(
         self, connected: socket.socket, values: list[Any], descriptor: int | None = None
     ) -> None:
-        """Send an answer; the other end may have gone, or take none."""
+        """Send an answer; the other end may have gone, or may not read."""
         try:
             send(connected, values, descriptor)
         except OSError:
@@ -249,8 +248,8 @@ class HostMemoryService:
         logger.warning("the memory service refuses a question: %s", reason)
 
     def _obey(self, values: list[Any], descriptor: int | None) -> int | None:
-        """Do what is asked; return the descriptor to hand over. Raises MalformedMessageError,
-        nothing changed. Takes the descriptor over if it is kept."""
+        """Execute a question; return the descriptor to hand over. Raises MalformedMessageError,
+        without effect. Takes ownership of the descriptor if it is kept."""
         is_text = len(values) == 2 and type(values[0]) is str and type(values[1]) is str
         if not is_text or values[0] not in VERBS:
             raise MalformedMessageError("it is no question that a memory service knows")
@@ -271,14 +270,14 @@ class HostMemoryService:
         return None
 
     def _listed(self, prefix: str) -> list[tuple[str, int]]:
-        """Return names that begin with `prefix`, and the numbers of their memory; as many as surely
+        """Return the names that begin with `prefix`, with the numbers of their memory, as many as
         fit into a packet."""
         names = sorted(name for name in self._kept if name.startswith(prefix))
         most = MAX_PACKET_BYTES // 2 // max(1, *(len(name.encode()) + 16 for name in names), 1)
         return [(name, self._kept[name].number) for name in names[:most]]
 
     def _admitted(self, name: str, descriptor: int, old: _Kept | None) -> _Kept:
-        """Return what will be kept; raises MalformedMessageError when it must not be."""
+        """Return the entry to keep; raises MalformedMessageError if it must not be kept."""
         status = os.fstat(descriptor)
         num_bytes = self._num_bytes() - (0 if old is None else old.num_bytes) + status.st_size
         num_segments = len(self._kept) + (old is None)

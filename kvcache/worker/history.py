@@ -1,7 +1,7 @@
 """The last operations on each block, for messages about wrong bytes.
 
-`record` keeps references to arrays that a command brought; `describe` searches them. The history is
-bounded by operations and by block ids, and drops the oldest.
+`record` keeps references to a command's arrays; `describe` searches them. The number of operations
+and of block ids is limited; the oldest are dropped.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BlockHistory:
     def record(
         self, seq: int, verb: str, block_ids: Int32Array, others: Int32Array | None = None
     ) -> None:
-        """Note that message `seq` did `verb` to `block_ids`; `others[i]` is what with: the other
-        block, host slot or request slot."""
+        """Record that message `seq` did `verb` to `block_ids`; `others[i]` is the other block, host
+        slot or request slot of the operation."""
         if not len(block_ids):
             return
         self._operations.append(_Operation(seq, verb, block_ids, others))

@@ -1,12 +1,12 @@
 """The rank's KV memory: one allocation, seen as layers by the model and as rows by copies.
 
-`PoolLayout` computes from the plan (`KVCacheConfig`) where every byte lies. A *region* is what
-copies move: rows of bytes, one per block. With the block-first layout, all layers of a block are
+`PoolLayout` computes the position of every byte from the plan (`KVCacheConfig`). A *region* is the
+unit of copies: rows of bytes, one per block. With the block-first layout, all layers of a block are
 one row of one region; otherwise each pool is a region. A plan is refused if its pages overlap,
 leave the allocation or are not aligned, or if a layer has no pool.
 
 `KVCachePool` allocates on CPU and CUDA. One layer of each group shares a pool, so views of
-different layers may be the same bytes; the coordinator decides which block belongs to which.
+different layers may be the same bytes; the coordinator decides which block belongs to which layer.
 `canonical_kv_caches` describes the same bytes to offloading handlers.
 """
 
@@ -59,10 +59,10 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Where one layer's pages lie in its pool, and the tensors in them.
+    """The position of one layer's pages in its pool, and their tensors.
 
     `content_bytes` of a page belong to the layer, the rest is padding. `is_state`: the page is a
-    state of several tensors; otherwise it is one tensor with a place for each token.
+    state of several tensors; otherwise it is one tensor with a row per token.
     """
 
     name: str
@@ -99,7 +99,7 @@ class PoolLayout:
 
     @classmethod
     def from_config(cls, config: KVCacheConfig) -> PoolLayout:
-        """Return the layout that `config` means; raises ConfigurationError when it means none."""
+        """Return the layout of a plan; raises ConfigurationError for an invalid one."""
         tensors = config.kv_cache_tensors
         for index, tensor in enumerate(tensors):
             _validate_pool(config, index, tensor)
@@ -133,9 +133,9 @@ def _validate_pool(config: KVCacheConfig, index: int, tensor: KVCacheTensor) -> 
 
 
 def _validate_apart(config: KVCacheConfig) -> None:
-    """Raise unless no byte belongs to two pools.
+    """Raise if a byte belongs to two pools.
 
-    Pools are interleaved (one block stride, offsets tile it) or lie one behind the other.
+    Pools are interleaved (one block stride, offsets tile it) or stored one after the other.
     """
     spans = sorted(
         (tensor.offset, _page_bytes(config, tensor), tensor.block_stride, index)
@@ -229,7 +229,7 @@ def _layer(
 
 
 def _regions(config: KVCacheConfig) -> tuple[Region, ...]:
-    """Return one region when the pages of a block lie side by side, else one for each pool."""
+    """Return one region if the pages of a block are adjacent, else one per pool."""
     pages = sorted(
         (tensor.offset, tensor.block_stride, _page_bytes(config, tensor))
         for tensor in config.kv_cache_tensors
@@ -247,10 +247,10 @@ def _regions(config: KVCacheConfig) -> tuple[Region, ...]:
 def canonical_kv_caches(
     rows: Sequence[torch.Tensor], layout: PoolLayout
 ) -> CanonicalKVCaches[torch.Tensor]:
-    """Return a pool's rows of bytes with what each group has in them.
+    """Return a pool's rows of bytes with the layers of each group in them.
 
     `rows[i]` is `(num_blocks, width)` uint8, region `i` of `layout`. A group's reference to a
-    tensor ends with the content of its last layer there: padding behind it is left out.
+    tensor ends with the content of its last layer there, without the padding behind it.
     """
     group_refs: list[dict[int, int]] = []
     for layer in layout.layers:
@@ -278,7 +278,7 @@ def split_by_block(
         (num_blocks, 2, 16, 8, 128), block_dim 0     one tensor
 
     One for each index of the dimensions before it, in order. Raises ConfigurationError if there is
-    no such dimension, or what lies behind it is not contiguous.
+    no such dimension, or the dimensions after it are not contiguous.
     """
     if not 0 <= block_dim < tensor.dim():
         raise ConfigurationError(
@@ -306,7 +306,7 @@ def split_by_block(
 
 
 def _region_of(offset_bytes: int, regions: Sequence[Region]) -> int:
-    """Return which region's first row a byte is in."""
+    """Return the index of the region whose first row contains a byte."""
     for index, region in enumerate(regions):
         if 0 <= offset_bytes - region.offset_bytes < region.width_bytes:
             return index
@@ -325,27 +325,27 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "uint8": torch.uint8,
     }
 )
-"""Torch's own name of each dtype that a spec may have."""
+"""Torch's name of each dtype of a spec."""
 
 ALLOCATION_ALIGNMENT_BYTES = 64
-"""The allocation's length is rounded up to this, so that it can be seen as wider words."""
+"""The allocation's length is rounded up to this, so that it can be viewed as wider words."""
 
 
 class KVCachePool:
     """All KV bytes of one rank.
 
     `kv_caches[layer]` is the tensor that a model runner reads and writes, of shape
-    `(num_blocks, *page_shape)` in the layer's dtype. Layers that keep a state have
-    `state_caches[layer]` instead: one such tensor for each of the state's. Copies use `rows`: one
-    `(num_blocks, width)` uint8 per region, block outermost; `canonical` are the same bytes, with
-    what each group has in them. All of them are views of `storage` and live as long as it does.
+    `(num_blocks, *page_shape)` in the layer's dtype. Layers with a state have
+    `state_caches[layer]` instead, one such tensor for each tensor of the state. Copies use `rows`:
+    one `(num_blocks, width)` uint8 per region, block outermost; `canonical` are the same bytes with
+    the layers of each group. All are views of `storage` and live as long as it.
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
         """Allocate zeroed memory on `device`.
 
-        Raises NotEnoughMemoryError when the device has too little, ConfigurationError for a dtype
-        torch does not have.
+        Raises NotEnoughMemoryError if the device has too little, ConfigurationError for a dtype
+        that torch does not have.
         """
         self.layout = layout
         self.device = device

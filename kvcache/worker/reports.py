@@ -1,9 +1,8 @@
 """What a rank tells its coordinator: how jobs ended, and what its blocks hold.
 
-`ReportQueue` repeats reports of jobs until the coordinator acknowledges them. `LabelReporter`
-answers a coordinator that begins: it sends the labels of blocks, host slots and files in small
-pieces. It changes nothing, so a piece that is asked for twice is the same. The worker locks around
-both.
+`ReportQueue` repeats reports of jobs until the coordinator acknowledges them. `LabelReporter` sends
+the labels of blocks, host slots and files to a new coordinator, in small pieces. It changes
+nothing, so a piece that is requested twice is the same. The worker locks around both.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvcache.worker.host_memory.labels import SealedLabels
 from kvcache.worker.settings import WorkerSettings
 
 MAX_REPORTS_IN_MESSAGE = 512
-"""More go into several messages, so that one never grows with a backlog."""
+"""Reports per message; more go into further messages, so that no message grows with a backlog."""
 
 
 @dataclass
@@ -41,7 +40,7 @@ class ReportQueue:
     """Unacknowledged reports of the present epoch, in the order in which the jobs ended."""
 
     def __init__(self, receiver: CommandReceiver) -> None:
-        """Speak in the name of `receiver`'s rank, process, coordinator and epoch."""
+        """Send as `receiver`'s rank, process, coordinator and epoch."""
         self._receiver = receiver
         self._reports: dict[int, _Report] = {}
         self.num_failed = 0
@@ -50,14 +49,14 @@ class ReportQueue:
         return len(self._reports)
 
     def add(self, report: JobReport) -> None:
-        """Keep `report`; it leaves with the next `take_due`."""
+        """Keep `report`; the next `take_due` returns it."""
         self.num_failed += not report.ok
         if report.detail:
             report = replace(report, detail=prose(report.detail))
         self._reports[report.job_id] = _Report(report)
 
     def leave_details_out(self) -> None:
-        """Say of these jobs no more than how they ended."""
+        """Shorten the reports to how the jobs ended."""
         for entry in self._reports.values():
             entry.report = replace(entry.report, detail="")
 
@@ -92,18 +91,18 @@ class ReportQueue:
         ]
 
     def clear(self) -> None:
-        """Forget everything: another epoch's reports mean nothing."""
+        """Drop all reports: they belong to another epoch."""
         self._reports.clear()
 
 
 HEAD_BYTES = 256
-"""About what a file's label takes in a report."""
+"""Approximate bytes of a file's label in a report."""
 
 NOTHING = SealedLabels(NO_LABELS, b"")
 
 
 def _key_bytes(labels: Label) -> int:
-    """Return how much longer namespaces and extra keys make a report."""
+    """Return the bytes that namespaces and extra keys add to a report."""
     names = sum(map(len, labels.namespace_names))
     return names + sum(map(len, labels.extra_keys.values()))
 
@@ -114,7 +113,7 @@ class LabelReporter:
     def __init__(
         self, settings: WorkerSettings, receiver: CommandReceiver, executor: CommandExecutor
     ) -> None:
-        """Report what `executor` holds, in the epoch of `receiver`."""
+        """Report the labels of `executor`, in the epoch of `receiver`."""
         self._settings = settings
         self._receiver = receiver
         self._executor = executor
@@ -134,10 +133,10 @@ class LabelReporter:
         )
 
     def report(self, first_block: int, medium: str = DEVICE_MEDIUM) -> LabelReport:
-        """Say what blocks hold, from `first_block` on as far as one message goes.
+        """Report labels from `first_block` on, as many as fit into one message.
 
-        In host memory blocks are slots, in files directories: those are read in the background, and
-        what has not been read yet is not reported yet. Of a tier that is not there, nothing is.
+        In host memory blocks are slots, in files directories. Directories are read in the
+        background, and only those read so far are reported. A missing tier reports nothing.
         """
         host, files = self._executor.tiers.host, self._executor.tiers.files
         if medium == DEVICE_MEDIUM:
@@ -155,12 +154,12 @@ class LabelReporter:
         return self._piece(medium, 0, 0, 0, NOTHING)
 
     def leave_labels_out(self) -> None:
-        """Report no labels until another coordinator asks: the rank says of no block what it holds,
-        and nothing of it is kept."""
+        """Report no labels until another coordinator asks, so that it keeps no block of this
+        rank."""
         self._are_labels_left_out = True
 
     def forget_files(self) -> None:
-        """Another coordinator asks: files are read again when it does."""
+        """Forget what was read, because another coordinator asks: files are read again then."""
         self._directories.clear()
         self._are_files_read = self._are_labels_left_out = False
 
@@ -176,7 +175,7 @@ class LabelReporter:
         label_bytes: int,
         collect: Callable[[int, int], SealedLabels],
     ) -> LabelReport:
-        """Report rows `first` to as far as one message goes."""
+        """Report rows from `first` on, as many as fit into one message."""
         first = min(max(0, first), num_rows)
         end = min(first + max(1, self._settings.max_report_bytes // label_bytes), num_rows)
         found, most = collect(first, end), 2 * self._settings.max_report_bytes
@@ -186,9 +185,10 @@ class LabelReporter:
         return self._piece(medium, first, end, num_rows, found)
 
     def _report_files(self, first: int, files: FilePool) -> LabelReport:
-        """Report the directories from `first` on that have been read, as far as one message goes.
+        """Report the directories from `first` on that have been read, as many as fit into one
+        message.
 
-        The first question of each coordinator starts the reading."""
+        Each coordinator's first question starts the reading."""
         first = min(max(0, first), NUM_DIRECTORIES)
         if not self._are_files_read:
             self._are_files_read = True
@@ -196,7 +196,7 @@ class LabelReporter:
         for scanned in files.take_scanned():
             self._directories[scanned.prefix] = scanned
         for prefix in [prefix for prefix in self._directories if prefix < first]:
-            del self._directories[prefix]  # what it holds is not asked for
+            del self._directories[prefix]  # its content is not requested
         heads: list[FileHead] = []
         end, most = first, max(1, self._settings.max_report_bytes // HEAD_BYTES)
         while end in self._directories and (end == first or len(heads) < most):

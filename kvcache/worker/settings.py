@@ -1,4 +1,4 @@
-"""What a worker is made from: one frozen record. All times are in seconds."""
+"""The settings of a worker: one frozen record. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from kvcache.worker.files.tier import FileTierSettings
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Who a worker process is, and the plan it obeys.
+    """A worker process's identity, and the plan it obeys.
 
-    `incarnation` is unique to the process. `fingerprint` is of the plan of all ranks,
-    `layout_fingerprint` says which bytes the labels speak about. `device` is a torch device name.
-    A report of labels is no longer than `max_report_bytes`, unless one label alone is. Without
-    `memory_service` host slots end with the process; without `file_tier` there are no files.
-    `verify` says which blocks' checksums are compared before they are loaded (`ChecksumRule`).
-    `held_up_s`: how long a content-checked forward is held up by transfers; it fails then.
-    `copy_priority` is that of the threads that carry stores and loads out; on CPU, `copy_threads`
-    of them share one.
+    `incarnation` is unique to the process. `fingerprint`: of the plan of all ranks.
+    `layout_fingerprint`: defines the bytes that labels describe. `device`: a torch device name. A
+    report of labels has at most `max_report_bytes`, unless a single label is longer. Without
+    `memory_service`, host slots end with the process; without `file_tier` there are no files.
+    `verify`: which blocks' checksums are compared before a load (`ChecksumRule`). `held_up_s`: how
+    long transfers may delay a content-checked forward before it fails. `copy_priority`: of the
+    threads of stores and loads; on CPU, `copy_threads` of them share one.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What a worker and its tiers did and hold: frozen records.
+"""Statistics of a worker and its tiers: frozen records.
 
 Counts are since the process started.
 """
@@ -17,8 +17,8 @@ from kvcache.worker.host_memory.segment import HostSegment
 
 @dataclass(frozen=True)
 class HostStatistics:
-    """The host slots. `origin` says where their memory is from; `num_damaged_rows` labels of an
-    earlier process were not believed, `num_without_room` were too long to be written down."""
+    """The host slots. `origin` says where their memory is from. `num_damaged_rows`: labels of an
+    earlier process that were invalid. `num_without_room`: labels that were too long."""
 
     origin: str
     model_epoch: int
@@ -49,8 +49,8 @@ class HostStatistics:
 
 @dataclass(frozen=True)
 class JobCounts:
-    """Jobs of one kind that have ended, the bytes that they moved, and their time together, from
-    the command to the report: what they waited for is in it."""
+    """Ended jobs of one kind, their bytes, and their total time from command to report, including
+    waits."""
 
     num_good: int = 0
     num_failed: int = 0
@@ -60,10 +60,10 @@ class JobCounts:
 
 @dataclass(frozen=True)
 class TransferStatistics:
-    """Jobs by kind (`store`, `load`, `spill`, `fetch`), and the tiers that the rank has.
+    """Jobs by kind (`store`, `load`, `spill`, `fetch`), and the tiers of the rank.
 
-    `num_waits`: forwards and jobs that waited for a transfer which used their blocks.
-    `files_problem`: why a rank that should have files works without, empty otherwise.
+    `num_waits`: forwards and jobs that waited for a transfer of their blocks. `files_problem`: why
+    a rank that should have files has none, else empty.
     """
 
     num_running: int = 0
@@ -78,7 +78,7 @@ class JobTally:
     """Counts jobs by kind as they end."""
 
     def __init__(self) -> None:
-        """Nothing has ended yet."""
+        """Begin without jobs."""
         self._counts: dict[str, JobCounts] = {}
 
     def add(self, kind: str, num_bytes: int, seconds: float, *, ok: bool) -> None:
@@ -98,10 +98,10 @@ class JobTally:
 
 @dataclass(frozen=True)
 class WorkerStatistics:
-    """What one worker process has done so far. Counts are since the process started.
+    """Counts of one worker process since its start.
 
-    `num_blocks_copied` and `num_blocks_zeroed`: by commands executed on this rank, a block over all
-    layers counted once. `num_refused_reports` could not be sent, or not be read.
+    `num_blocks_copied` and `num_blocks_zeroed`: by commands, a block over all layers counted once.
+    `num_refused_reports` could not be sent, or not be read.
     """
 
     rank: int

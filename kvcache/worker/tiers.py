@@ -23,7 +23,7 @@ from kvcache.worker.settings import WorkerSettings
 logger = get_logger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long files may take to be finished when a worker ends."""
+"""How long to wait for files when a worker ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class Tiers:
 
     @property
     def why_no_files(self) -> str:
-        """The answer to a job for files when there are none."""
+        """The reply to a job for files if there are none."""
         return f"this rank has no file tier: {self.files_problem or 'configure one'}"
 
     def close(self) -> None:
-        """End the threads and give memory and directory back. Nothing copies any more."""
+        """End the threads, and release memory and directory. No copy may run any more."""
         has_ended = self.files is None or self.files.close(CLOSE_TIMEOUT_S)
         if self.file_tier is not None and has_ended:
             self.file_tier.close()
@@ -57,7 +57,7 @@ def make_tiers(
     rule: ChecksumRule,
     on_news: Callable[[], None],
 ) -> Tiers:
-    """Open the host segment and the directory of files, as far as the settings have them.
+    """Open the host segment and the directory of files, as configured.
 
     `rule` is for reads of files; `on_news` is called when a file job has ended.
 

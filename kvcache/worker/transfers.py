@@ -49,27 +49,27 @@ MAX_DETAILS = 3
 
 
 class BlockUses:
-    """Which blocks which copies use. Not thread-safe: the worker serialises.
+    """The blocks that copies use. Not thread-safe: the worker locks around it.
 
     Invariant: `_counts[b]` is how often block `b` is in the ids of `_running`.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Nothing is used."""
+        """Begin without copies."""
         self._counts = np.zeros(num_blocks, dtype=np.int32)
         self._running: dict[PendingCopy, Int32Array] = {}
 
     def add(self, copy: PendingCopy, block_ids: Int32Array) -> None:
-        """A copy uses these blocks from now on."""
+        """Add a copy that uses these blocks."""
         np.add.at(self._counts, block_ids, 1)
         self._running[copy] = block_ids
 
     def remove(self, copy: PendingCopy) -> None:
-        """A copy is over."""
+        """Remove a copy that is done."""
         np.subtract.at(self._counts, self._running.pop(copy), 1)
 
     def using(self, block_ids: Int32Array) -> list[PendingCopy]:
-        """Return the copies that use one of these blocks and are not done, as they began."""
+        """Return the unfinished copies that use one of these blocks, oldest first."""
         if not self._running or not self._counts[block_ids].any():
             return []
         return [
@@ -85,11 +85,12 @@ class TransferUses:
     A block that a store reads is not written before the copy is over; one that a load writes is not
     used at all before. Every write is preceded by the block's `Unlabel`, or is the target of a
     zero, a copy or a load; those that happen in a forward wait when it begins, not when the command
-    comes, so that a step is acknowledged at once. Names the transfers in the way, but never waits.
+    comes, so that a step is acknowledged at once. Returns the transfers in the way, but never
+    waits.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """No transfer runs."""
+        """Begin without transfers."""
         self.reads = BlockUses(num_blocks)
         self.writes = BlockUses(num_blocks)
         self.num_waits = 0
@@ -104,7 +105,7 @@ class TransferUses:
         return self.writes.using(block_ids)
 
     def on_unlabel(self, seq: int, block_ids: Int32Array) -> None:
-        """Blocks are going to be written by the forward of `seq` or a later one."""
+        """Note that the forward of `seq` or a later one will write these blocks."""
         self._awaited += ((seq, copy) for copy in self.reads.using(block_ids))
 
     def before_forward(self, seq: int) -> PendingCopy | None:
@@ -116,13 +117,13 @@ class TransferUses:
         return None
 
     def forget_awaited(self) -> None:
-        """No forward of the old epoch comes any more, and nothing runs."""
+        """Forget the old epoch's forwards; no transfer runs."""
         self._awaited.clear()
 
 
 @dataclass(frozen=True, eq=False)
 class _RunningFileJob:
-    """A job and its slots; `unknown` are others that it named, which have no label."""
+    """A job and its slots; `unknown` are named slots without a label."""
 
     job: Spill | Fetch
     slots: Int32Array
@@ -159,7 +160,7 @@ class FileJobs:
         return self._start_spill(job) if isinstance(job, Spill) else self._start_fetch(job)
 
     def discard(self, keys: bytes) -> None:
-        """Remove the files of packed keys, behind what was started for them before."""
+        """Remove the files of packed keys, after the jobs started for them before."""
         self._pool.discard(self._keys(keys))
 
     def poll(self) -> list[JobReport]:
@@ -181,7 +182,7 @@ class FileJobs:
         problem = self._uses.problem(slots, to_write=False)
         if problem:
             return problem
-        # A label may have found no room: that is no reason to lose these.
+        # A label may have found no room; the other slots are written nevertheless.
         can_be = self._labels.are_readable(slots) & self._labels.are_labelled(slots)
         slots, unknown = slots[can_be], slots[~can_be]
         if len(unknown) and not len(slots):
@@ -280,7 +281,7 @@ def _about_unknown(slots: Int32Array) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _RunningCopy:
-    """A store has `generations`; a load from another process's slots has what is `expected`."""
+    """A store has `generations`; a load from another process's slots has `expected` checksums."""
 
     job: Store | Load
     generations: Generations | None = None
@@ -384,19 +385,19 @@ class TransferJobs:
         self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def discard(self, command: Discard) -> None:
-        """Withdraw labels of slots, and have files removed."""
+        """Withdraw labels of slots, and remove files."""
         if self._host is not None and len(command.slots):
             self._host.labels.withdraw(command.slots)
         if self._files is not None and command.medium == FILE_MEDIUM:
             self._files.discard(command.keys)
 
     def seal(self, command: SealSlots) -> None:
-        """Seal slots; those that were not written to the end here are left as they are."""
+        """Seal slots that this rank has written completely; others do not change."""
         if self._host is not None:
             self._host.labels.seal(command.slots)
 
     def reset(self, model_epoch: int) -> None:
-        """Forget what host slots hold of an earlier model epoch."""
+        """Forget host slots of an earlier model epoch."""
         if self._host is not None:
             self._host.segment.reset(model_epoch)
 
@@ -419,7 +420,7 @@ class TransferJobs:
         return ended
 
     def start_epoch(self) -> None:
-        """Drop reports of ended jobs: their epoch is over. Nothing runs.
+        """Drop reports of ended jobs: their epoch has ended. No job runs.
 
         Slots that were written and not sealed are forgotten: none of them will be sealed.
         """
@@ -441,7 +442,7 @@ class TransferJobs:
         )
 
     def check(self) -> None:
-        """Raise InvariantError if labels or uses do not add up. Changes nothing."""
+        """Raise InvariantError if labels or uses are inconsistent. Changes nothing."""
         if self._host is not None:
             self._host.uses.check()
             self._host.labels.check()

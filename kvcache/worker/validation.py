@@ -1,7 +1,7 @@
-"""Whether a whole message can be obeyed: checked before any of its commands is applied.
+"""Checks whether a whole message can be obeyed, before any of its commands is applied.
 
-Checks what does not change with time: sizes that fit together, ids and slots that exist. Refuses a
-message as a whole, and changes nothing.
+Checks what does not change with time: sizes that fit each other, ids and slots that exist. A
+message is refused as a whole, without effect.
 """
 
 from __future__ import annotations

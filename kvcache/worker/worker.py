@@ -542,7 +542,7 @@ class KVCacheWorker:
         if len(self._reports):
             self._outbox.extend(self._reports.take_due(self._clock.now()))
         replies, self._outbox = self._outbox, []
-        # A refusal goes to another coordinator, and is no sign of life for the present one.
+        # A refusal goes to another coordinator, so the present one needs a sign of life.
         if any(type(reply) is not Refused for reply in replies):
             self._last_sent_s = self._clock.now()
         if self._num_waiting:

@@ -1,1 +1,1 @@
-"""Blocks in files: their format, the store, the lanes that read and write, and the directory."""
+"""Blocks in files: format, store, directory, and the lanes that read and write."""

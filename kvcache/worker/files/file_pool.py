@@ -1,8 +1,8 @@
-"""Reads and writes a rank's files in lanes of their own, so that no step waits for a disk.
+"""Reads and writes a rank's files in separate lanes, so that no step waits for a disk.
 
-Each lane serves the keys whose first byte is its own, in the order of submission, so operations on
-one key never overtake each other. Waiting work is bounded; a job beyond the bound fails. Tests pass
-lanes that work when their clock says so. The pool sees heads and memory, no labels.
+A key's first byte selects its lane. A lane works in order of submission, so operations on one key
+never overtake each other. Waiting work is limited; a job beyond the limit fails. Tests pass lanes
+that work when their clock says so. The pool handles heads and memory, no labels.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Lanes(Protocol):
 
     @property
     def num_lanes(self) -> int:
-        """How many there are; they are numbered from 0."""
+        """Number of lanes; they are numbered from 0."""
 
     def put(self, lane: int, task: Task) -> None:
-        """Do `task` in `lane`, behind everything put there before. Does not wait."""
+        """Run `task` in `lane`, after everything put there before. Does not wait."""
 
     def close(self, timeout_s: float) -> bool:
-        """Take nothing more; wait for what was put, and say whether it was done in time."""
+        """Accept no more tasks; wait for the others, and return whether they ended in time."""
 
 
 class ThreadLanes:
@@ -56,7 +56,7 @@ class ThreadLanes:
 
     @property
     def num_lanes(self) -> int:
-        """One for each thread."""
+        """The number of threads."""
         return len(self._queues)
 
     def put(self, lane: int, task: Task) -> None:
@@ -64,8 +64,8 @@ class ThreadLanes:
         self._queues[lane].put(task)
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads behind what they have to do. Those that hang on a disk are left behind,
-        and end with the process."""
+        """End the threads after their tasks. Threads that hang on a disk are left behind, and end
+        with the process."""
         is_first, self._is_closed = not self._is_closed, True
         if is_first:
             for queue in self._queues:
@@ -80,15 +80,15 @@ def _run(queue: SimpleQueue[Task | None]) -> None:
     while (task := queue.get()) is not None:
         try:
             task()
-        except Exception:  # a task's own failures are in its result: others come behind it
+        except Exception:  # a task's result has its own failures; other tasks follow
             logger.exception("a file task of this rank has failed")
 
 
 MAX_TRIED_AGAIN = 64
-"""Files that could not be removed and are tried again at once."""
+"""Files that could not be removed and are tried again together."""
 
 MAX_UNTAKEN_SCANS = 64
-"""Directories that are scanned ahead of `take_scanned`."""
+"""Limit of scanned directories that `take_scanned` has not returned yet."""
 
 SlotViews = Callable[[int], list[memoryview]]
 """The bytes of a host slot, writable."""
@@ -96,7 +96,7 @@ SlotViews = Callable[[int], list[memoryview]]
 
 @dataclass(frozen=True)
 class BlockFailure:
-    """What went wrong with the block at `place` of its job. `is_lost`: its file is no good."""
+    """The failure of the block at `place` of its job. `is_lost`: its file is unusable."""
 
     place: int
     key: bytes
@@ -106,8 +106,8 @@ class BlockFailure:
 
 @dataclass(frozen=True)
 class FinishedFileJob:
-    """A job that has ended. `heads[place]` is what a fetched block's file says of it, `None` for
-    one that failed; a spill has none."""
+    """A job that has ended. `heads[place]` is the head of a fetched block's file, `None` for a
+    failed block; a spill has no heads."""
 
     job_id: int
     ok: bool
@@ -126,8 +126,8 @@ class _Job:
 
 
 class FilePool:
-    """The files of one rank. Every method may be called from any thread; none waits for a disk but
-    `close`, which has a deadline."""
+    """The files of one rank. Thread-safe. No method waits for a disk except `close`, which has a
+    deadline."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class FilePool:
         max_queued_blocks: int,
         on_finished: Callable[[], None] = lambda: None,
     ) -> None:
-        """Work in `lanes`, which are used here only; `on_finished` is called there when a job has
+        """Work in `lanes`, which belong to this pool; they call `on_finished` when a job has
         ended."""
         self.store = store
         self._slot_views = slot_views
@@ -160,10 +160,10 @@ class FilePool:
         return bool(self._finished)
 
     def submit_spill(self, job_id: int, slots: Sequence[int], heads: Sequence[FileHead]) -> None:
-        """Write slot `slots[i]` to the file of `heads[i].key`. The slots stay as they are until
-        the job has ended.
+        """Write slot `slots[i]` to the file of `heads[i].key`. The slots must not change until the
+        job has ended.
 
-        Raises BacklogFullError, nothing submitted.
+        Raises BacklogFullError; nothing is submitted then.
         """
         job = self._begin(job_id, len(heads))
         self._discard_again()
@@ -171,10 +171,10 @@ class FilePool:
             self._submit(head.key, partial(self._spill, job, place, slot, head))
 
     def submit_fetch(self, job_id: int, keys: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Read the file of `keys[i]` into slot `slots[i]`. The slots are not used otherwise until
-        the job has ended; those of blocks that failed may hold anything.
+        """Read the file of `keys[i]` into slot `slots[i]`. The slots must not be used otherwise
+        until the job has ended; those of failed blocks may hold anything.
 
-        Raises BacklogFullError, nothing submitted.
+        Raises BacklogFullError; nothing is submitted then.
         """
         job = self._begin(job_id, len(keys))
         job.heads = [None] * len(keys)
@@ -182,19 +182,20 @@ class FilePool:
             self._submit(key, partial(self._fetch, job, place, slot, key))
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Remove files, behind everything submitted before for these keys. Nothing is reported.
+        """Remove files, after everything submitted before for these keys. Nothing is reported.
 
-        Never refused: there are never more than files, and those waiting to be written. What cannot
-        be removed is tried again later.
+        Never refused: there are at most as many as files and waiting writes. A failed removal is
+        tried again later.
         """
         self._discard_again()
         for key in keys:
             self._submit(key, partial(self._discard, key, is_repeat=False))
 
     def scan(self, prefixes: Iterable[int] = range(NUM_DIRECTORIES)) -> None:
-        """Read the heads of all files of directories, a few at a time; see `take_scanned`.
+        """Read the heads of all files of directories, a few directories at a time; see
+        `take_scanned`.
 
-        What was asked for before and not taken is forgotten.
+        Replaces an earlier scan whose results were not taken.
         """
         with self._lock:
             self._scan_round += 1
@@ -203,7 +204,7 @@ class FilePool:
             self._scan_more()
 
     def take_scanned(self) -> list[ScannedDirectory]:
-        """Return the directories that were scanned since the last call, in no order."""
+        """Return the directories scanned since the last call, in any order."""
         with self._lock:
             scanned, self._scanned = self._scanned, []
             self._scan_more()
@@ -216,8 +217,8 @@ class FilePool:
             return finished
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, and end the lanes when submitted work is done; say whether they ended
-        in time."""
+        """Refuse new work, and end the lanes after submitted work; return whether they ended in
+        time."""
         with self._lock:
             self._is_closed = True
             self._to_scan.clear()
@@ -226,7 +227,7 @@ class FilePool:
     # --- submitting
 
     def _begin(self, job_id: int, num_blocks: int) -> _Job:
-        """Take room for a job's blocks; raises BacklogFullError."""
+        """Reserve room for a job's blocks; raises BacklogFullError."""
         with self._lock:
             if self._is_closed or self._num_queued + num_blocks > self._max_queued:
                 self.store.count("backlog")
@@ -244,14 +245,14 @@ class FilePool:
         self._lanes.put(key[0] % self._lanes.num_lanes, task)
 
     def _discard_again(self) -> None:
-        """Try once more to remove what could not be removed."""
+        """Try again to remove files whose removal failed."""
         with self._lock:
             keys = list(self._undone)[:MAX_TRIED_AGAIN]
         for key in keys:
             self._submit(key, partial(self._discard, key, is_repeat=True))
 
     def _scan_more(self) -> None:
-        """Scan the next directories, as far as there is room for what they hold. Locked."""
+        """Scan the next directories, as far as there is room for the results. Locked."""
         while self._to_scan and self._num_scanning + len(self._scanned) < MAX_UNTAKEN_SCANS:
             prefix = self._to_scan.popleft()
             self._num_scanning += 1
@@ -277,7 +278,7 @@ class FilePool:
         self._do(job, place, key, read)
 
     def _discard(self, key: bytes, *, is_repeat: bool) -> None:
-        # What was written or found there since is another file.
+        # A file written or found there since is another one.
         is_done = is_repeat and key not in self._undone
         try:
             if not is_done:
@@ -296,9 +297,9 @@ class FilePool:
     def _scan(self, prefix: int, scan_round: int) -> None:
         try:
             found = self.store.scan(prefix)
-            # The caller that asked for the scan knows of them again.
+            # The caller that started the scan has been told about them again.
             self._forget_undone(head.key for head in found.heads)
-        except Exception as error:  # whatever it is, the others are scanned
+        except Exception as error:  # the other directories are scanned in any case
             problem = f"directory {prefix:02x}: {type(error).__name__} {error}"
             found = ScannedDirectory(prefix, (), (problem,))
         with self._lock:
@@ -306,7 +307,7 @@ class FilePool:
             if scan_round == self._scan_round:
                 self._scanned.append(found)
             else:
-                self._scan_more()  # what was found is of no use, but there is room again
+                self._scan_more()  # the result is obsolete, but there is room again
         self._on_finished()
 
     def _forget_undone(self, keys: Iterable[bytes]) -> None:
@@ -315,14 +316,14 @@ class FilePool:
                 self._undone.pop(key, None)
 
     def _do(self, job: _Job, place: int, key: bytes, task: Callable[[], int]) -> None:
-        """Do one block of a job; an error fails this block only."""
+        """Process one block of a job; an error fails only this block."""
         num_bytes, failure = 0, None
         try:
             num_bytes = task()
         except KVCacheError as error:
             is_lost = isinstance(error, FileTierError) and error.kind in LOST
             failure = BlockFailure(place, key, str(error), is_lost)
-        except Exception as error:  # nothing behind it may be left undone
+        except Exception as error:  # later blocks must be processed
             self.store.count("io")
             failure = BlockFailure(place, key, f"{type(error).__name__} {error}")
         with self._lock:
@@ -338,7 +339,7 @@ class FilePool:
             self._on_finished()
 
     def _end(self, job: _Job) -> None:
-        """Note that a job has ended. Locked."""
+        """Record that a job has ended. Locked."""
         failures = tuple(sorted(job.failures, key=lambda failure: failure.place))
         self._finished.append(
             FinishedFileJob(job.job_id, not failures, job.num_bytes, failures, tuple(job.heads))

@@ -28,32 +28,32 @@ from kvcache.worker.host_memory.segment import SegmentShape
 Problem: TypeAlias = Literal[
     "missing",  # no such file
     "truncated",  # shorter than it says
-    "damaged",  # a checksum is wrong, or nothing makes sense
+    "damaged",  # wrong checksum, or invalid content
     "foreign",  # another layout, rank or size of blocks
     "wrong_key",  # another block's file under this name
     "version",  # another format
-    "quota",  # the tier's own bound
+    "quota",  # the tier's own limit
     "no_space",  # the disk is full
     "denied",  # permissions, or a read-only disk
-    "unplugged",  # the directory is not there any more
-    "backlog",  # too many blocks are waiting already
-    "io",  # anything else that the system reports
+    "unplugged",  # the directory is gone
+    "backlog",  # too many blocks wait
+    "io",  # any other error of the system
 ]
 
 SET_ASIDE: frozenset[Problem] = frozenset(
     ("truncated", "damaged", "foreign", "wrong_key", "version")
 )
-"""After these a file is kept apart, for a person to look at."""
+"""Files with these problems are set aside, for a person to inspect."""
 
 LOST = SET_ASIDE | frozenset[Problem](("missing",))
-"""After these nothing can be read there again; after any other, perhaps another time."""
+"""After these problems the file can never be read; after others, perhaps later."""
 
 
 class FileTierError(KVCacheError):
-    """A block that cannot be written to, or read from, its file. Nothing else is affected."""
+    """A block that cannot be written to, or read from, its file. Other blocks are not affected."""
 
     def __init__(self, kind: Problem, message: str) -> None:
-        """Say what went wrong; `kind` is for counting."""
+        """Describe the problem; `kind` is for counting."""
         super().__init__(message)
         self.kind: Problem = kind
 
@@ -80,7 +80,7 @@ _REMEDIES: dict[Problem, str] = {
 
 
 def from_os_error(what: str, error: OSError) -> FileTierError:
-    """Return what a system call's failure means; `what` says what was being done."""
+    """Return the error for a failed system call; `what` describes the operation."""
     kind = _KINDS.get(error.errno or 0, "io")
     remedy = _REMEDIES.get(kind, "look at the disk")
     return FileTierError(kind, f"{what}: {error.strerror or error}: {remedy}")
@@ -88,19 +88,19 @@ def from_os_error(what: str, error: OSError) -> FileTierError:
 
 FILE_MAGIC = b"kvcb"
 FORMAT_VERSION = 1
-"""Of each file and of a directory: ranks refuse directories of another version."""
+"""Version of each file and of a directory: ranks refuse directories of another version."""
 START_BYTES = 24
 MAX_HEAD_BYTES = 1 << 20
 _FIXED_HEAD_BYTES = 512
-"""More than a head takes without tokens: three digests, two fingerprints, a namespace, numbers."""
+"""Limit of a head without tokens: three digests, two fingerprints, a namespace, numbers."""
 
 _START = struct.Struct("<4sIIQI")
 
 
 @dataclass(frozen=True)
 class FileHead:
-    """What a file says of its block. `token_bytes` are int32; `checksum` is of the payload, as host
-    slots have it; `block_bytes` is the payload's length."""
+    """A file's description of its block. `token_bytes` are int32; `checksum` covers the payload, as
+    in host slots; `block_bytes` is the payload's length."""
 
     key: bytes
     digest: bytes
@@ -124,17 +124,17 @@ _FIELD_TYPES = [{"bytes": bytes, "int": int, "str": str}[str(f.type)] for f in f
 
 
 def files_bound(payload_bytes: int, num_files: int, block_size: int) -> int:
-    """Return how long `num_files` files of `payload_bytes` together may become, heads included.
+    """Return the maximum length of `num_files` files of `payload_bytes`, including heads.
 
-    A head has fixed parts, the block's tokens and what tells contents apart; of small blocks it is
-    a quarter and more. On top an eighth, for files that were set aside and for extra keys.
+    A head has fixed parts, the block's tokens and its namespace and extra keys; with small blocks
+    it is a quarter of the file or more. An eighth is added, for files set aside and for extra keys.
     """
     head_bytes = _FIXED_HEAD_BYTES + 4 * block_size
     return payload_bytes + payload_bytes // 8 + num_files * head_bytes
 
 
 def pack_head(head: FileHead) -> bytes:
-    """Return everything of a file before its payload.
+    """Return the part of a file before its payload.
 
     Raises ConfigurationError for a head that could not be read again.
     """
@@ -148,7 +148,7 @@ def pack_head(head: FileHead) -> bytes:
 
 
 def head_bytes(start: bytes) -> int:
-    """Return how long the head behind the first `START_BYTES` is; raises FileTierError."""
+    """Return the length of the head after the first `START_BYTES`; raises FileTierError."""
     if len(start) < START_BYTES:
         raise FileTierError("truncated", f"the file ends after {len(start)} bytes")
     magic, version, size, _, _ = _START.unpack_from(start)
@@ -164,7 +164,7 @@ def head_bytes(start: bytes) -> int:
 
 
 def unpack_head(data: bytes, file_bytes: int) -> FileHead:
-    """Return the head at the beginning of `data`, of a file of `file_bytes`.
+    """Return the head at the start of `data`, of a file of `file_bytes`.
 
     Raises FileTierError.
     """
@@ -193,7 +193,7 @@ def unpack_head(data: bytes, file_bytes: int) -> FileHead:
 
 
 def labels_of_heads(heads: Sequence[FileHead]) -> Label:
-    """Return what files say as labels; `block_ids` are places in `heads`, owners' slots are -1."""
+    """Return the heads as labels; `block_ids` are indices of `heads`, owners' slots are -1."""
     names: dict[bytes, int] = {}
     tokens = [head.token_ids for head in heads]
     return Label(
@@ -213,7 +213,7 @@ def labels_of_heads(heads: Sequence[FileHead]) -> Label:
 def heads_of_labels(
     labels: Label, keys: Sequence[bytes], checksums: Sequence[int], shape: SegmentShape
 ) -> list[FileHead]:
-    """Return the head of each label's file: `keys[i]` and `checksums[i]` are of label `i`."""
+    """Return the head of each label's file: `keys[i]` and `checksums[i]` belong to label `i`."""
     size = shape.digest_bytes
     ends = np.cumsum(labels.token_counts).tolist()
     heads = []

@@ -1,18 +1,18 @@
 """One rank's blocks on disk: one file per block, found by its key.
 
-A file is written under a temporary name, synced as configured, and renamed, so a file with its
-final name is whole unless something damaged it. A read checks head, key, layout, length and
-payload. A wrong file is a miss with a reason, and is set aside. The files never grow beyond their
-bound; the coordinator decides which blocks go.
+A file is written under a temporary name, synced as configured, and renamed. So a file with its
+final name is complete unless something damaged it. A read checks head, key, layout, length and
+payload. A wrong file is a miss with a reason, and is set aside. The files never exceed their limit;
+the coordinator decides which blocks go.
 
-    rank0/about           what the directory holds, locked by the process that uses it
+    rank0/about           describes the directory, locked by the process that uses it
     rank0/3f/3fa9….kvb    256 directories, by the first byte of the key
     rank0/set-aside/      the last few wrong files
 
 Other processes may remove, replace and damage files at any time. A vanished file is a miss and is
-not counted any more, an obstacle is set aside, and a missing directory is made again.
+no longer counted, an obstacle is set aside, and a missing directory is recreated.
 
-Calls about keys with the same first byte must come from one thread at a time.
+Calls for keys with the same first byte must come from one thread at a time.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ UNFINISHED = ".tmp"
 SET_ASIDE_DIRECTORY = "set-aside"
 
 FIRST_READ_BYTES = 4096
-"""Holds most heads, and costs no more than less."""
+"""Holds most heads; a smaller buffer would not be faster."""
 
 MAX_OBSTACLES = 3
-"""Things in the way of one file, or missing on it, that are put right before it is given up."""
+"""Obstacles and missing directories that are repaired for one file before it is given up."""
 
 Sync: TypeAlias = Literal["never", "file", "directory"]
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """`max_bytes` of all files together (0: no bound); `max_set_aside` files are kept apart."""
+    """`max_bytes` of all files together (0: no limit); at most `max_set_aside` files are set
+    aside."""
 
     max_bytes: int = 0
     sync: Sync = "never"
@@ -73,7 +74,7 @@ class StoreLimits:
 
 @dataclass(frozen=True)
 class ScannedDirectory:
-    """What directory `prefix` holds: heads of good files, and problems of the others."""
+    """The content of directory `prefix`: heads of good files, and problems of the others."""
 
     prefix: int
     heads: tuple[FileHead, ...]
@@ -82,7 +83,7 @@ class ScannedDirectory:
 
 @dataclass(frozen=True)
 class FileTierStatistics:
-    """What was done so far; `problems` says how often each kind was met.
+    """Counts since the start; `problems` has the number of each kind.
 
     `num_vanished` files were removed by others. `used_bytes` is exact once every directory has been
     scanned.
@@ -111,9 +112,9 @@ class FileStore:
         make_again: Callable[[], None] = lambda: None,
     ) -> None:
         """Keep blocks of `shape` in `files`. `writer` is unique to the process, and part of
-        temporary names: those of others are leftovers. `rule` says which payloads are compared, all
-        by default. `make_again` is called when the whole directory is gone: it makes another one
-        and calls `forget_all` before that is used, or raises FileTierError."""
+        temporary names; those of other writers are leftovers. `rule` says which payloads to
+        compare, by default all. `make_again` is called when the whole directory is gone: it creates
+        another one and calls `forget_all`, or raises FileTierError."""
         self.shape = shape
         self._rule = rule or ChecksumRule()
         self._files = files
@@ -124,13 +125,13 @@ class FileStore:
         self._aside = SetAside(files, limits.max_set_aside)
 
     def write(self, head: FileHead, payload: Sequence[memoryview]) -> int:
-        """Write a block, in place of an older file of the same key; return the file's bytes.
+        """Write a block, replacing an older file of the same key; return the file's bytes.
 
-        Raises FileTierError: nothing is there then but what was there before. Only when its name
-        could not be synced, the new file is there.
+        Raises FileTierError; then only the older file exists. Exception: if only syncing its name
+        failed, the new file exists.
         """
         self._require_whole(payload)
-        if head.checksum < 0:  # none was taken; files outlive the rule of the process that writes
+        if head.checksum < 0:  # none was computed; another rule may apply at the read
             head = replace(head, checksum=checksum_of(payload))
         packed = pack_head(head)
         name, num_bytes = _name(head.key), len(packed) + head.block_bytes
@@ -151,9 +152,9 @@ class FileStore:
         return num_bytes
 
     def read(self, key: bytes, payload: Sequence[memoryview]) -> FileHead:
-        """Read a block into `payload`; return what its file says of it.
+        """Read a block into `payload`; return the head of its file.
 
-        Raises FileTierError: `payload` may hold anything then. A file that is wrong is set aside.
+        Raises FileTierError; `payload` may hold anything then. A wrong file is set aside.
         """
         self._require_whole(payload)
         name, what = _name(key), f"block {_shown(key)}"
@@ -185,9 +186,9 @@ class FileStore:
         return head
 
     def discard(self, key: bytes) -> bool:
-        """Remove a block's file; say whether there was one.
+        """Remove a block's file; return whether there was one.
 
-        Raises FileTierError: it is still there.
+        Raises FileTierError if it still exists.
         """
         name = _name(key)
         try:
@@ -207,10 +208,10 @@ class FileStore:
         return True
 
     def scan(self, prefix: int) -> ScannedDirectory:
-        """Read the heads of all files of one directory, and know from now on what it holds.
+        """Read the heads of all files of one directory; from then on its content is known.
 
-        Files that are wrong are set aside, what dead writers left unfinished is removed. Payloads
-        are not read: `read` checks them.
+        Wrong files are set aside, and unfinished files of dead writers are removed. Payloads are
+        not read: `read` checks them.
         """
         directory = f"{prefix:02x}"
         heads: list[FileHead] = []
@@ -220,7 +221,7 @@ class FileStore:
             names = sorted(self._files.names_in(directory))
         except (FileNotFoundError, NotADirectoryError):
             names = []
-        except OSError as error:  # the books say what was known of it
+        except OSError as error:  # the table has its known files
             told = self._counted(from_os_error(f"directory {directory}", error))
             return ScannedDirectory(prefix, (), (str(told),))
         for name in names:
@@ -248,7 +249,7 @@ class FileStore:
         return ScannedDirectory(prefix, tuple(heads), tuple(problems))
 
     def forget_all(self) -> None:
-        """The directory is gone, with all that it held, and an empty one takes its place."""
+        """Record that the directory is gone with its content, and an empty one replaces it."""
         self._table.all_vanished()
         self._aside.forget()
 
@@ -257,7 +258,7 @@ class FileStore:
         return self._table.statistics()
 
     def count(self, kind: Problem) -> None:
-        """Count a problem that was met before this was asked."""
+        """Count a problem that occurred outside this store."""
         self._table.count(kind)
 
     def _require_whole(self, payload: Sequence[memoryview]) -> None:
@@ -312,7 +313,7 @@ class FileStore:
         self._files.make_directory(directory)
 
     def _clear(self, name: str) -> None:
-        """Remove what lies under a name; set aside a directory that holds something."""
+        """Remove the obstacle under a name; set aside a directory with content."""
         try:
             self._files.remove(name)
         except OSError as error:
@@ -329,7 +330,7 @@ class FileStore:
     # --- reading
 
     def _read_head(self, descriptor: int, size: int) -> tuple[FileHead, int]:
-        """Return the head and where the payload begins."""
+        """Return the head and the offset of the payload."""
         data = self._files.read_start(descriptor, min(size, FIRST_READ_BYTES))
         end = START_BYTES + head_bytes(data)
         if end > len(data):
@@ -369,7 +370,7 @@ class FileStore:
     def _scan_file(self, path: str) -> tuple[FileHead, int] | None:
         """Return a file's head and length, None if it has just vanished.
 
-        Raises FileTierError, counted, the file set aside.
+        Raises FileTierError; the file is counted and set aside then.
         """
         try:
             descriptor = self._files.open(path)
@@ -395,10 +396,10 @@ class FileStore:
     # --- problems
 
     def _unopened(self, name: str, what: str, error: OSError) -> FileTierError:
-        """Return what it means that a file cannot be opened.
+        """Return the error for a file that cannot be opened.
 
-        Something that is no file, or that we may not read although its directory is open, is set
-        aside: only this file is wrong, and waiting would not mend it.
+        Something that is no file, or an unreadable file in a readable directory, is set aside: only
+        this file is wrong, and waiting would not help.
         """
         is_its_own = isinstance(error, (IrregularFileError, PermissionError))
         if is_its_own and self._put_aside(name, "damaged"):
@@ -406,7 +407,7 @@ class FileStore:
         return from_os_error(what, error)
 
     def _put_aside(self, name: str, kind: Problem) -> bool:
-        """Move a wrong file away and keep only the last few; say whether it is gone."""
+        """Move a wrong file away and keep only the last few; return whether it is gone."""
         if kind not in SET_ASIDE:
             return False
         try:
@@ -420,11 +421,11 @@ class FileStore:
         return True
 
     def _remove_quietly(self, name: str) -> None:
-        """Remove what a writer left unfinished."""
+        """Remove a writer's unfinished file."""
         self._quietly(lambda: self._clear(name))
 
     def _quietly(self, call: Callable[[], None]) -> None:
-        """Do what changes nothing for the caller when it fails; count that it did."""
+        """Make a call whose failure does not matter to the caller; count failures."""
         try:
             call()
         except FileNotFoundError:
@@ -433,7 +434,7 @@ class FileStore:
             self.count("io")
 
     def _counted(self, error: FileTierError, path: str = "") -> FileTierError:
-        """Count an error, and say it; `path` is of what, where the error does not say so."""
+        """Count and log an error; `path` is the file's, if the error does not have it."""
         logger.warning(
             "files of rank %d: %s%s (%d of this kind so far)",
             self.shape.rank,
@@ -450,7 +451,7 @@ def _name(key: bytes) -> str:
 
 
 def _key_of(name: str) -> bytes | None:
-    """Return the key whose file has this name, None if there is no such key."""
+    """Return the key of a file name, None if it is no key's."""
     try:
         key = bytes.fromhex(name[3 : -len(SUFFIX)])
     except ValueError:
@@ -463,17 +464,17 @@ def _shown(key: bytes) -> str:
 
 
 class FileTable:
-    """What a tier has done, what it holds, and how often something was wrong; from any thread.
+    """Counts, sizes and problems of a tier's files. Thread-safe.
 
-    A directory's files are known once it has been scanned; until then they are those written there
-    since the start. What a read, a discard or a scan finds gone is taken back.
+    A directory's files are known once it has been scanned; before that, only those written since
+    the start. Files that a read, a discard or a scan finds missing are subtracted.
 
     Invariant: `_used` is the sum of `_sizes[p]`, by key the bytes of the files in directory `p`;
-    `_reserved` is the bytes of files being written right now.
+    `_reserved` is the bytes of files being written.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Let files grow to `max_bytes` together; 0 means without a bound."""
+        """Limit the files to `max_bytes` together; 0: no limit."""
         self._max_bytes = max_bytes
         self._sizes: list[dict[bytes, int]] = [{} for _ in range(NUM_DIRECTORIES)]
         self._used = self._reserved = 0
@@ -483,7 +484,7 @@ class FileTable:
         self._lock = threading.Lock()
 
     def reserve(self, num_bytes: int) -> None:
-        """Take room for a file; raises FileTierError (counted) beyond the bound."""
+        """Reserve room for a file; raises FileTierError (counted) beyond the limit."""
         with self._lock:
             used = self._used + self._reserved
             if not self._max_bytes or used + num_bytes <= self._max_bytes:
@@ -497,12 +498,12 @@ class FileTable:
         )
 
     def release(self, num_bytes: int) -> None:
-        """Give room back: nothing was written."""
+        """Release room: nothing was written."""
         with self._lock:
             self._reserved -= num_bytes
 
     def wrote(self, key: bytes, num_bytes: int) -> None:
-        """A file is there that room was reserved for, in place of any other of this key."""
+        """Record a written file for which room was reserved; it replaces any other of this key."""
         with self._lock:
             self._reserved -= num_bytes
             self._take_out(key)
@@ -511,32 +512,32 @@ class FileTable:
             self._num_written += 1
 
     def read(self) -> None:
-        """A file was read, and was good."""
+        """Record a successful read."""
         with self._lock:
             self._num_read += 1
 
     def discarded(self, key: bytes) -> None:
-        """A file was removed."""
+        """Record a removed file."""
         with self._lock:
             self._take_out(key)
             self._num_discarded += 1
 
     def vanished(self, key: bytes) -> bool:
-        """There is no file of this key; say whether there should have been one."""
+        """Record that a key has no file; return whether one was expected."""
         with self._lock:
             was_known = self._take_out(key)
             self._num_vanished += was_known
             return was_known
 
     def set_aside(self, key: bytes | None) -> None:
-        """A file was wrong, and counts no more. None: it had the name of no key."""
+        """Record a wrong file, which no longer counts. None: its name was no key's."""
         with self._lock:
             if key is not None:
                 self._take_out(key)
             self._num_set_aside += 1
 
     def scanned(self, prefix: int, sizes: Mapping[bytes, int]) -> int:
-        """These are the files of a directory; return how many have vanished from it."""
+        """Set the files of a directory; return how many have vanished from it."""
         with self._lock:
             old = self._sizes[prefix]
             num_vanished = len(old.keys() - sizes.keys())
@@ -546,12 +547,12 @@ class FileTable:
             return num_vanished
 
     def all_vanished(self) -> None:
-        """All directories are gone."""
+        """Record that all directories are gone."""
         for prefix in range(NUM_DIRECTORIES):
             self.scanned(prefix, {})
 
     def count(self, kind: Problem) -> int:
-        """A problem was met; return how often so far."""
+        """Count a problem; return its count so far."""
         with self._lock:
             self._problems[kind] += 1
             return self._problems[kind]
@@ -570,7 +571,7 @@ class FileTable:
             )
 
     def _take_out(self, key: bytes) -> bool:
-        """Forget the file of a key; say whether one was known. Locked."""
+        """Forget the file of a key; return whether one was known. Locked."""
         num_bytes = self._sizes[key[0]].pop(key, None)
         if num_bytes is None:
             return False
@@ -579,10 +580,10 @@ class FileTable:
 
 
 class SetAside:
-    """Moves wrong files into a directory of their own, and keeps the last few; from any thread.
+    """Moves wrong files into their own directory, and keeps the last few. Thread-safe.
 
-    A directory or pipe with the name of a file goes the same way. A file that cannot be moved is
-    removed: it must not be found again under its name. A directory that holds something is never
+    Handles a directory or pipe with the name of a file alike. A file that cannot be moved is
+    removed, because it must not be found again under its name. A directory with content is never
     removed.
     """
 
@@ -594,7 +595,7 @@ class SetAside:
         self._lock = threading.Lock()
 
     def put(self, name: str, kind: Problem) -> None:
-        """Move what lies under `name` away; raises OSError when it cannot even be removed."""
+        """Move the file `name` away; raises OSError if it cannot even be removed."""
         target = f"{SET_ASIDE_DIRECTORY}/{name.rpartition('/')[2]}.{kind}"
         with self._lock:
             names = self._known()
@@ -607,16 +608,16 @@ class SetAside:
                 names.remove(target)
             names.append(target)
             while len(names) > self._max_files:
-                with suppress(OSError):  # it holds something, or is gone
+                with suppress(OSError):  # it is not empty, or is gone
                     self._files.remove(names.popleft())
 
     def forget(self) -> None:
-        """List the directory again: it is another one."""
+        """List the directory again: it was replaced."""
         with self._lock:
             self._names = None
 
     def _move(self, name: str, target: str) -> str:
-        """Move it to `target`, or next to it if a directory is in the way; return where to."""
+        """Move it to `target`, or next to it if a directory is in the way; return the new name."""
         try:
             self._files.make_directory(SET_ASIDE_DIRECTORY)
             self._files.rename(name, target)
@@ -634,7 +635,7 @@ class SetAside:
         return target
 
     def _known(self) -> deque[str]:
-        """Return the names there, the oldest first; those of other processes have no order."""
+        """Return the names there, oldest first; those of other processes are unordered."""
         if self._names is None:
             try:
                 found = self._files.names_in(SET_ASIDE_DIRECTORY)

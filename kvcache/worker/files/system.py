@@ -1,8 +1,8 @@
 """The system calls of the file tier, on names below one directory.
 
-The directory is held by a descriptor: if it is moved, its files are used where they are, and
-nothing is written in the place of an unplugged disk. All calls may raise OSError. Tests pass files
-that fail when they are told to.
+The directory is held by a descriptor: if it is moved, its files stay in use, and nothing is written
+in the place of an unplugged disk. All calls may raise OSError. Tests pass files that fail on
+demand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 Buffers = Sequence[bytes | bytearray | memoryview]
 
 MAX_BUFFERS = 1024
-"""Of one system call."""
+"""Limit of one system call."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -32,11 +32,11 @@ class DirectoryFiles:
     """Files below an open directory. Names are relative to it."""
 
     def __init__(self, directory: int) -> None:
-        """Use the directory of this descriptor, which stays the caller's."""
+        """Use the directory of this descriptor, which the caller keeps and closes."""
         self._directory = directory
 
     def create(self, name: str) -> int:
-        """Create a file that only its owner reads; return its descriptor. It must not exist."""
+        """Create a file that only its owner can read; return its descriptor. It must not exist."""
         return os.open(name, _CREATE, 0o600, dir_fd=self._directory)
 
     def open(self, name: str) -> int:
@@ -56,11 +56,12 @@ class DirectoryFiles:
         raise IrregularFileError(name)
 
     def write(self, descriptor: int, buffers: Buffers, offset: int) -> int:
-        """Write buffers one behind the other at `offset`, all or a part; return how many bytes."""
+        """Write buffers in order at `offset`, all or a part; return the number of bytes."""
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
-        """Fill buffers from `offset` on, all or a part; return how many bytes, 0 at the end."""
+        """Fill buffers from `offset` on, all or a part; return the number of bytes, 0 at the
+        end."""
         return os.preadv(descriptor, buffers, offset)
 
     def size(self, descriptor: int) -> int:
@@ -68,11 +69,11 @@ class DirectoryFiles:
         return os.fstat(descriptor).st_size
 
     def sync(self, descriptor: int) -> None:
-        """Have the disk take what was written."""
+        """Sync a file's data to disk."""
         os.fdatasync(descriptor)
 
     def sync_directory(self, name: str) -> None:
-        """Have the disk take the names in a directory."""
+        """Sync the names in a directory to disk."""
         descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self._directory)
         try:
             os.fsync(descriptor)
@@ -80,11 +81,11 @@ class DirectoryFiles:
             os.close(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Give a descriptor back."""
+        """Close a descriptor."""
         os.close(descriptor)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a file another name, in place of what has it."""
+        """Rename a file, replacing any file with the new name."""
         os.rename(name, new_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
     def remove(self, name: str) -> None:
@@ -95,7 +96,7 @@ class DirectoryFiles:
             os.rmdir(name, dir_fd=self._directory)
 
     def make_directory(self, name: str) -> None:
-        """Make a directory, unless it is there; NotADirectoryError if something else is."""
+        """Make a directory unless it exists; NotADirectoryError if something else has its name."""
         try:
             os.mkdir(name, 0o700, dir_fd=self._directory)
         except FileExistsError as error:
@@ -104,7 +105,7 @@ class DirectoryFiles:
                 raise NotADirectoryError(errno.ENOTDIR, "it is no directory", name) from error
 
     def names_in(self, directory: str) -> list[str]:
-        """Return the names in a directory, in no order."""
+        """Return the names in a directory, in any order."""
         descriptor = os.open(directory, _READ | os.O_DIRECTORY, dir_fd=self._directory)
         try:
             return os.listdir(descriptor)
@@ -114,7 +115,7 @@ class DirectoryFiles:
     # --- whole buffers
 
     def write_all(self, descriptor: int, buffers: Sequence[memoryview]) -> None:
-        """Write buffers one behind the other from the beginning of a file; raises OSError."""
+        """Write buffers in order from the beginning of a file; raises OSError."""
         left, offset = [buffer for buffer in buffers if len(buffer)], 0
         while left:
             count = self.write(descriptor, left[:MAX_BUFFERS], offset)
@@ -124,7 +125,7 @@ class DirectoryFiles:
             left = _behind(left, count)
 
     def fill(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill buffers from `offset` on, as far as the file goes; return how many bytes that were.
+        """Fill buffers from `offset` on, up to the end of the file; return the number of bytes.
 
         Raises OSError.
         """
@@ -138,14 +139,14 @@ class DirectoryFiles:
         return offset - begin
 
     def read_start(self, descriptor: int, num_bytes: int) -> bytes:
-        """Return the first `num_bytes` of a file, fewer where it ends earlier; raises OSError."""
+        """Return the first `num_bytes` of a file, fewer if it is shorter; raises OSError."""
         found = bytearray(num_bytes)
         end = self.fill(descriptor, [memoryview(found)], 0)
         return bytes(found[:end])
 
 
 def _behind(buffers: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return the rest of buffers, behind their first `num_bytes`."""
+    """Return the rest of buffers after their first `num_bytes`."""
     for place, buffer in enumerate(buffers):
         if num_bytes < len(buffer):
             return [buffer[num_bytes:], *buffers[place + 1 :]]

@@ -1,16 +1,16 @@
-"""Where a rank's files lie, and which process may use them.
+"""The directory of a rank's files, and the lock on it.
 
 Each cluster, layout and rank has its own directory, so files that cannot be exchanged never meet:
 
     root / cluster / layout fingerprint / rank<k> / about
     root / cluster / layout fingerprint / replica<n> / rank<k> / about    (from replica 1 on)
 
-`about` says what the directory holds, and is locked by the process that uses it. A directory with
-another description, or of another living process, is refused.
+`about` describes the directory, and is locked by the process that uses it. A directory with another
+description, or in use by another process, is refused.
 
-A directory that is removed while it is in use is made again, empty. It is not made again if the
-root is gone or its place is on another device: a disk was unplugged, and nothing may be written in
-its place.
+A directory that is removed while in use is recreated, empty. It is not recreated if the root is
+gone or its place is on another device: then a disk was unplugged, and nothing may be written in its
+place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_ABOUT_BYTES = 4096
 
 @dataclass(frozen=True)
 class DiskAccess:
-    """How a rank reaches its files: `make_files` takes the open directory, `make_lanes` the number
+    """How a rank accesses its files: `make_files` takes the open directory, `make_lanes` the number
     of lanes. Tests pass others, which fail or are late on demand."""
 
     make_files: Callable[[int], DirectoryFiles] = DirectoryFiles
@@ -56,10 +56,10 @@ class DiskAccess:
 class FileTierSettings:
     """The file tier of one rank. `cluster` names the directory `below` the `root`, which exists.
 
-    `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory
-    cannot be used does not start, or, unless `must_work`, starts without it and says why in every
-    job for it. `replica`: which of several engines with the same ranks. `access` says how it
-    reaches the disk. The other fields are `StoreLimits`.
+    `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory is
+    unusable does not start. Unless `must_work`: then it starts without files, and every job for
+    them reports the reason. `replica`: number of the engine among several with the same ranks. The
+    other fields are `StoreLimits`.
     """
 
     root: Path
@@ -91,7 +91,7 @@ class FileTierSettings:
 
     @property
     def limits(self) -> StoreLimits:
-        """What the store keeps to."""
+        """The limits of the store."""
         return StoreLimits(self.max_bytes, self.sync, self.max_set_aside)
 
 
@@ -105,16 +105,16 @@ class FileTier:
         writer: str,
         rule: ChecksumRule | None = None,
     ) -> None:
-        """Make the directory, or use the existing one. `rule` says which reads are compared, all by
-        default.
+        """Create or open the directory. `rule` says which reads to compare, by default all.
 
-        Raises ConfigurationError when it cannot be used, is another layout's, or another process's.
+        Raises ConfigurationError if it is unusable, has another layout, or is in use by another
+        process.
         """
         place = settings.root / settings.below / settings.cluster / shape.layout_fingerprint
         if settings.replica:
             place /= f"replica{settings.replica}"
         self.directory = place / f"rank{shape.rank}"
-        if not os.path.isdir(settings.root):  # a sick disk raises nothing here
+        if not os.path.isdir(settings.root):  # a failing disk does not raise here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is no directory: make or mount it first"
             )
@@ -145,15 +145,15 @@ class FileTier:
         )
 
     def close(self) -> None:
-        """Give directory and lock back. No thread uses the store any more."""
+        """Release directory and lock. No thread may use the store any more."""
         os.close(self._lock)
         os.close(self._directory)
 
     def _open(self) -> int:
-        """Make the directory if need be, and open it; raises OSError.
+        """Create the directory if necessary, and open it; raises OSError.
 
-        Raises ConfigurationError for another user's directory in which others may write: files that
-        they put there would be read as cache.
+        Raises ConfigurationError for another user's directory in which others may write: their
+        files would be read as cache.
         """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -168,7 +168,7 @@ class FileTier:
         return directory
 
     def _take(self, directory: int) -> int:
-        """Lock a directory and compare what it says; return the lock's descriptor.
+        """Lock a directory and compare its description; return the lock's descriptor.
 
         Raises ConfigurationError.
         """
@@ -202,8 +202,8 @@ class FileTier:
         return lock
 
     def _make_again(self) -> None:
-        """Put an empty directory in the place of the one that was removed, unless another thread
-        has done so. Raises FileTierError."""
+        """Replace the removed directory by an empty one, unless another thread has done so. Raises
+        FileTierError."""
         with self._again:
             try:
                 self._replace()

@@ -1,6 +1,6 @@
-"""Host slots as tensors, for copies between the device and host memory; and which jobs use them.
+"""Host slots as tensors, for copies to and from the device; and the slots in use by jobs.
 
-The slots lie in a segment, which outlives the process. On CUDA the memory is registered with the
+The slots are in a segment, which outlives the process. On CUDA the memory is registered with the
 driver, so that copies run concurrently.
 """
 
@@ -19,25 +19,25 @@ from kvcache.worker.host_memory.labels import HostLabels
 from kvcache.worker.host_memory.segment import PAGE_BYTES, HostSegment
 
 MAX_REGISTERED_BYTES = 64 * 2**30
-"""Registered at once: drivers fail, or stall the machine, with much more."""
+"""Bytes registered at once: with much more, drivers fail or stall the machine."""
 
-# A typed name for a function that has no types of its own.
+# A typed name for a function without types.
 _cuda_runtime: Callable[[], Any] = torch.cuda.cudart
 
 
 class SlotUses:
-    """Which host slots running jobs read or write, of both tiers. The worker serialises.
+    """The host slots that running jobs of both tiers read or write. Not thread-safe.
 
-    Any number may read a slot that no job writes. `problem` names the slots that are in use.
+    Any number of jobs may read a slot that no job writes. `problem` names slots in use.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """No slot is used."""
+        """Begin without used slots."""
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._is_written = np.zeros(num_slots, dtype=np.bool_)
 
     def problem(self, slots: Int32Array, *, to_write: bool) -> str:
-        """Say why slots cannot be read (or written) now, or return an empty string."""
+        """Return why slots cannot be read (or written) now, empty if they can."""
         if not len(slots):
             return ""
         first, last, end = int(slots.min()), int(slots.max()), len(self._readers)
@@ -52,21 +52,21 @@ class SlotUses:
         return ""
 
     def acquire(self, slots: Int32Array, *, to_write: bool) -> None:
-        """Count a job in, whose slots have no `problem`."""
+        """Add a job whose slots have no `problem`."""
         if to_write:
             self._is_written[slots] = True
         else:
             np.add.at(self._readers, slots, 1)
 
     def release(self, slots: Int32Array, *, to_write: bool) -> None:
-        """Count a job out."""
+        """Remove a job."""
         if to_write:
             self._is_written[slots] = False
         else:
             np.subtract.at(self._readers, slots, 1)
 
     def check(self) -> None:
-        """Raise InvariantError if a slot is both read and written, or read less than never."""
+        """Raise InvariantError if a slot is both read and written, or has a negative count."""
         wrong = np.flatnonzero((self._readers < 0) | (self._is_written & (self._readers > 0)))
         if len(wrong):
             raise InvariantError(
@@ -80,9 +80,9 @@ class HostPool:
     """
 
     def __init__(self, segment: HostSegment, *, is_pinned: bool) -> None:
-        """See `segment` as tensors; register them with CUDA where `is_pinned`.
+        """View `segment` as tensors; register them with CUDA if `is_pinned`.
 
-        Raises NotEnoughMemoryError when the driver does not register so much.
+        Raises NotEnoughMemoryError if the driver does not register so much.
         """
         self.segment = segment
         self.num_slots = segment.shape.num_slots
@@ -96,12 +96,12 @@ class HostPool:
 
     @property
     def labels(self) -> HostLabels:
-        """What each slot holds."""
+        """The labels of the slots."""
         return self.segment.labels
 
     def pieces(self, tensor_index: int, slots: Int32Array) -> list[Int32Array]:
         """Return the places in `slots`, divided so that no copy crosses from one registered piece
-        of a tensor into the next: drivers refuse that."""
+        of a tensor into the next, which drivers refuse."""
         width = self.tensors[tensor_index].shape[1]
         num_slots = self._piece_bytes[tensor_index] // max(1, width)
         if self.num_slots <= num_slots or not len(slots):
@@ -110,7 +110,7 @@ class HostPool:
         return [int32_array(np.flatnonzero(piece_of == p)) for p in np.unique(piece_of).tolist()]
 
     def close(self) -> None:
-        """Give descriptor and registrations back. Nothing copies any more."""
+        """Release descriptor and registrations. No copy may run any more."""
         for address in self._registered:
             _cuda_runtime().cudaHostUnregister(address)
         self._registered.clear()
@@ -135,6 +135,6 @@ class HostPool:
 
 
 def _piece_bytes(width: int) -> int:
-    """Return how much of a tensor is registered at once: whole slots, and whole pages."""
+    """Return the bytes of a tensor to register at once: whole slots, and whole pages."""
     unit = lcm(max(1, width), PAGE_BYTES)
     return max(unit, MAX_REGISTERED_BYTES // unit * unit)

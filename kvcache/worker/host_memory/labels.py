@@ -4,16 +4,16 @@ As everywhere, a label is withdrawn before the first byte is written, and sealed
 every rank has finished:
 
     EMPTY ──begin──▶ WRITING ──finish──▶ WRITTEN ──seal──▶ SEALED ──withdraw──▶ EMPTY
-                     store or fetch      over on this      over on
+                     store or fetch      done on this      done on
                      runs                rank              every rank
 
-A process that attaches to the memory keeps SEALED slots whose checksum is right, and forgets all
+A process that attaches to the memory keeps SEALED slots with a valid checksum, and forgets all
 others. Not thread-safe: the worker locks around it.
 
 A label is a row of fixed width, and cells for its unbounded parts: namespace and extra keys. Their
 first bytes are in the row, the rest in a chain of cells that all rows share. A row has a checksum
-over itself and its chain, so a row that was half written is recognised. A label that finds too few
-cells is not written at all.
+over itself and its chain, so a torn row is recognised. A label for which there are not enough cells
+is not written at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import UNLABELLED
 
 INLINE_BYTES = 48
-"""Bytes of namespace and extra keys together that need no cell: those of most requests."""
+"""Bytes of namespace and extra keys together that need no cell: enough for most requests."""
 
 MAX_NAMES_BYTES = 1 << 16
 """Longest namespace and extra keys of one label, together."""
@@ -58,7 +58,7 @@ class SlotState(IntEnum):
 
 
 def row_type(digest_bytes: int, max_block_tokens: int) -> np.dtype[Any]:
-    """Return the layout of a row. `group` is -1 where the bytes have no label."""
+    """Return the layout of a row. `group` is -1 if the bytes have no label."""
     return np.dtype(
         [
             ("state", "u1"),
@@ -80,13 +80,13 @@ def row_type(digest_bytes: int, max_block_tokens: int) -> np.dtype[Any]:
 
 
 def row_checksum(row: bytes, chain: bytes) -> int:
-    """Return the CRC-32C of a row and what its cells hold; the state and the CRC are left out."""
+    """Return the CRC-32C of a row and its cells, without the state and the CRC."""
     crc: int = google_crc32c.value(row[8:] + chain)
     return crc
 
 
 class CellChains:
-    """Cells that rows share: a free list in this process, links in the memory.
+    """Cells shared by all rows: a free list in this process, links in the memory.
 
     Invariant: a cell is on the free list or in exactly one row's chain.
     """
@@ -99,23 +99,23 @@ class CellChains:
 
     @property
     def num_free(self) -> int:
-        """Cells that no row uses."""
+        """Number of unused cells."""
         return len(self._free)
 
     @property
     def num_cells(self) -> int:
-        """Cells there are."""
+        """Number of all cells."""
         return len(self._cells)
 
     @staticmethod
     def cells_for(num_bytes: int) -> int:
-        """Return how many cells a label of so many variable bytes takes."""
+        """Return the number of cells for a label with so many variable bytes."""
         return -(-max(0, num_bytes - INLINE_BYTES) // _CELL_DATA_BYTES)
 
     def write(self, data: bytes) -> list[int]:
-        """Write what does not fit into the row; return the chain of cells, the first one first.
+        """Write the part that does not fit into the row; return the chain of cells, in order.
 
-        The caller has looked that there are cells enough.
+        The caller has checked that there are enough cells.
         """
         rest = data[INLINE_BYTES:]
         chain = [self._free.pop() for _ in range(self.cells_for(len(data)))]
@@ -127,12 +127,12 @@ class CellChains:
         return chain
 
     def read(self, chain: Sequence[int], num_bytes: int) -> bytes:
-        """Return what `write` put there, of a label of `num_bytes` variable bytes."""
+        """Return what `write` stored for a label of `num_bytes` variable bytes."""
         pieces = [self._cells["data"][cell].tobytes() for cell in chain]
         return b"".join(pieces)[: max(0, num_bytes - INLINE_BYTES)]
 
     def follow(self, first: int, num_bytes: int) -> list[int] | None:
-        """Return the chain that begins at `first`, found in memory; None if it cannot be one."""
+        """Return the chain that begins at `first` in the memory; None if it is invalid."""
         if not 0 <= num_bytes <= MAX_NAMES_BYTES:
             return None
         chain: list[int] = []
@@ -145,7 +145,7 @@ class CellChains:
         return chain if cell == NO_CELL else None
 
     def take(self, chain: Sequence[int]) -> None:
-        """Take cells that `follow` found; afterwards, once for all of them, `list_free`."""
+        """Take cells that `follow` returned; call `list_free` once afterwards."""
         self._is_free[list(chain)] = False
 
     def list_free(self) -> None:
@@ -153,7 +153,7 @@ class CellChains:
         self._free = np.flatnonzero(self._is_free)[::-1].tolist()
 
     def release(self, chain: Sequence[int]) -> None:
-        """Give cells back."""
+        """Release cells."""
         self._is_free[list(chain)] = True
         self._free.extend(chain)
 
@@ -165,7 +165,7 @@ Generations = npt.NDArray[np.uint32]
 
 
 class SealedLabels(NamedTuple):
-    """Labels, and their blocks' checksums: little-endian int64."""
+    """Labels, and the checksums of their blocks: little-endian int64."""
 
     labels: Label
     checksums: bytes
@@ -186,9 +186,9 @@ class HostLabels:
         digest_bytes: int,
         max_block_tokens: int,
     ) -> None:
-        """Use this memory, whose rows are zero (that is: EMPTY) or another process's.
+        """Use this memory; its rows are zero (EMPTY) or another process's.
 
-        Of another process's rows, only sealed ones with a right checksum are kept.
+        Of another process's rows, only sealed ones with a valid checksum are kept.
         """
         self.digest_bytes = digest_bytes
         self.max_block_tokens = max_block_tokens
@@ -202,12 +202,12 @@ class HostLabels:
 
     @property
     def num_slots(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return len(self._rows)
 
     @property
     def label_bytes(self) -> int:
-        """Bytes that one label takes at most in a label set, without namespace and extra keys."""
+        """Maximum bytes of a label in a label set, without namespace and extra keys."""
         return 2 * self.digest_bytes + 4 * (self.max_block_tokens + 5) + 8
 
     def state(self, slot: int) -> SlotState:
@@ -215,22 +215,22 @@ class HostLabels:
         return SlotState(int(self._rows["state"][slot]))
 
     def num_in(self, state: SlotState) -> int:
-        """Return how many slots are in `state`."""
+        """Return the number of slots in `state`."""
         return int(np.count_nonzero(self._rows["state"] == state))
 
     def are_readable(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether its bytes are whole on this rank."""
+        """Say of each slot whether its bytes are complete on this rank."""
         readable: npt.NDArray[np.bool_] = self._rows["state"][slots] >= SlotState.WRITTEN
         return readable
 
     def are_labelled(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
-        """Say of each slot whether it has, or gets, a label."""
+        """Say of each slot whether it has a label, or will get one."""
         is_used = self._rows["state"][slots] != SlotState.EMPTY
         labelled: npt.NDArray[np.bool_] = is_used & (self._rows["group"][slots] != UNLABELLED)
         return labelled
 
     def checksums(self, slots: Int32Array) -> Int64Array:
-        """Return the checksum of each slot's bytes, `NO_CHECKSUM` where there is none."""
+        """Return the checksum of each slot's bytes, `NO_CHECKSUM` if there is none."""
         found: Int64Array = self._rows["checksum"][slots].astype(np.int64)
         return found
 
@@ -244,7 +244,7 @@ class HostLabels:
     # --- changes
 
     def begin(self, slots: Int32Array) -> Generations:
-        """Withdraw the slots' labels: bytes are going to be written. Return what `finish` needs."""
+        """Withdraw the slots' labels before a write. Return the argument for `finish`."""
         self.withdraw(slots)
         self._rows["group"][slots] = UNLABELLED
         self._rows["checksum"][slots] = NO_CHECKSUM
@@ -253,10 +253,10 @@ class HostLabels:
         return generations
 
     def describe(self, slots: Int32Array, labels: Label) -> None:
-        """Write down what the bytes of WRITING slots are going to be; one label for each slot.
+        """Set the labels of WRITING slots, one for each slot.
 
-        A label that is too long for the cells that are left is not written: its slot can be loaded
-        in this process, but not sealed (counted).
+        A label that is too long for the remaining cells is not written: its slot can be loaded in
+        this process, but not sealed (counted).
         """
         rows, size = self._rows, self.digest_bytes
         if not len(slots):
@@ -276,14 +276,15 @@ class HostLabels:
         rows["group"][slots] = groups
 
     def finish(self, slots: Int32Array, generations: Generations, checksums: Int64Array) -> None:
-        """Say that the bytes of slots have arrived; those withdrawn meanwhile are left alone."""
+        """Record that the bytes of slots have arrived; slots withdrawn since `begin` do not
+        change."""
         is_same = self.are_awaited(slots, generations)
         arrived = slots[is_same]
         self._rows["checksum"][arrived] = checksums[is_same]
         self._rows["state"][arrived] = SlotState.WRITTEN
 
     def seal(self, slots: Int32Array) -> None:
-        """Seal slots that are WRITTEN and have a label; others are left as they are (counted)."""
+        """Seal slots that are WRITTEN and have a label; others do not change (counted)."""
         rows = self._rows
         states = rows["state"][slots]
         can_be = (states == SlotState.WRITTEN) & (rows["group"][slots] != UNLABELLED)
@@ -293,7 +294,7 @@ class HostLabels:
         rows["state"][ready] = SlotState.SEALED
 
     def withdraw(self, slots: Int32Array) -> None:
-        """Forget what slots hold."""
+        """Forget the content of slots."""
         self._rows["state"][slots] = SlotState.EMPTY
         self._rows["generation"][slots] += np.uint32(1)
         if self._chains:
@@ -301,7 +302,7 @@ class HostLabels:
                 self._cells.release(self._chains.pop(slot, ()))
 
     def withdraw_unsealed(self) -> None:
-        """Forget every slot that is not SEALED: none of them will be sealed. Nothing runs."""
+        """Forget every slot that is not SEALED, as none of them will be sealed. No job runs."""
         states = self._rows["state"]
         is_unsealed = (states != SlotState.SEALED) & (states != SlotState.EMPTY)
         self.withdraw(int32_array(np.flatnonzero(is_unsealed)))
@@ -313,8 +314,8 @@ class HostLabels:
     # --- reading
 
     def labels_of(self, slots: Int32Array) -> Label:
-        """Return the labels of slots that have one, in this order; a copy. `block_ids` are slots,
-        and so is 0; their owners' slots are not known: -1."""
+        """Return a copy of the labels of slots that have one, in this order. `block_ids` are slots,
+        including 0; their owners' slots are unknown: -1."""
         rows = self._rows[slots]
         counts = rows["token_count"].astype(np.int32)
         columns = np.arange(self.max_block_tokens)[None, :] < counts[:, None]
@@ -339,16 +340,16 @@ class HostLabels:
         )
 
     def sealed(self, first_slot: int = 0, end_slot: int | None = None) -> SealedLabels:
-        """Return the labels of the SEALED slots of `[first_slot, end_slot)`, by slot; a copy.
+        """Return a copy of the labels of the SEALED slots of `[first_slot, end_slot)`, by slot.
 
-        Without an end: of all slots behind.
+        Without `end_slot`: up to the last slot.
         """
         states = self._rows["state"][first_slot:end_slot]
         slots = int32_array(np.flatnonzero(states == SlotState.SEALED) + first_slot)
         return SealedLabels(self.labels_of(slots), self.checksums(slots).astype("<i8").tobytes())
 
     def check(self) -> None:
-        """Raise `InvariantError` if rows and cells do not add up. Changes nothing."""
+        """Raise `InvariantError` if rows and cells are inconsistent. Changes nothing."""
         rows = self._rows
         empty = [slot for slot in self._chains if rows["state"][slot] == SlotState.EMPTY]
         if empty:
@@ -369,7 +370,7 @@ class HostLabels:
     # --- rows
 
     def _adopt(self) -> None:
-        """Keep what another process has sealed, and make all other rows empty."""
+        """Keep the slots that another process has sealed, and make all other rows empty."""
         self.withdraw_unsealed()
         damaged: list[int] = []
         for slot in np.flatnonzero(self._rows["state"] == SlotState.SEALED).tolist():
@@ -392,7 +393,7 @@ class HostLabels:
         self.num_damaged_rows = len(damaged)
 
     def _row_checksums(self, slots: Int32Array) -> npt.NDArray[np.uint32]:
-        """Return the checksums of rows as they are now."""
+        """Return the checksums of the present rows."""
         data, size = self._rows[slots].tobytes(), self._rows.itemsize
         found = np.empty(len(slots), dtype=np.uint32)
         for place, slot in enumerate(slots.tolist()):
@@ -406,7 +407,7 @@ class HostLabels:
         return row_checksum(row.tobytes(), self._cells.read(chain, num_bytes))
 
     def _write_names(self, slot: int, namespace: bytes, extra_keys: bytes) -> bool:
-        """Write the parts without a bound; False, unchanged, if there are not cells enough."""
+        """Write the unbounded parts; return False, unchanged, if there are not enough cells."""
         data, row = namespace + extra_keys, self._rows[slot]
         is_too_long = len(data) > MAX_NAMES_BYTES
         if is_too_long or CellChains.cells_for(len(data)) > self._cells.num_free:

@@ -6,10 +6,10 @@ uses bytes of another layout. Memory that does not match exactly is refused.
     | head | rows of labels | cells of labels | slots of tensor 0 | slots of tensor 1 | ...
     0      4096             each part begins at a whole page
 
-`open_segment` asks the memory service of the node. If the service has another segment than this
-rank needs, it drops that first, to free its memory; then the rank makes a new, cold one, and says
-why. Without a memory service the segment is private, and ends with the process. A missing memory
-service is no error; too little memory is.
+`open_segment` asks the memory service of the node. If the service has a segment that this rank
+cannot use, the service drops it first, to free its memory; then the rank makes a new, cold one, and
+says why. Without a memory service the segment is private, and ends with the process. A missing
+memory service is not an error; too little memory is.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ HEAD_BYTES = PAGE_BYTES
 SPARE_CELLS = 64
 
 UNKNOWN_MODEL_EPOCH = -1
-"""Of a new segment, until a reset names one."""
+"""The model epoch of a new segment, until a reset sets one."""
 
 ByteArray = npt.NDArray[np.uint8]
 
 _HEAD = struct.Struct("<8sII64sqqqqqqI")
-"""Magic, version, rank, layout fingerprint, slots, bytes of a slot, number of tensors, digest
-bytes, tokens of a label, bytes of all, and a checksum over them and the widths of the tensors."""
+"""Magic, version, rank, layout fingerprint, number of slots, bytes of a slot, number of tensors,
+digest bytes, tokens of a label, total bytes, and a checksum over them and the tensors' widths."""
 
 _CRC = struct.Struct("<I")
 MODEL_EPOCH = struct.Struct("<q")
@@ -65,7 +65,7 @@ _MAX_TENSORS = (MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """What a rank's slots must be, and with them its segment and the files of slots.
+    """The required shape of a rank's slots, and so of its segment and files.
 
     `widths[i]` is the bytes of a slot in tensor `i`.
     """
@@ -107,12 +107,12 @@ class SegmentShape:
 
     @property
     def cells_bytes(self) -> int:
-        """Bytes of the labels' cells: one for each slot, and some to spare."""
+        """Bytes of the labels' cells: one per slot, and some in reserve."""
         return (self.num_slots + SPARE_CELLS) * CELL_BYTES
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where rows, cells, each tensor and the end are."""
+        """The offsets of rows, cells and each tensor, and the end."""
         places = [HEAD_BYTES]
         sizes = (self.rows_bytes, self.cells_bytes, *(self.num_slots * w for w in self.widths))
         for size in sizes:
@@ -125,7 +125,7 @@ class SegmentShape:
         return self.offsets[-1]
 
     def head(self) -> bytes:
-        """Return the bytes that say all this, with a checksum."""
+        """Return the encoded shape with a checksum."""
         head = _HEAD.pack(
             SEGMENT_MAGIC,
             SEGMENT_VERSION,
@@ -163,20 +163,20 @@ def shape_in(head: bytes) -> SegmentShape:
 
 
 class HostSegment:
-    """One rank's mapped segment. `tensors[i]` is `(num_slots, widths[i])` uint8, all views of it.
+    """One rank's mapped segment. `tensors[i]` is a view `(num_slots, widths[i])` uint8 of it.
 
-    `origin` says where it comes from. Only one process has it at a time. The descriptor is the
-    segment's own, closed with it or when it is forgotten.
+    `origin` says where it comes from. Only one process uses it at a time. The segment owns the
+    descriptor, and closes it at the latest when it is dropped.
     """
 
     def __init__(self, descriptor: int, shape: SegmentShape, origin: str = "fresh") -> None:
         """Map `descriptor`, whose memory is new (all zero) or the segment of an earlier process.
 
-        Takes the descriptor over, if nothing is raised.
+        Takes ownership of the descriptor, unless it raises.
 
         Raises:
-            PlanMismatchError: it is something else, or another process has it; the message says
-                what. Nothing was changed.
+            PlanMismatchError: the memory has another shape, or is in use by another process; the
+                message says which. Nothing was changed.
         """
         _take_for_this_process(descriptor)
         size = os.fstat(descriptor).st_size
@@ -211,7 +211,7 @@ class HostSegment:
 
     @property
     def descriptor(self) -> int:
-        """What another process can map; valid until `close`."""
+        """A descriptor that another process can map; valid until `close`."""
         return self._descriptor
 
     @property
@@ -226,17 +226,17 @@ class HostSegment:
         self._model_epoch_bytes()[:] = packed
 
     def reset(self, model_epoch: int) -> None:
-        """Take note of a reset: the contents of an earlier model epoch are forgotten."""
+        """Record a reset: contents of an earlier model epoch are forgotten."""
         if model_epoch > self.model_epoch != UNKNOWN_MODEL_EPOCH:
             self.labels.withdraw_all()
         self.model_epoch = model_epoch
 
     def slot_views(self, slot: int) -> list[memoryview]:
-        """Return the bytes of one slot, a view for each tensor that has any. Writable."""
+        """Return the bytes of one slot, a writable view for each tensor with bytes."""
         return [memoryview(tensor[slot]) for tensor in self.tensors if tensor.shape[1]]
 
     def close(self) -> None:
-        """Give the descriptor back. The mapping goes with the last view of it."""
+        """Close the descriptor. The mapping ends with its last view."""
         self._close()
 
     def _part(self, offset: int, num_bytes: int) -> ByteArray:
@@ -247,7 +247,7 @@ class HostSegment:
 
 
 def _take_for_this_process(descriptor: int) -> None:
-    """Lock the memory for this process: the lock goes when it dies, and no child inherits it."""
+    """Lock the memory for this process; the lock ends with it, and children do not inherit it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -293,11 +293,11 @@ _MEMORY_SERVICE_ERRORS = (ClusterError, ProtocolError, ExhaustedError)
 
 
 def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = None) -> HostSegment:
-    """Return the rank's segment; its `origin` says where it is from.
+    """Return the rank's segment; its `origin` says where it comes from.
 
-    `attached`: the memory of an earlier process, with what it had sealed. `fresh`: new, and the
-    memory service has it; a reason follows where it could not be attached. `private`: the memory
-    service has it not.
+    `attached`: an earlier process's memory, with its sealed slots. `fresh`: new, and kept by the
+    memory service; followed by a reason if it could not attach. `private`: the memory service does
+    not keep it.
 
     Raises NotEnoughMemoryError.
     """
@@ -326,10 +326,10 @@ def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = Non
 
 
 def keep_segment(segment: HostSegment, descriptor: int, service: MemoryServiceAddress) -> str:
-    """Pass a segment's `descriptor` to the memory service; return why that failed, or an
-    empty string.
+    """Pass a segment's `descriptor` to the memory service; return why that failed, empty on
+    success.
 
-    May be called again, and from any thread: a memory service has nothing after a restart.
+    Repeatable, from any thread: a restarted memory service has nothing.
     """
     rank = segment.shape.rank
     try:

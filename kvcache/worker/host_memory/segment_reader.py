@@ -1,4 +1,4 @@
-"""Another process's host segment, to read from while its owner goes on.
+"""Another process's host segment, read while its owner works.
 
 A reader takes no lock and writes nothing, so the owner never waits. It may evict a slot and fill it
 with another block at any moment, also while a reader copies it. So a reader proceeds like this:
@@ -8,7 +8,7 @@ with another block at any moment, also while a reader copies it. So a reader pro
     ... copy the bytes, compare them with rows["checksum"] ...
     reader.are_unchanged(slots, rows)     nothing has withdrawn the labels meanwhile
 
-None of the checks is enough alone. The labels say which block the bytes are, and what they should
+No check is sufficient alone. The labels say which block the bytes are, and what they should
 be, before there is anything to compare. The checksum finds bytes of two blocks that were mixed, and
 memory that has changed. The second look finds a slot that was used again during the copy, without
 trust in the order in which another processor's writes arrive; it compares whole rows with their

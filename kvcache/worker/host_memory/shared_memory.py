@@ -1,12 +1,11 @@
-"""Shared memory without a name, passed as a descriptor; and how much memory is available.
+"""Unnamed shared memory, passed as a descriptor; and the amount of available memory.
 
-The memory lives as long as a process has its descriptor or a mapping of it, so nothing is left when
-all of them are killed. It never shrinks: no process with the descriptor can take pages away under
-another one's mapping.
+The memory lives as long as a process has its descriptor or a mapping of it, so nothing remains when
+all of them are killed. It never shrinks: no process can remove pages that another one has mapped.
 
-Too much shared memory is not refused: the kernel, or the limit of the control group, kills the
-process. So `available_memory_bytes` is asked first, and all memory is taken before it is mapped:
-too little is an error, never a signal later. Limits that cannot be read are ignored.
+The kernel does not refuse too much shared memory; it, or the limit of the control group, kills the
+process. So `available_memory_bytes` is checked first, and all memory is allocated before it is
+mapped: too little memory is an error, never a signal later. Unreadable limits are ignored.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ SYSTEM_ROOT = Path("/")
 
 
 def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
-    """Return the bytes that this process may still take, None if no limit can be read.
+    """Return the bytes that this process may still allocate, None if no limit can be read.
 
-    The least of what the machine has available and of what each control group around this process
-    allows beyond its use. Files in a group's page cache that were not used lately count as free.
+    The minimum over the machine's available memory and the unused part of each control group
+    around this process. Files in a group's page cache that were not used lately count as free.
     """
     found = [_machine_bytes(root), *_group_bytes(root)]
     known = [size for size in found if size is not None]
@@ -52,7 +51,7 @@ def _machine_bytes(root: Path) -> int | None:
 
 
 def _group_bytes(root: Path) -> list[int | None]:
-    """Return what the groups around this process leave, in both versions of control groups."""
+    """Return the unused bytes of the groups around this process, in both versions of groups."""
     found: list[int | None] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -66,9 +65,9 @@ def _group_bytes(root: Path) -> list[int | None]:
 
 
 def _along(mount: Path, path: str, names: tuple[str, str]) -> list[int | None]:
-    """Look at the group at `path` and at every group around it.
+    """Inspect the group at `path` and every group around it.
 
-    Inside a container the path may be one of the host's, and only the mount itself be there.
+    Inside a container the path may be the host's, and then only the mount itself exists.
     """
     parts = [part for part in path.split("/") if part not in ("", "..")]
     groups = [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
@@ -96,15 +95,15 @@ def _number(text: str) -> int | None:
 
 
 FALLBACK_DIRECTORY = Path("/dev/shm")
-"""Where a file is made, and unlinked at once, by kernels without memfd."""
+"""Directory of a file that is unlinked at once, for kernels without memfd."""
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def make_memory(name: str, size_bytes: int, root: Path = SYSTEM_ROOT) -> int:
-    """Return a descriptor of `size_bytes` zero bytes, all of them there. The caller closes it.
+    """Return a descriptor of `size_bytes` zero bytes, all allocated. The caller closes it.
 
-    `name` is shown in `/proc/PID/maps` and nowhere else.
+    `name` appears only in `/proc/PID/maps`.
 
     Raises:
         NotEnoughMemoryError: the machine or the control group has less, or shared memory is full.
@@ -150,7 +149,7 @@ def _open_unlinked(directory: Path) -> int:
 
 
 def _fix_size(descriptor: int) -> None:
-    """Forbid every change of size, where the kernel can: a file of a tmpfs cannot be sealed."""
+    """Forbid changes of size, if the kernel can: a file of a tmpfs cannot be sealed."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
     except OSError as error:
