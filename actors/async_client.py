@@ -10,7 +10,7 @@ passes it to `_run` of this client. async_step_client.py has waits and deadlines
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from actors.async_step_client import AsyncStepClient
@@ -63,5 +63,6 @@ class AsyncKVCacheClient(AsyncStepClient):
     async def _run(self, call: RemoteCall[T]) -> T:
         """Send a call, wait for its answer, and decode it."""
         session, arguments = self._connection.session, call.pack()
-        number = await self._submit(lambda: session.call(call.method, arguments, NO_STEP), None)
+        make = partial(session.call, call.method, arguments, NO_STEP)
+        number = await self._submit(make, None)
         return call.answer(result_of_call(number, await self._wait_answer(number, None)))

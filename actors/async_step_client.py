@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from actors.calls import SentTokens
@@ -98,8 +99,7 @@ class AsyncStepClient(SessionView):
 
     async def submit(self, request: StepRequest, timeout_s: float | None = None) -> int:
         """Send a step and return its number. See `StepClient.submit`."""
-        session = self._connection.session
-        return await self._submit(lambda: session.submit(request), timeout_s)
+        return await self._submit(partial(self._connection.session.submit, request), timeout_s)
 
     async def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
         """Return the answer to a step. See `StepClient.wait_result`."""
@@ -159,7 +159,7 @@ class AsyncStepClient(SessionView):
         limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         step = as_int("step", step, 1, error=RequestError)
         what = f"answer step {step}: it may or may not have been executed"
-        await self._wait(lambda: session.result(step) is not None, limit_s, what)
+        await self._wait(partial(session.has_answer, step), limit_s, what)
         answer = session.result(step)
         if answer is None:
             raise RequestError(f"the answer to step {step} is not kept any more: take it earlier")
@@ -172,7 +172,7 @@ class AsyncStepClient(SessionView):
         limit_s = limit_of(timeout_s, self._connection.settings.forward_s)
         number = as_int("step", step, 1, error=RequestError)
         what = f"have step {step} {what} on every rank"
-        await self._wait(lambda: has_reached(number), limit_s, what)
+        await self._wait(partial(has_reached, number), limit_s, what)
 
     async def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Return when `is_done()`; check after every arrival and at every tick."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -65,12 +66,11 @@ class SentTokens:
         read: Callable[[Any], T],
     ) -> RemoteCall[T]:
         """Return a call about a request, with the tokens that the coordinator does not know."""
-        request_id, num_tokens = request.request_id, request.num_tokens
         return RemoteCall(
             method,
             {**arguments, "request": self.describe(request)},
             read,
-            lambda: self.remember(request_id, num_tokens),
+            partial(self.remember, request.request_id, request.num_tokens),
         )
 
     def describe(self, request: Request) -> dict[str, Any]:

@@ -7,7 +7,8 @@ deadlines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from actors.calls import RemoteCall, pack_ids, pack_texts, tables_of
@@ -116,11 +117,8 @@ class KVCacheClient(StepClient):
         """See `KVCacheManager.free`."""
         check_request(request)
         request_id = request.request_id
-        return self._run(
-            RemoteCall(
-                "free", {"request_id": request_id}, _nothing, lambda: self._sent.forget(request_id)
-            )
-        )
+        forget = partial(self._sent.forget, request_id)
+        return self._run(RemoteCall("free", {"request_id": request_id}, _nothing, forget))
 
     def free_block_hashes(self, request: Request) -> None:
         """See `KVCacheManager.free_block_hashes`."""
@@ -144,13 +142,7 @@ class KVCacheClient(StepClient):
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """See `KVCacheManager.get_block_ids`."""
         request_id = as_text("request id", request_id, RequestError, may_be_empty=True)
-        return self._run(
-            RemoteCall(
-                "get_block_ids",
-                {"request_id": request_id},
-                lambda packed: _blocks(packed).get_block_ids(),
-            )
-        )
+        return self._run(RemoteCall("get_block_ids", {"request_id": request_id}, _block_ids))
 
     def usage(self) -> float:
         """Return the share of blocks in use, 0 to 1."""
@@ -187,7 +179,7 @@ class KVCacheClient(StepClient):
         if tenant is not None:
             tenant = as_text("tenant", tenant, RequestError)
         arguments.update(pack_texts(lora, cache_salt, tenant))
-        return self._run(RemoteCall("pin_prefix", arguments, lambda values: Pin(**values)))
+        return self._run(RemoteCall("pin_prefix", arguments, _pin))
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
@@ -205,14 +197,21 @@ class KVCacheClient(StepClient):
 
     def _run(self, call: RemoteCall[T]) -> T:
         """Send a call, wait for its answer, and decode it."""
-        session, send = self._connection.session, self._connection.send_step
-        arguments = call.pack()
-        number = self._submit(lambda: send(session.call(call.method, arguments, NO_STEP)), None)
+        session, arguments = self._connection.session, call.pack()
+        number = self._submit(partial(session.call, call.method, arguments, NO_STEP), None)
         return call.answer(result_of_call(number, self._wait_answer(number, None)))
 
 
 def _blocks(packed: Sequence[bytes]) -> KVCacheBlocks:
     return KVCacheBlocks(tables_of(packed))
+
+
+def _block_ids(packed: Sequence[bytes]) -> tuple[list[int], ...]:
+    return _blocks(packed).get_block_ids()
+
+
+def _pin(values: Mapping[str, Any]) -> Pin:
+    return Pin(**values)
 
 
 def _nothing(values: Any) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -174,7 +175,11 @@ class CoordinatorActor:
         coordinator, now = self._coordinator, self._clock.now
         if coordinator is None:
             return inspect_cache(None, now(), None)
-        return self._call(lambda: inspect_cache(coordinator.manager, now(), self._metrics.ages))
+
+        def look() -> CacheInspection:
+            return inspect_cache(coordinator.manager, now(), self._metrics.ages)
+
+        return self._call(look)
 
     @ray.method(concurrency_group=CONTROL)
     def pending(self) -> tuple[PendingWork, ...]:
@@ -189,9 +194,8 @@ class CoordinatorActor:
         Raises AlreadyRunningError while another listener records.
         """
         tracer, block_size = self._tracer, self._config.cache.block_size
-        seen = self._call(
-            lambda: tracer.finish(listener) if is_last else tracer.take(listener, MOST_RECORDED)
-        )
+        take = partial(tracer.take, listener, MOST_RECORDED)
+        seen = self._call(partial(tracer.finish, listener) if is_last else take)
         requests = tuple(record_request(one, block_size, salt) for one in seen.requests)
         return RecordedBatch(requests, seen.num_lost, block_size)
 
@@ -255,7 +259,7 @@ class CoordinatorActor:
         book = self._endpoints
         if book is None:
             return Endpoint(RAY_SCHEME + coordinator_name(self._config.name))
-        return self._call(lambda: book.endpoint_for(node))
+        return self._call(partial(book.endpoint_for, node))
 
     def _actors(self) -> tuple[Any, ...]:
         return () if self._supervisor is None else self._supervisor.worker_set.actors
@@ -282,7 +286,11 @@ class CoordinatorActor:
             if report.incarnation and rank not in lost
         }
         decider = metrics.around(coordinator)
-        self._call(lambda: self._service.open(decider, coordinator.start(incarnations)))
+
+        def start() -> None:
+            self._service.open(decider, coordinator.start(incarnations))
+
+        self._call(start)
         self._coordinator = coordinator
         metrics.report(coordinator, self._service.statistics, self._call)
         link = CoordinatorLink(coordinator, self._call, self._service.send, self._endpoint_for)

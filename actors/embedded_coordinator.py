@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from actors.assembly import make_coordinator
 from actors.connect import this_node
@@ -271,7 +272,7 @@ class EmbeddedCoordinator:
             for rank, report in enumerate(worker_set.reports)
             if report.incarnation and rank not in lost
         }
-        self._service.open(metrics.around(coordinator), lambda: coordinator.start(incarnations))
+        self._service.open(metrics.around(coordinator), partial(coordinator.start, incarnations))
         metrics.report(coordinator, self._service.statistics, self._service.call)
         link = CoordinatorLink(
             coordinator, self._service.ask, self._service.send, self._endpoint_for
@@ -317,7 +318,7 @@ class EmbeddedCoordinator:
         self._service.end(ClusterError(f"the coordinator has ended: {failure!r}"))
 
     def _endpoint_for(self, node: NodeAddress) -> Endpoint:
-        endpoint: Endpoint = self._service.ask(lambda: self._endpoints.endpoint_for(node))
+        endpoint: Endpoint = self._service.ask(partial(self._endpoints.endpoint_for, node))
         return endpoint
 
     def _give_back(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -39,7 +40,7 @@ from kvcache.base.errors import (
     StaleEpochError,
 )
 from kvcache.base.serving_loop import ServingLoop
-from kvcache.client.session import SessionState
+from kvcache.client.session import SessionState, Submitted
 from kvcache.protocol.messages import CallResult
 from kvcache.protocol.step import StepRequest, StepResult
 
@@ -121,8 +122,7 @@ class StepClient(SessionView):
         Waits while too many steps have no answer. Raises WorkerLostError or StaleEpochError if the
         epoch is over, DeadlineError if the backlog does not shrink in time; nothing was sent then.
         """
-        session, send = self._connection.session, self._connection.send_step
-        return self._submit(lambda: send(session.submit(request)), timeout_s)
+        return self._submit(partial(self._connection.session.submit, request), timeout_s)
 
     def wait_result(self, step: int, timeout_s: float | None = None) -> StepResult:
         """Return the answer to a step.
@@ -203,8 +203,8 @@ class StepClient(SessionView):
             except KVCacheError as error:
                 connection.give_up_detaching(error)
 
-    def _submit(self, send: Callable[[], int], timeout_s: float | None) -> int:
-        """Run `send` as soon as the window has room; see `submit`."""
+    def _submit(self, make: Callable[[], Submitted], timeout_s: float | None) -> int:
+        """Send what `make` returns as soon as the window has room; see `submit`."""
         clock = self._connection.clock
         limit_s = limit_of(timeout_s, self._connection.settings.step_s)
         give_up_s = clock.now() + limit_s
@@ -212,7 +212,7 @@ class StepClient(SessionView):
             try:
                 self._begin_to_write()
                 try:
-                    return send()
+                    return self._connection.send_step(make())
                 finally:
                     self._end_to_write()
             except BacklogFullError:
@@ -220,10 +220,10 @@ class StepClient(SessionView):
             except StaleEpochError as error:
                 raise lost_workers_error(error, self._connection.lost_workers()) from error
             remaining_s = max(0.0, give_up_s - clock.now())
-            self._wait(self._has_taken_more_than(num_taken), remaining_s, "make room")
+            self._wait(partial(self._has_taken_more_than, num_taken), remaining_s, "make room")
 
-    def _has_taken_more_than(self, num_taken: int) -> Callable[[], bool]:
-        return lambda: self._num_taken > num_taken
+    def _has_taken_more_than(self, num_taken: int) -> bool:
+        return self._num_taken > num_taken
 
     def _begin_to_write(self) -> None:
         """Take the lock when no thread is reading: only one thread at a time may use a socket."""
@@ -281,7 +281,8 @@ class StepClient(SessionView):
     ) -> None:
         limit_s = limit_of(timeout_s, self._connection.settings.forward_s)
         number = as_int("step", step, 1, error=RequestError)
-        self._wait(lambda: has_reached(number), limit_s, f"have step {step} {what} on every rank")
+        what = f"have step {step} {what} on every rank"
+        self._wait(partial(has_reached, number), limit_s, what)
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Serve the connection until `is_done()`, at most `timeout_s`.

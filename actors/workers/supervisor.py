@@ -73,6 +73,10 @@ class CoordinatorLink:
     send: Callable[[Sequence[Outgoing]], None]
     endpoint_for: Callable[[NodeAddress], Endpoint]
 
+    def epoch(self) -> int:
+        """Return the coordinator's epoch. Any thread may ask."""
+        return self.coordinator.epoch
+
 
 class WorkerSupervisor:
     """The workers of one coordinator. A `Site` for replacements. Thread-safe."""
@@ -109,7 +113,7 @@ class WorkerSupervisor:
         self._watchdog = Watchdog(_limits(config))
         self._pending: tuple[PendingWork, ...] = ()
         save_roster(config.name, worker_set)
-        self._watch = DeathWatch(lambda: link.coordinator.epoch, self._on_death)
+        self._watch = DeathWatch(link.epoch, self._on_death)
         for rank, report in enumerate(worker_set.reports):
             if report.incarnation and rank not in lost:
                 self._connect(rank)
@@ -288,9 +292,13 @@ class WorkerSupervisor:
                 return
             self._losses[rank] = self._ending.pop(incarnation, cause)
             reason = self._losses[rank]
-        coordinator, send = self._link.coordinator, self._link.send
+        link = self._link
+
+        def tell() -> None:
+            link.send(link.coordinator.on_worker_lost(rank, incarnation, reason))
+
         try:
-            self._link.call(lambda: send(coordinator.on_worker_lost(rank, incarnation, reason)))
+            link.call(tell)
         except KVCacheError as error:
             logger.error("the coordinator cannot be told that rank %d is lost: %s", rank, error)
         if self._has_care and incarnation:

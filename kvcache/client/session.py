@@ -255,6 +255,10 @@ class ClientSession:
 
     # --- results
 
+    def has_answer(self, step: int) -> bool:
+        """Return whether there is an answer to a step. Raises as `result`."""
+        return self.result(step) is not None
+
     def result(self, step: int) -> StepResult | CallResult | None:
         """Return the answer to a step, None if there is none yet.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvcache.base.clock import Clock
 from kvcache.base.logs import get_logger
@@ -139,10 +140,9 @@ class FileStepRecorder(StepRecorder):
             case LookedUp() | SwappedOut() | Gone():
                 self._calls.append(event)
             case Executed() | Released():
-                meanwhile = self._take_meanwhile()
-                self._write(lambda number: _operation(number, event, *meanwhile))
+                self._write(partial(_operation, event, *self._take_meanwhile()))
             case _:
-                self._write(lambda number: self._made_of(number, event))
+                self._write(partial(self._made_of, event))
 
     def on_tick(self) -> None:
         """Write the buffer if it has waited for `flush_s`."""
@@ -198,7 +198,7 @@ class FileStepRecorder(StepRecorder):
         self._problem = self._problem or "no epoch runs"
 
     def _made_of(
-        self, number: int, event: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased
+        self, event: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased, number: int
     ) -> Record:
         match event:
             case Held():
@@ -241,10 +241,13 @@ class FileStepRecorder(StepRecorder):
             self._next_number += 1
             self._num_lost += 1
             return
-        self._guarded(lambda: self._append(make(number)))
+        self._guarded(partial(self._append_made, make, number))
         if self._next_number == number:  # making or adding it failed
             self._next_number += 1
             self._num_lost += 1
+
+    def _append_made(self, make: Callable[[int], Record], number: int) -> None:
+        self._append(make(number))
 
     def _append(self, record: Record) -> None:
         """Put a record into the buffer; write the buffer when it is full."""
@@ -313,10 +316,10 @@ class FileStepRecorder(StepRecorder):
 
 
 def _operation(
-    number: int,
     event: Executed | Released,
     readings_s: tuple[float, ...],
     calls: tuple[TierCall, ...],
+    number: int,
 ) -> Record:
     if isinstance(event, Released):
         return records.Released(number, event.client_id, readings_s, calls)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -233,7 +234,7 @@ class CommandExecutor:
         if self._checker is None:
             raise InvariantError(f"forward {seq} is due, but content checking is off")
         try:
-            self._clear_the_way(lambda: self._in_the_way(seq), self._held_up_s)
+            self._clear_the_way(partial(self._in_the_way, seq), self._held_up_s)
             self.gate.begin(seq)
         except RequestError as error:
             self.deferred.execute(seq)
@@ -315,9 +316,8 @@ class CommandExecutor:
         is_store = isinstance(job, Store)
         block_ids = job.sources if is_store else job.destinations
         try:
-            self._clear_the_way(
-                lambda: self.deferred.in_the_way_of_settling(block_ids), SETTLE_TIMEOUT_S
-            )
+            in_the_way = partial(self.deferred.in_the_way_of_settling, block_ids)
+            self._clear_the_way(in_the_way, SETTLE_TIMEOUT_S)
         except DeadlineError as error:
             self.transfers.refuse(job, str(error))
             return

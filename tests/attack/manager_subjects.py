@@ -623,7 +623,7 @@ class BorrowedAsyncClient(AsyncKVCacheClient):
         return self._client._run(call)
 
     async def _submit(self, make: Any, timeout_s: float | None) -> int:
-        return self._client._submit(lambda: self._connection.send_step(make()), timeout_s)
+        return self._client._submit(make, timeout_s)
 
     async def _wait(self, is_done: Any, timeout_s: float, what: str) -> None:
         self._client._wait(is_done, timeout_s, what)
