@@ -10,8 +10,6 @@ For experiments, examples and tests. A part that waits gives the others their tu
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from actors.assembly import make_coordinator
 from actors.client import KVCacheClient
 from actors.reports import NodeAddress
@@ -133,12 +131,7 @@ class LocalCluster:
     def __enter__(self) -> LocalCluster:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- for clients

@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import TypeVar
 
 from actors.calls import SentTokens
@@ -179,12 +178,7 @@ class StepClient(SessionView):
     def __enter__(self: T) -> T:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- inside

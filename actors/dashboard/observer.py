@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from actors.cli.contents import prefix_roots
@@ -74,12 +73,7 @@ class Observer:
         self._loop.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loop.stop()
         self._loop.join()
         self._stop_following()

@@ -16,7 +16,6 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from actors.names import RAY_NAMESPACE, router_name
@@ -249,12 +248,7 @@ class PrefixRouter:
     def __enter__(self) -> PrefixRouter:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _is_stale(self, follower: ReplicaFollower) -> bool:

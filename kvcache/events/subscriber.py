@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import Final
 
 import zmq
@@ -210,12 +209,7 @@ class KVEventSubscriber:
     def __enter__(self) -> KVEventSubscriber:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self) -> None:

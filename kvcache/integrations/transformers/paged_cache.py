@@ -8,7 +8,6 @@ announced.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,12 +155,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
     def __enter__(self) -> PagedCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
