@@ -10,11 +10,11 @@ from actors.names import RAY_NAMESPACE
 from actors.reports import NodeAddress
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
+from actors.transport.protocol import TransportLimits
 from actors.transport.ray import RAY_SCHEME, RayClientPeer, RayPeer
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits
 from kvcache.base.errors import NotRunningError
 from kvcache.protocol.messages import WorkerAddress
 
@@ -51,7 +51,7 @@ def connect_peer(
     A worker's actor puts payloads of Ray calls into `mailbox`; sockets do not use it. Raises
     ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
     """
-    limits = ZmqLimits(max_message_bytes)
+    limits = TransportLimits(max_message_bytes)
     if endpoint.address.startswith(UNIX_SCHEME):
         return UnixPeer(endpoint, peer, limits)
     if not endpoint.address.startswith(RAY_SCHEME):

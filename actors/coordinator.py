@@ -27,8 +27,8 @@ from actors.service import CoordinatorService, ServiceStatistics, with_faults
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
 from actors.transport.node_server import NodeServer
+from actors.transport.protocol import TransportLimits
 from actors.transport.ray import RAY_SCHEME, RayServer
-from actors.transport.zmq_server import ZmqLimits
 from actors.workers.making import WorkerOptions
 from actors.workers.replacement import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
@@ -248,7 +248,7 @@ class CoordinatorActor:
     # --- inside
 
     def _open_transport(self, keys: CurveKeys) -> ServerTransport:
-        limits = ZmqLimits(self._config.transport.max_message_bytes)
+        limits = TransportLimits(self._config.transport.max_message_bytes)
         if self._config.transport.kind == "ray":
             return RayServer(self._worker_of, limits)
         server = NodeServer(limits, keys)

@@ -30,7 +30,7 @@ from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.node_server import NodeServer
-from actors.transport.zmq_server import ZmqLimits
+from actors.transport.protocol import TransportLimits
 from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workers.worker_set import DiscoveredCluster, WorkerSet
 from kvcache.base.clock import StallAwareClock, SystemClock
@@ -85,7 +85,7 @@ class EmbeddedCoordinator:
         self._rule: _Rule | None = None
         self._closed = threading.Event()
         self._metrics = CoordinatorMetrics(config)
-        limits, keys = ZmqLimits(config.transport.max_message_bytes), generate_curve_keys()
+        limits, keys = TransportLimits(config.transport.max_message_bytes), generate_curve_keys()
         sockets = NodeServer(limits, keys)
         self._endpoints = EndpointTable(sockets, config.transport, keys, self._node)
         self._transport = transport = InProcessServer(sockets, limits)

@@ -200,15 +200,8 @@ class Dialer:
         Raises NotRunningError if the cluster has ended, DeadlineError if the coordinator does not
         answer now.
         """
-        try:
-            call = self._coordinator.endpoint_for.remote(this_node())
-            endpoint: Endpoint = ray.get(call, timeout=DIAL_TIMEOUT_S)
-        except ActorDiedError as error:
-            raise NotRunningError(f"cluster {self.config.name} is gone: launch it again") from error
-        except RayError as error:
-            raise DeadlineError(
-                f"the coordinator of {self.config.name} cannot be asked where it listens: {error}"
-            ) from error
+        ask = self._coordinator.endpoint_for
+        endpoint: Endpoint = self._answer("where it listens", ask, this_node())
         return endpoint
 
     def noted(self) -> Endpoint | None:
@@ -227,15 +220,17 @@ class Dialer:
     def lost_workers(self) -> str:
         """Say which ranks are lost and why, empty if none is. Raises as `endpoint` does."""
         require_ray()
+        status: ClusterStatus = self._answer("how it does", self._coordinator.status)
+        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in status.ranks if rank.problem]
+        return "; ".join(lost) or (status.problem if "rank" in status.problem else "")
+
+    def _answer(self, question: str, ask: Any, *arguments: Any) -> Any:
+        """Return the coordinator's answer; `ask` is the actor's method."""
         try:
-            status: ClusterStatus = ray.get(
-                self._coordinator.status.remote(), timeout=DIAL_TIMEOUT_S
-            )
+            return ray.get(ask.remote(*arguments), timeout=DIAL_TIMEOUT_S)
         except ActorDiedError as error:
             raise NotRunningError(f"cluster {self.config.name} is gone: launch it again") from error
         except RayError as error:
             raise DeadlineError(
-                f"the coordinator of {self.config.name} cannot be asked how it does: {error}"
+                f"the coordinator of {self.config.name} cannot be asked {question}: {error}"
             ) from error
-        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in status.ranks if rank.problem]
-        return "; ".join(lost) or (status.problem if "rank" in status.problem else "")

@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from actors.transport.node_server import NodeServer
-from actors.transport.protocol import Inbound, Peer, TransportStatistics
-from actors.transport.zmq_server import WakePipe, ZmqLimits
-from kvcache.base.errors import MalformedMessageError
+from actors.transport.protocol import Inbound, Peer, TransportLimits, TransportStatistics
+from actors.transport.zmq_server import WakePipe
 from kvcache.protocol.messages import Address, ClientAddress
 
 Serve = Callable[[Inbound, "InProcessPeer"], None]
@@ -34,7 +33,7 @@ class InProcessServer:
     One thread at a time uses it; any thread may call `wake` and the peers' `receive`.
     """
 
-    def __init__(self, node_server: NodeServer, limits: ZmqLimits) -> None:
+    def __init__(self, node_server: NodeServer, limits: TransportLimits) -> None:
         """Own `node_server`, and pass it messages for peers of other processes."""
         self._others = node_server
         self._limits = limits
@@ -118,18 +117,16 @@ class InProcessServer:
     def _require_size(self, address: Address, payloads: Sequence[bytes]) -> None:
         for payload in payloads:
             if len(payload) > self._max_bytes:
-                raise MalformedMessageError(
-                    f"a message of {len(payload)} bytes to {address} exceeds the limit of "
-                    f"{self._max_bytes}: schedule less per step or raise the limit"
-                )
+                raise self._limits.too_large(payload, str(address))
 
 
 class InProcessPeer:
     """A `PeerTransport` of a client in the coordinator's process."""
 
-    def __init__(self, peer: Peer, serve: Serve, limits: ZmqLimits) -> None:
+    def __init__(self, peer: Peer, serve: Serve, limits: TransportLimits) -> None:
         self.peer = peer
         self._serve = serve
+        self._limits = limits
         self._max_bytes = limits.max_message_bytes
         self._capacity = limits.high_water_mark
         self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -150,10 +147,7 @@ class InProcessPeer:
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. The message has been served when this returns."""
         if len(payload) > self._max_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes exceeds the limit of {self._max_bytes}: "
-                "schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload)
         if not self._is_closed:
             self._num_sent += 1
             self._serve(Inbound(self.peer, payload), self)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.transport.protocol import Inbound, TransportStatistics
+from actors.transport.protocol import Inbound, TransportLimits, TransportStatistics
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_server import UnixServer
-from actors.transport.zmq_server import ZmqLimits, ZmqServer
+from actors.transport.zmq_server import ZmqServer
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import ClusterError
 from kvcache.protocol.messages import Address
@@ -20,7 +20,7 @@ from kvcache.protocol.messages import Address
 class NodeServer:
     """A `ServerTransport` over Unix sockets and ZMQ."""
 
-    def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
+    def __init__(self, limits: TransportLimits, keys: CurveKeys | None = None) -> None:
         """Make an end without addresses; `keys` are for guarded addresses."""
         self._limits = limits
         self._keys = keys

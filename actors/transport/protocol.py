@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from kvcache.base.curve import CurveKeys
-from kvcache.base.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
 MAX_IDENTITY_BYTES = 255
@@ -106,6 +106,22 @@ class TransportStatistics:
     def __add__(self, other: TransportStatistics) -> TransportStatistics:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return TransportStatistics(**sums)
+
+
+@dataclass(frozen=True)
+class TransportLimits:
+    """Bounds of every socket: bytes of a payload, messages queued per peer and direction."""
+
+    max_message_bytes: int
+    high_water_mark: int = 4096
+
+    def too_large(self, payload: bytes, to: str = "") -> MalformedMessageError:
+        """Return the error for a payload above the limit; `to` names its receivers."""
+        receivers = f" to {to}" if to else ""
+        return MalformedMessageError(
+            f"a message of {len(payload)} bytes{receivers} exceeds the limit of "
+            f"{self.max_message_bytes}: schedule less per step or raise the limit"
+        )
 
 
 class ServerTransport(Protocol):

@@ -18,9 +18,14 @@ from typing import Any
 import ray
 
 from actors.transport.mailbox import Mailbox
-from actors.transport.protocol import Inbound, Peer, TransportStatistics, parse_identity
-from actors.transport.zmq_server import WakePipe, ZmqLimits
-from kvcache.base.errors import MalformedMessageError
+from actors.transport.protocol import (
+    Inbound,
+    Peer,
+    TransportLimits,
+    TransportStatistics,
+    parse_identity,
+)
+from actors.transport.zmq_server import WakePipe
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
@@ -41,7 +46,9 @@ ActorHandle = Any
 class RayServer:
     """A `ServerTransport` inside the coordinator actor, which forwards `post` and `collect`."""
 
-    def __init__(self, worker_of: Callable[[int], ActorHandle | None], limits: ZmqLimits) -> None:
+    def __init__(
+        self, worker_of: Callable[[int], ActorHandle | None], limits: TransportLimits
+    ) -> None:
         """`worker_of` returns the actor of a rank, or None while there is none."""
         self._worker_of = worker_of
         self._limits = limits
@@ -72,10 +79,7 @@ class RayServer:
 
     def _send(self, addresses: Sequence[Address], payload: bytes) -> None:
         if len(payload) > self._limits.max_message_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload, str(list(addresses)))
         for address in addresses:
             if isinstance(address, ClientAddress):
                 is_sent = self._outbox(address.client_id).put(payload)
@@ -129,7 +133,7 @@ class RayPeer:
     """A `PeerTransport` of a worker: its actor puts arriving payloads into `inbox`."""
 
     def __init__(
-        self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits, inbox: Mailbox
+        self, coordinator: ActorHandle, peer: Peer, limits: TransportLimits, inbox: Mailbox
     ) -> None:
         """Send through the coordinator's actor handle, as `peer`."""
         self._coordinator = coordinator
@@ -143,10 +147,7 @@ class RayPeer:
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
         if len(payload) > self._limits.max_message_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload)
         self._coordinator.post.remote(self._identity, payload)
         self._num_sent += 1
 
@@ -186,7 +187,7 @@ class RayPeer:
 class RayClientPeer(RayPeer):
     """A `PeerTransport` of a client, which is no actor: its own thread asks for messages."""
 
-    def __init__(self, coordinator: ActorHandle, peer: Peer, limits: ZmqLimits) -> None:
+    def __init__(self, coordinator: ActorHandle, peer: Peer, limits: TransportLimits) -> None:
         """Start to ask. The thread sleeps inside Ray and ends with `close`."""
         super().__init__(coordinator, peer, limits, Mailbox(limits.high_water_mark))
         self._client_id = peer.identity.partition(b":")[2].decode()

@@ -16,7 +16,8 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from actors.transport.zmq_server import HARD_LIMIT_FACTOR, ZmqLimits
+from actors.transport.protocol import TransportLimits
+from actors.transport.zmq_server import HARD_LIMIT_FACTOR
 from kvcache.base.errors import MalformedMessageError
 
 UNIX_SCHEME = "unix:@"
@@ -64,7 +65,7 @@ class UnixChannel:
     def __init__(
         self,
         connected: socket.socket,
-        limits: ZmqLimits,
+        limits: TransportLimits,
         chunk: bytearray | None = None,
         first_frame_bytes: int | None = None,
     ) -> None:

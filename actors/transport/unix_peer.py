@@ -13,9 +13,9 @@ import socket
 import time
 from contextlib import suppress
 
-from actors.transport.protocol import Endpoint, Peer, TransportStatistics
+from actors.transport.protocol import Endpoint, Peer, TransportLimits, TransportStatistics
 from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
-from actors.transport.zmq_server import WakePipe, ZmqLimits
+from actors.transport.zmq_server import WakePipe
 from kvcache.base.errors import MalformedMessageError
 from kvcache.base.serving_loop import Faults
 
@@ -30,7 +30,7 @@ MAX_RECONNECT_S = 0.5
 class UnixPeer:
     """A `PeerTransport` over one stream socket."""
 
-    def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Peer, limits: TransportLimits) -> None:
         """Connect to `endpoint` as `peer`; tried again later if no server listens."""
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
@@ -52,10 +52,7 @@ class UnixPeer:
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
         if len(payload) > self._max_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes exceeds the limit of "
-                f"{self._max_bytes}: schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload)
         channel = self._channel or self._connect()
         was_waiting = channel is not None and channel.has_waiting
         try:

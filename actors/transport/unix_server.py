@@ -21,6 +21,7 @@ from actors.transport.protocol import (
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
+    TransportLimits,
     TransportStatistics,
     parse_identity,
 )
@@ -32,7 +33,7 @@ from actors.transport.unix_channel import (
     is_trusted,
     socket_name,
 )
-from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe, ZmqLimits
+from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe
 from kvcache.base.errors import ClusterError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults
@@ -70,7 +71,7 @@ class _Connection:
 class UnixServer:
     """A `ServerTransport` over Unix sockets."""
 
-    def __init__(self, limits: ZmqLimits) -> None:
+    def __init__(self, limits: TransportLimits) -> None:
         """Make an end without addresses."""
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
@@ -127,10 +128,7 @@ class UnixServer:
         once."""
         for payload in payloads:
             if len(payload) > self._max_bytes:
-                raise MalformedMessageError(
-                    f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
-                    f"{self._max_bytes}: schedule less per step or raise the limit"
-                )
+                raise self._limits.too_large(payload, str(list(addresses)))
         frames, known = framed(payloads), self._known
         for address in addresses:
             ends = known.get(address)

@@ -10,18 +10,17 @@ from dataclasses import replace
 
 import zmq
 
-from actors.transport.protocol import Endpoint, Peer, TransportStatistics
+from actors.transport.protocol import Endpoint, Peer, TransportLimits, TransportStatistics
 from actors.transport.zmq_server import (
     HARD_LIMIT_FACTOR,
     NOBLOCK,
     PROBE,
     FrameReceiver,
     WakePipe,
-    ZmqLimits,
     has_message,
 )
 from kvcache.base.curve import equip_peer
-from kvcache.base.errors import ClusterError, MalformedMessageError
+from kvcache.base.errors import ClusterError
 
 RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500
@@ -30,7 +29,7 @@ MAX_RECONNECT_MS = 500
 class ZmqPeer:
     """A `PeerTransport` over one DEALER socket."""
 
-    def __init__(self, endpoint: Endpoint, peer: Peer, limits: ZmqLimits) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Peer, limits: TransportLimits) -> None:
         """Connect to `endpoint` as `peer`; returns before the connection is established."""
         self._limits = limits
         self._statistics = TransportStatistics()
@@ -59,10 +58,7 @@ class ZmqPeer:
     def send(self, payload: bytes) -> None:
         """See `PeerTransport.send`. Raises MalformedMessageError if it is over the size limit."""
         if len(payload) > self._limits.max_message_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload)
         try:
             self._socket.send(payload, NOBLOCK)
         except zmq.Again:

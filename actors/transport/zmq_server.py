@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -25,11 +25,12 @@ from actors.transport.protocol import (
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
+    TransportLimits,
     TransportStatistics,
     parse_identity,
 )
 from kvcache.base.curve import CurveGate, CurveKeys, guard_server
-from kvcache.base.errors import ClusterError, MalformedMessageError
+from kvcache.base.errors import ClusterError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults
 from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
@@ -73,14 +74,6 @@ empty."""
 PROBES_PER_END = 3
 """How often all clients are probed after a connection has ended. libzmq does not say whose it was,
 and reports it a moment before the socket knows."""
-
-
-@dataclass(frozen=True)
-class ZmqLimits:
-    """Bounds of every socket: bytes of a payload, messages queued per peer and direction."""
-
-    max_message_bytes: int
-    high_water_mark: int = 4096
 
 
 def local_address() -> str:
@@ -180,7 +173,7 @@ class WakePipe:
 class ZmqServer:
     """A `ServerTransport` over one ROUTER socket."""
 
-    def __init__(self, limits: ZmqLimits, keys: CurveKeys | None = None) -> None:
+    def __init__(self, limits: TransportLimits, keys: CurveKeys | None = None) -> None:
         """Make an end without addresses; `keys` are for guarded addresses."""
         self._limits = limits
         self._identities: dict[Address, dict[bytes, None]] = {}
@@ -228,10 +221,7 @@ class ZmqServer:
 
     def _send(self, addresses: Sequence[Address], payload: bytes) -> None:
         if len(payload) > self._limits.max_message_bytes:
-            raise MalformedMessageError(
-                f"a message of {len(payload)} bytes to {list(addresses)} exceeds the limit of "
-                f"{self._limits.max_message_bytes}: schedule less per step or raise the limit"
-            )
+            raise self._limits.too_large(payload, str(list(addresses)))
         for address in addresses:
             identities = self._identities.get(address)
             if identities is None and isinstance(address, ClientAddress):

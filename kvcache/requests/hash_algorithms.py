@@ -68,14 +68,6 @@ class HashFn(ABC):
         `token_bytes` holds at least `num_blocks * block_size` tokens; what follows is ignored.
         """
 
-    def _chain_at_once(
-        self, parent: bytes, token_bytes: bytes, block_size: int, num_blocks: int
-    ) -> list[BlockHash]:
-        make = quick_chains[self.name]
-        joined = make(parent, token_bytes, block_size * TOKEN_BYTES, num_blocks)
-        hashes: list[BlockHash] = np.frombuffer(joined, f"V{self.digest_bytes}").tolist()
-        return hashes
-
     def hash_block(
         self, parent: BlockHash, token_bytes: bytes, extra_keys: ExtraKeys | None = None
     ) -> BlockHash:
@@ -109,50 +101,44 @@ def canonical_cbor(value: object) -> bytes:
     return cbor2.dumps(value, canonical=True)
 
 
-class _Sha256(HashFn):
-    """SHA-256 over parent digest, token bytes, and canonical CBOR of the extra keys, if any."""
+class _PlainHashFn(HashFn):
+    """A hash over parent digest, token bytes, and canonical CBOR of the extra keys, if any."""
 
+    def chain(
+        self,
+        parent: BlockHash,
+        token_bytes: bytes,
+        block_size: int,
+        num_blocks: int,
+        extra_keys: ExtraKeys | None = None,
+    ) -> list[BlockHash]:
+        if num_blocks > _FEW_BLOCKS and extra_keys is None and self.name in quick_chains:
+            return self._chain_at_once(parent, token_bytes, block_size, num_blocks)
+        digest = self.digest
+        above: bytes = parent
+        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
+        hashes = [above := digest(above + piece) for piece in pieces]
+        return cast("list[BlockHash]", hashes)
+
+    def _chain_at_once(
+        self, parent: bytes, token_bytes: bytes, block_size: int, num_blocks: int
+    ) -> list[BlockHash]:
+        make = quick_chains[self.name]
+        joined = make(parent, token_bytes, block_size * TOKEN_BYTES, num_blocks)
+        hashes: list[BlockHash] = np.frombuffer(joined, f"V{self.digest_bytes}").tolist()
+        return hashes
+
+
+class _Sha256(_PlainHashFn):
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
 
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        if num_blocks > _FEW_BLOCKS and extra_keys is None and self.name in quick_chains:
-            return self._chain_at_once(parent, token_bytes, block_size, num_blocks)
-        sha256 = hashlib.sha256
-        above: bytes = parent
-        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
-        hashes = [above := sha256(above + piece).digest() for piece in pieces]
-        return cast("list[BlockHash]", hashes)
 
-
-class _Xxh3(HashFn):
-    """XXH3, 128 bits, over the same bytes as `sha256`: fast, but not safe against attacks."""
+class _Xxh3(_PlainHashFn):
+    """XXH3, 128 bits: fast, but not safe against attacks."""
 
     def digest(self, data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)
-
-    def chain(
-        self,
-        parent: BlockHash,
-        token_bytes: bytes,
-        block_size: int,
-        num_blocks: int,
-        extra_keys: ExtraKeys | None = None,
-    ) -> list[BlockHash]:
-        if num_blocks > _FEW_BLOCKS and extra_keys is None and self.name in quick_chains:
-            return self._chain_at_once(parent, token_bytes, block_size, num_blocks)
-        xxh3 = xxhash.xxh3_128_digest
-        above: bytes = parent
-        pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
-        hashes = [above := xxh3(above + piece) for piece in pieces]
-        return cast("list[BlockHash]", hashes)
 
 
 class _Sha256Cbor(HashFn):

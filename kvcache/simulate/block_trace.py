@@ -10,9 +10,10 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
@@ -229,12 +230,8 @@ class _Collection:
         return TraceError(f"{self._name}, line {line.number}: {what}")
 
 
-class CompactTrace:
-    """A trace as a workload with two tokens for each block: enough for hits and evictions.
-
-    A partial last block has one token. Hits, evictions and their consequences are those of the
-    trace itself, whatever its block size; lengths in tokens are not.
-    """
+class _TraceWorkload(ABC):
+    """A trace as a workload."""
 
     def __init__(self, trace: BlockTrace) -> None:
         self._trace = trace
@@ -248,6 +245,34 @@ class CompactTrace:
     def num_requests(self) -> int:
         """The trace's."""
         return self._trace.num_requests
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Yield the requests, named as in a trace file."""
+        trace = self._trace
+        for i in range(trace.num_requests):
+            yield WorkloadRequest(
+                request_id=f"line-{trace.lines[i]}",
+                num_prompt_tokens=self._num_tokens(i),
+                num_output_tokens=int(trace.output_lengths[i]),
+                make_token_ids=partial(self._token_ids, i),
+                arrival_s=float(trace.arrivals_ms[i]) / 1000,
+            )
+
+    @abstractmethod
+    def _num_tokens(self, request: int) -> int:
+        """Return how many tokens the prompt of a request has."""
+
+    @abstractmethod
+    def _token_ids(self, request: int) -> Int32Array:
+        """Return the prompt of a request."""
+
+
+class CompactTrace(_TraceWorkload):
+    """A trace as a workload with two tokens for each block: enough for hits and evictions.
+
+    A partial last block has one token. Hits, evictions and their consequences are those of the
+    trace itself, whatever its block size; lengths in tokens are not.
+    """
 
     @property
     def total_input_tokens(self) -> int | None:
@@ -259,45 +284,17 @@ class CompactTrace:
         """Tokens that represent one block."""
         return COMPACT_BLOCK_SIZE
 
-    def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the requests, named as in a trace file."""
-        trace = self._trace
-        for i in range(trace.num_requests):
-            yield WorkloadRequest(
-                request_id=f"line-{trace.lines[i]}",
-                num_prompt_tokens=self._num_tokens(i),
-                num_output_tokens=int(trace.output_lengths[i]),
-                make_token_ids=self._maker(i),
-                arrival_s=float(trace.arrivals_ms[i]) / 1000,
-            )
-
     def _num_tokens(self, request: int) -> int:
         is_partial = self._trace.input_lengths[request] % self._trace.block_size != 0
         return self._trace.num_blocks_of(request) * COMPACT_BLOCK_SIZE - bool(is_partial)
 
-    def _maker(self, request: int) -> Callable[[], Int32Array]:
-        def make() -> Int32Array:
-            tokens = self._trace.blocks_of(request).repeat(COMPACT_BLOCK_SIZE)
-            return tokens[: self._num_tokens(request)]
-
-        return make
+    def _token_ids(self, request: int) -> Int32Array:
+        tokens = self._trace.blocks_of(request).repeat(COMPACT_BLOCK_SIZE)
+        return tokens[: self._num_tokens(request)]
 
 
-class TraceTokens:
+class TraceTokens(_TraceWorkload):
     """A trace as a workload with all its tokens, made from the numbers of its blocks."""
-
-    def __init__(self, trace: BlockTrace) -> None:
-        self._trace = trace
-
-    @property
-    def name(self) -> str:
-        """The trace's."""
-        return self._trace.name
-
-    @property
-    def num_requests(self) -> int:
-        """The trace's."""
-        return self._trace.num_requests
 
     @property
     def total_input_tokens(self) -> int:
@@ -309,22 +306,10 @@ class TraceTokens:
         """The trace's."""
         return self._trace.block_size
 
-    def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the requests, named as in a trace file."""
-        trace = self._trace
-        for i in range(trace.num_requests):
-            yield WorkloadRequest(
-                request_id=f"line-{trace.lines[i]}",
-                num_prompt_tokens=int(trace.input_lengths[i]),
-                num_output_tokens=int(trace.output_lengths[i]),
-                make_token_ids=self._maker(i),
-                arrival_s=float(trace.arrivals_ms[i]) / 1000,
-            )
+    def _num_tokens(self, request: int) -> int:
+        return int(self._trace.input_lengths[request])
 
-    def _maker(self, request: int) -> Callable[[], Int32Array]:
-        def make() -> Int32Array:
-            blocks = self._trace.blocks_of(request).astype(np.int64)
-            tokens = block_token_ids(blocks, self._trace.block_size)
-            return tokens[: self._trace.input_lengths[request]]
-
-        return make
+    def _token_ids(self, request: int) -> Int32Array:
+        blocks = self._trace.blocks_of(request).astype(np.int64)
+        tokens = block_token_ids(blocks, self._trace.block_size)
+        return tokens[: self._num_tokens(request)]

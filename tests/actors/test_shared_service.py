@@ -12,9 +12,9 @@ from actors.shared_service import SharedService
 from actors.transport import Endpoint, PeerTransport, client_peer, worker_peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
 from actors.transport.node_server import NodeServer
+from actors.transport.protocol import TransportLimits
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
-from actors.transport.zmq_server import ZmqLimits
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import (
     ClusterError,
@@ -40,7 +40,7 @@ from kvcache.protocol.messages import (
 )
 from kvcache.protocol.wire import decode, encode
 
-LIMITS = ZmqLimits(max_message_bytes=1000, high_water_mark=4)
+LIMITS = TransportLimits(max_message_bytes=1000, high_water_mark=4)
 STALL_S = 1.0
 TICK_S = 0.01
 

@@ -14,18 +14,18 @@ import zmq
 from actors.transport import Endpoint, Inbound, Peer, PeerTransport, client_peer, worker_peer
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
-from actors.transport.protocol import parse_identity
+from actors.transport.protocol import TransportLimits, parse_identity
 from actors.transport.ray import RayServer
 from actors.transport.unix_channel import UNIX_SCHEME, socket_name
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits, local_address, network_address
+from actors.transport.zmq_server import local_address, network_address
 from kvcache.base.curve import CurveKeys, generate_curve_keys
 from kvcache.base.errors import ClusterError, ConfigurationError, MalformedMessageError
 from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 
-LIMITS = ZmqLimits(max_message_bytes=1000)
+LIMITS = TransportLimits(max_message_bytes=1000)
 DEADLINE_S = 10.0
 
 
@@ -52,7 +52,7 @@ def make_server(cleanup: ExitStack, keys: CurveKeys | None = None) -> NodeServer
 
 
 def make_peer(
-    cleanup: ExitStack, endpoint: Endpoint, peer: Peer, limits: ZmqLimits = LIMITS
+    cleanup: ExitStack, endpoint: Endpoint, peer: Peer, limits: TransportLimits = LIMITS
 ) -> PeerTransport:
     is_near = endpoint.address.startswith(UNIX_SCHEME)
     made = UnixPeer(endpoint, peer, limits) if is_near else ZmqPeer(endpoint, peer, limits)
@@ -230,7 +230,7 @@ def test_payloads_over_the_limit_are_counted_and_much_longer_ones_cost_the_conne
 ) -> None:
     server = make_server(cleanup)
     endpoint = Endpoint(server.bind(near(), False))
-    careless = make_peer(cleanup, endpoint, client_peer("careless"), ZmqLimits(10**6))
+    careless = make_peer(cleanup, endpoint, client_peer("careless"), TransportLimits(10**6))
     careless.send(b"x" * 1001)
     receive_until(server, lambda _: server.statistics().oversized == 1)
     careless.send(b"x" * 100_000)
@@ -399,7 +399,7 @@ def test_a_peer_that_connects_again_takes_its_own_place(cleanup: ExitStack) -> N
 def test_a_peer_that_is_cut_off_connects_again(cleanup: ExitStack) -> None:
     server = make_server(cleanup)
     endpoint = Endpoint(server.bind(unix_address(), False))
-    peer = make_peer(cleanup, endpoint, client_peer("c"), ZmqLimits(10**6))
+    peer = make_peer(cleanup, endpoint, client_peer("c"), TransportLimits(10**6))
     peer.send(b"x" * 100_000)
     receive_until(server, lambda _: server.statistics().disconnections > 0)
     give_up_s = time.monotonic() + DEADLINE_S
@@ -416,7 +416,7 @@ def test_a_peer_that_is_cut_off_connects_again(cleanup: ExitStack) -> None:
 def test_messages_for_a_slow_peer_wait_up_to_a_limit_and_delay_no_other(
     cleanup: ExitStack,
 ) -> None:
-    limits = ZmqLimits(10**6, high_water_mark=8)
+    limits = TransportLimits(10**6, high_water_mark=8)
     server = NodeServer(limits)
     cleanup.callback(server.close)
     endpoint = Endpoint(server.bind(unix_address(), False))
@@ -441,7 +441,7 @@ def test_messages_for_a_slow_peer_wait_up_to_a_limit_and_delay_no_other(
 
 
 def test_a_large_message_leaves_a_peer_that_turns_to_other_things(cleanup: ExitStack) -> None:
-    limits = ZmqLimits(10**7)
+    limits = TransportLimits(10**7)
     server = NodeServer(limits)
     cleanup.callback(server.close)
     peer = make_peer(

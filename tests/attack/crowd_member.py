@@ -13,10 +13,10 @@ import numpy as np
 
 from actors.client import KVCacheClient
 from actors.transport import Endpoint, Peer, PeerTransport
+from actors.transport.protocol import TransportLimits
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.protocol.step import NewRequest, StepRequest
 
@@ -43,7 +43,7 @@ class AddressDialer:
 
     def open(self, endpoint: Endpoint, peer: Peer) -> PeerTransport:
         """Return a client's end."""
-        limits = ZmqLimits(self.config.transport.max_message_bytes)
+        limits = TransportLimits(self.config.transport.max_message_bytes)
         if endpoint.address.startswith(UNIX_SCHEME):
             return UnixPeer(endpoint, peer, limits)
         return ZmqPeer(endpoint, peer, limits)

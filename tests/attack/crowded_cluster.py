@@ -22,11 +22,12 @@ from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
+from actors.transport.protocol import TransportLimits
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits, local_address
+from actors.transport.zmq_server import local_address
 from actors.workers.embedding import EmbeddedWorker
 from kvcache.base.clock import StallAwareClock, SystemClock
 from kvcache.base.curve import generate_curve_keys
@@ -86,7 +87,7 @@ class CrowdedCluster:
     def __init__(self, kind: str = "unix", config: ClusterConfig | None = None) -> None:
         """Start and wait until steps are served. `kind` is one of `KINDS`."""
         self.config = config = crowd_config() if config is None else config
-        self._limits = limits = ZmqLimits(config.transport.max_message_bytes)
+        self._limits = limits = TransportLimits(config.transport.max_message_bytes)
         self._resources = ExitStack()
         self._keys = generate_curve_keys() if kind == "keys" else None
         self.sockets = NodeServer(limits, self._keys)

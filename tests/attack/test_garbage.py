@@ -18,10 +18,11 @@ from actors.loop import ServiceLoop
 from actors.service import CoordinatorService
 from actors.transport import Endpoint, client_peer
 from actors.transport.node_server import NodeServer
+from actors.transport.protocol import TransportLimits
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
 from actors.transport.zmq_peer import ZmqPeer
-from actors.transport.zmq_server import ZmqLimits, network_address
+from actors.transport.zmq_server import network_address
 from kvcache.base.clock import SystemClock
 from kvcache.coordinator import Coordinator
 from kvcache.events.subscriber import KVEventSubscriber
@@ -45,7 +46,7 @@ from tests.routing.replica import Replica, wait_until
 
 NUM_ATTACKS = 150
 DEADLINE_S = 60.0
-LIMITS = ZmqLimits(max_message_bytes=100_000)
+LIMITS = TransportLimits(max_message_bytes=100_000)
 NUMBERS = itertools.count()
 
 

@@ -25,9 +25,9 @@ from actors.service import CoordinatorService
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
 from actors.transport.node_server import NodeServer
+from actors.transport.protocol import TransportLimits
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
-from actors.transport.zmq_server import ZmqLimits
 from actors.workers.embedding import EmbeddedWorker
 from kvcache.base.clock import Clock, StallAwareClock, SystemClock
 from kvcache.base.errors import ClusterError, DeadlineError, InvariantError
@@ -109,7 +109,7 @@ def connect(
     trigger: FaultTrigger, endpoint: Endpoint, peer: Peer, max_message_bytes: int, mailbox: Mailbox
 ) -> PeerTransport:
     """Return a worker's or client's end."""
-    made: Any = FaultyPeer(UnixPeer(endpoint, peer, ZmqLimits(max_message_bytes)), trigger)
+    made: Any = FaultyPeer(UnixPeer(endpoint, peer, TransportLimits(max_message_bytes)), trigger)
     transport: PeerTransport = made
     return transport
 
@@ -151,7 +151,7 @@ def be_coordinator(
 ) -> None:
     """Take the workers over, and serve."""
     clock = StallAwareClock(SystemClock(), config.transport.heartbeat_s)
-    limits = ZmqLimits(config.transport.max_message_bytes)
+    limits = TransportLimits(config.transport.max_message_bytes)
     server = NodeServer(limits)
     address = server.bind(unix_address(), is_guarded=False)
     faulty: Any = FaultyServer(server, trigger)
