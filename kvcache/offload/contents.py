@@ -83,12 +83,14 @@ class TierContents:
 
         `labels` has one row per key. Skips other keys. Raises as `validate`.
         """
+        addresses = self._slots.addresses_of(keys)
+        check_kind("labels", labels, Label)
         self.validate(labels, len(keys))
         if self._labels is None:
             return
-        _, rows = np.unique(self._slots.addresses_of(keys), return_index=True)
+        _, rows = np.unique(addresses, return_index=True)
         rows.sort()
-        addresses = self._slots.addresses_of([keys[i] for i in rows.tolist()])
+        addresses = addresses[rows]
         states = self._slots.states_of(addresses)
         is_here = (states == STORING) | (states == READY)
         rows, addresses = rows[is_here], addresses[is_here]

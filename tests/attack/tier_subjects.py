@@ -387,6 +387,7 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
             lost=ADDRESSES.without(None),
         )
     of.method("expire", {"now_s": 1.0})
+    of.method("describe", {"keys": LABEL_KEYS[:2], "labels": _rows(2)}, labels=LABELS)
     use = Builder(DiskUse, kinds={"now_s": NUMBER})
     use.method("rest", {"reason": "slow", "now_s": 1.0}, reason=TEXT_OR_NONE)
     use.method("leave", {"problem": "broken"}, problem=TEXT_OR_NONE)

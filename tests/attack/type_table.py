@@ -277,6 +277,7 @@ EXEMPTIONS: dict[str, str] = {
     "of a tier, for its hierarchy": "TierManager.adopt",
     "made by a cluster, of its own parts": """
         KVCacheClient.__init__ AsyncKVCacheClient.__init__ AsyncKVCacheClient.connect
+        PublisherSettings.of
     """,
 }
 """Names by reason: a class, a method of a class and of derived classes, or parameters."""
