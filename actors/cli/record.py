@@ -79,14 +79,9 @@ def record(
             return cluster.record_requests(listener, salt, is_last=is_last)
 
         with ended_by_signals() as ended, RequestRecording(file, options) as recording:
+            limits = RecordingLimits(cluster.config.deadlines.return_s, seconds, requests)
             follower = RecordingFollower(
-                recording,
-                take,
-                SystemClock(),
-                patience_s=cluster.config.deadlines.return_s,
-                seconds=seconds,
-                num_requests=requests,
-                is_shown=not no_progress,
+                recording, take, SystemClock(), limits, is_shown=not no_progress
             )
             summary = follower.run(ended)
     if as_json:
@@ -114,11 +109,22 @@ class RecordingSummary:
     ended_by: str
 
 
+@dataclass(frozen=True)
+class RecordingLimits:
+    """When a recording ends: after `seconds` or `num_requests`, if they are given.
+
+    A coordinator that does not answer has `patience_s` to restart.
+    """
+
+    patience_s: float
+    seconds: float | None = None
+    num_requests: int | None = None
+
+
 class RecordingFollower:
     """Writes requests into a recording until a limit.
 
-    `take` asks for requests, and gets True the last time. Its errors are passed on only after
-    `patience_s`, so that a coordinator has time to restart.
+    `take` asks for requests, and gets True the last time.
     """
 
     def __init__(
@@ -126,18 +132,14 @@ class RecordingFollower:
         recording: RequestRecording,
         take: Callable[[bool], RecordedBatch],
         clock: Clock,
+        limits: RecordingLimits,
         *,
-        patience_s: float,
-        seconds: float | None = None,
-        num_requests: int | None = None,
         is_shown: bool = True,
     ) -> None:
         self._recording = recording
         self._take = take
         self._clock = clock
-        self._patience_s = patience_s
-        self._seconds = seconds
-        self._most_requests = num_requests
+        self._limits = limits
         self._is_shown = is_shown
         self._start_s = self._line_s = self._heard_s = clock.now()
         self._lost_before = self._lost = 0
@@ -170,7 +172,7 @@ class RecordingFollower:
         try:
             batch = self._take(False)
         except (DeadlineError, NotRunningError):
-            if self._clock.now() - self._heard_s > self._patience_s:
+            if self._clock.now() - self._heard_s > self._limits.patience_s:
                 raise
             return None
         self._heard_s = self._clock.now()
@@ -198,7 +200,7 @@ class RecordingFollower:
         if batch.num_lost < self._lost:  # another coordinator
             self._lost_before += self._lost
         self._lost = batch.num_lost
-        most = self._most_requests
+        most = self._limits.num_requests
         for request in batch.requests:
             if most is not None and self._recording.num_requests >= most:
                 return "requests"
@@ -208,8 +210,8 @@ class RecordingFollower:
         return "requests" if is_full else ""
 
     def _is_time(self) -> bool:
-        elapsed_s = self._clock.now() - self._start_s
-        return self._seconds is not None and elapsed_s >= self._seconds
+        elapsed_s, most_s = self._clock.now() - self._start_s, self._limits.seconds
+        return most_s is not None and elapsed_s >= most_s
 
     def _tell(self) -> None:
         now_s = self._clock.now()

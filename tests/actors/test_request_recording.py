@@ -16,7 +16,7 @@ import pytest
 
 from actors import KVCacheCluster
 from actors.cli.playground import ClientStepper
-from actors.cli.record import RecordingFollower
+from actors.cli.record import RecordingFollower, RecordingLimits
 from kvcache.base.clock import SystemClock, VirtualClock
 from kvcache.base.errors import AlreadyRunningError
 from kvcache.protocol.step import NewRequest, StepRequest
@@ -97,9 +97,7 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
                 recording,
                 take_and_tell,
                 SystemClock(),
-                patience_s=60.0,
-                seconds=300,
-                num_requests=NUM_REQUESTS,
+                RecordingLimits(60.0, seconds=300, num_requests=NUM_REQUESTS),
             )
             summaries.append(follower.run(threading.Event()))
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
-from actors.cli.record import RecordingFollower, RecordingSummary, ended_by_signals
+from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSummary, ended_by_signals
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError
 from kvcache.recorder import RecordedBatch, RecordedRequest
@@ -66,9 +66,7 @@ class FakeCluster:
                 recording,
                 self.take,
                 self.clock,
-                patience_s=60.0,
-                seconds=seconds,
-                num_requests=num_requests,
+                RecordingLimits(60.0, seconds, num_requests),
             )
             summary = follower.run(self.ended)
         lines = path.read_text(encoding="utf-8").splitlines()
