@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from actors.embedded.shared_service import EpochDecider
 from actors.metrics_export import MetricsReporter
 from actors.service import ServiceStatistics
-from actors.shared_service import EpochDecider
 from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator

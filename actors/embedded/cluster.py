@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from actors.clusters.access import ClusterAccess, connect_to_ray
 from actors.clusters.launch import Launch, LaunchOptions, OnProgress
 from actors.clusters.shutdown import ClusterParts, take_down
+from actors.embedded.coordinator import EmbeddedCoordinator, require_sockets
 from actors.embedded.record import EmbeddedRecord, claim_launch, leave_record, load_record
-from actors.embedded_coordinator import EmbeddedCoordinator, require_sockets
 from actors.names import placement_group_name
 from actors.reports import ClusterStatus
 from actors.service import ServiceStatistics

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from actors.shared_service import SharedService
+from actors.embedded.shared_service import SharedService
 from actors.transport import Endpoint, PeerTransport, client_peer, worker_peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
 from actors.transport.node_server import NodeServer

@@ -14,10 +14,10 @@ from typing import Any
 from actors.assembly import make_coordinator
 from actors.clusters.placement import wait_until
 from actors.coordinator import tick_s
+from actors.embedded.shared_service import SharedService
 from actors.loop import ServiceLoop
 from actors.reports import NodeAddress
 from actors.service import CoordinatorService
-from actors.shared_service import SharedService
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
 from actors.transport.mailbox import Mailbox

@@ -21,11 +21,11 @@ from actors.assembly import make_coordinator
 from actors.connect import this_node
 from actors.coordinator_metrics import CoordinatorMetrics
 from actors.embedded.record import EmbeddedRecord, load_record, take_record
+from actors.embedded.shared_service import SharedService
 from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop
 from actors.reports import ClusterStatus, NodeAddress
 from actors.service import ServiceStatistics, with_faults
-from actors.shared_service import SharedService
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
