@@ -56,12 +56,12 @@ class AgeMeter:
         idle = np.where(since >= 0, self._now() - since, -1.0)
         return idle.astype(np.float32)
 
-    def watching(self, make: CoreFactory = FlatCore) -> CoreFactory:
-        """Return a factory of the same core that counts ages here."""
+    def watching(self) -> CoreFactory:
+        """Return a factory of cores that count ages here."""
 
         def make_watched(settings: CoreSettings) -> FlatCore:
             self.tick()
-            return make(replace(settings, ages=self._ages))
+            return FlatCore(replace(settings, ages=self._ages))
 
         return make_watched
 

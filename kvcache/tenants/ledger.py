@@ -320,17 +320,10 @@ class TenantLedger:
         self.owners[block_ids] = account.number
         self._move(account, len(block_ids), 0)
 
-    def freed(
-        self,
-        block_ids: Sequence[int] | IndexArray | Int32Array,
-        of: TenantAccount | None = None,
-    ) -> None:
-        """Clear the owner of these empty, free blocks; `of`: all belong to this tenant."""
-        if of is not None:
-            self._move(of, -len(block_ids), 0)
-        else:
-            for account, count in self._counts(block_ids):
-                self._move(account, -count, 0)
+    def freed(self, block_ids: Sequence[int] | IndexArray | Int32Array) -> None:
+        """Clear the owner of these empty, free blocks."""
+        for account, count in self._counts(block_ids):
+            self._move(account, -count, 0)
         self.owners[index_array(block_ids)] = UNOWNED
 
     def evicted(self, block_ids: IndexArray) -> None:
