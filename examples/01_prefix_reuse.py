@@ -8,7 +8,7 @@ them again.
 `KVCacheManager` keeps these tables. This example plans a tiny cache of 15 blocks, then shows
 
     1. a first request, which finds nothing,
-    2. a second one with the same beginning: the hit, and why it is exactly as long as it is,
+    2. a second one with the same beginning: the hit, and why it has exactly this length,
     3. what happens when there is no room,
     4. eviction: unused blocks stay cached until another request needs them,
     5. pins, which keep a prefix from being evicted.
@@ -42,7 +42,7 @@ SYSTEM_PROMPT = list(range(100, 116))
 
 def main() -> None:
     config = plan_cache()
-    clock = VirtualClock()  # pins expire by this clock; leave it out to use the system's
+    clock = VirtualClock()  # pins expire by this clock; the default is the system's
     manager = KVCacheManager(config, MAX_MODEL_LEN, clock=clock)
 
     first_request_finds_nothing(manager)

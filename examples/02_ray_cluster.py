@@ -84,8 +84,8 @@ def main() -> None:
 class Conversation:
     """A request as the engine sees it.
 
-    `token_ids` holds the prompt and what was sampled; the coordinator has been told the first
-    `num_told` of them, and `num_computed` are in the cache.
+    `token_ids` has the prompt and the sampled tokens; the coordinator knows the first
+    `num_told` of them, and the cache has `num_computed`.
     """
 
     request_id: str
@@ -124,8 +124,8 @@ class TinyEngine:
             result = self._schedule(running, new)
             running, new = [*running, *new], []
 
-            # The workers run the forward of this step now. Where the model is yours, this is the
-            # place for it; here they say when they have written and compared every byte.
+            # The workers run the forward of this step now. With your own model, run it here. In
+            # this example the workers report that they have written and compared every byte.
             self._client.wait_finished(result.step)
             self._completed_step = result.step
 
@@ -135,7 +135,7 @@ class TinyEngine:
             running = [request for request in running if not request.is_done]
 
     def _schedule(self, running: list[Conversation], new: list[Conversation]) -> StepResult:
-        """Ask for the next step and note its result."""
+        """Request the next step and record its result."""
         result = self._client.step(
             StepRequest(
                 completed_step=self._completed_step,
@@ -169,7 +169,7 @@ class TinyEngine:
 
 
 def running_rows(running: Sequence[Conversation]) -> RunningRequests:
-    """Return the running requests as a step takes them: one row per request."""
+    """Return the rows of a step: one per running request."""
     return RunningRequests.from_rows(
         [
             RunningRow(request.slot, request.num_next, tuple(request.token_ids[request.num_told :]))
@@ -179,7 +179,7 @@ def running_rows(running: Sequence[Conversation]) -> RunningRequests:
 
 
 def advance(request: Conversation, num_tokens: int) -> None:
-    """Write down that the step computes `num_tokens` more, and that all tokens have been told."""
+    """Record that the step computes `num_tokens` more and sends all tokens."""
     start = request.num_computed
     request.num_computed += num_tokens
     request.num_told = len(request.token_ids)
@@ -188,7 +188,7 @@ def advance(request: Conversation, num_tokens: int) -> None:
 
 
 def sample(request: Conversation) -> None:
-    """Append a made-up token, if the request has computed all it had."""
+    """Append a made-up token, if all tokens of the request are computed."""
     if request.num_computed == len(request.token_ids):
         request.token_ids.append(5000 + request.num_sampled)
         request.num_sampled += 1

@@ -3,7 +3,7 @@
 In an engine the process that runs a rank of the model also holds that rank's KV cache. Here every
 `Engine` actor is one of two tensor-parallel ranks. It embeds the cache's worker:
 
-    class Engine(WorkerMethods):                      what the cluster calls: kvcache_...
+    class Engine(WorkerMethods):                      the cluster's calls: kvcache_...
         self.kvcache = EmbeddedWorker(...)            the rank: tensors, block tables, connection
 
     worker = self.kvcache.worker
@@ -110,7 +110,7 @@ class Model:
         self.to_logits = weights(VOCABULARY_SIZE, HIDDEN_SIZE)
 
     def embed(self, token_ids: Sequence[int], start: int) -> torch.Tensor:
-        """Return the hidden states of tokens that stand at `start` and after; `(n, hidden)`."""
+        """Return the hidden states of tokens at positions from `start` on; `(n, hidden)`."""
         return self.embedding[list(token_ids)] + self.positions[start : start + len(token_ids)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -141,9 +141,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def generate_without_cache(model: Model, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
-    """Return output and last scores, every token computed again each time: no blocks, no ranks.
+    """Return output and last scores, recomputing every token each time: no blocks, no ranks.
 
-    This is what the cached computation is compared with.
+    The cached computation is compared with this one.
     """
     token_ids = list(prompt)
     logits = torch.empty(0)
@@ -163,7 +163,7 @@ def generate_without_cache(model: Model, prompt: Sequence[int]) -> tuple[list[in
 
 @dataclass(frozen=True)
 class Row:
-    """What a forward computes of one request: positions [start, end) of the one in `slot`."""
+    """A forward's part of the request in `slot`: positions [start, end)."""
 
     slot: int
     start: int
@@ -191,20 +191,20 @@ class Engine(WorkerMethods):
         return rank
 
     def begin(self, epoch: int, seq: int, rows: Sequence[Row]) -> None:
-        """Open the forward of a step: its blocks are entered in the tables when this returns."""
+        """Open the forward of a step; the tables then have its blocks."""
         self.kvcache.worker.begin_forward(epoch, seq, FORWARD_TIMEOUT_S)
         self._rows = rows
 
     def run_layer(self, layer: int, hidden: FloatArray) -> FloatArray:
-        """Return this rank's part of what a layer adds to the hidden states, `(n, hidden)`."""
+        """Return this rank's part of a layer's output, `(n, hidden)`."""
         worker = self.kvcache.worker
         cache = worker.kv_caches[f"layers.{layer}"]
         table = worker.block_tables.tensor(0)  # full attention only: one KV cache group
         query, key, value = project(self._to_qkv[layer], torch.tensor(hidden))
         sizes = [row.end - row.start for row in self._rows]
 
-        # First every row writes, then every row reads: a request may have found blocks that
-        # another one of the same step is only about to fill.
+        # First every row writes, then every row reads: a request may have hit blocks that
+        # another row of the same step fills.
         new = zip(self._rows, key.split(sizes), value.split(sizes), strict=True)
         for row, row_key, row_value in new:
             blocks, offsets = locate(table[row.slot], row.start, row.end)
@@ -219,7 +219,7 @@ class Engine(WorkerMethods):
         return part.numpy()
 
     def end(self, epoch: int, seq: int) -> None:
-        """Close the forward, and serve what the coordinator has sent meanwhile."""
+        """Close the forward, and serve the coordinator's messages."""
         self.kvcache.worker.end_forward(epoch, seq)
         self.kvcache.poll()
 
@@ -237,8 +237,8 @@ def locate(table: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, tor
 class Generation:
     """A request as the driver sees it.
 
-    `token_ids` holds prompt and output; the coordinator has been told the first `num_told`, and
-    `num_computed` are in the cache. `logits`: the scores that chose the last token.
+    `token_ids` has prompt and output; the coordinator knows the first `num_told`, and the cache
+    has `num_computed`. `logits`: the scores that chose the last token.
     """
 
     request_id: str
@@ -270,7 +270,7 @@ class Driver:
     """Schedules steps, runs their forwards on all ranks, and decodes greedily."""
 
     def __init__(self, client: KVCacheClient, engines: Sequence[Any], model: Model) -> None:
-        """`engines` in order of ranks."""
+        """Set up the driver; `engines` are in rank order."""
         self._client = client
         self._engines = engines
         self._model = model
@@ -286,7 +286,7 @@ class Driver:
             rows, result = self._schedule(running, new)
             running, new = [*running, *new], []
             hidden = self._forward(running, rows, result.epoch, result.seq)
-            self._completed_step = result.step  # its bytes are there, on every rank
+            self._completed_step = result.step  # every rank has written its bytes
             for request, part in zip(running, hidden, strict=True):
                 self._sample(request, part)
             self._finish([request for request in running if request.is_done])
@@ -296,7 +296,7 @@ class Driver:
     def _schedule(
         self, running: Sequence[Generation], new: Sequence[Generation]
     ) -> tuple[list[Row], StepResult]:
-        """Ask for the next step; return what each request computes in it, and the answer."""
+        """Request the next step; return each request's part of it, and the answer."""
         result = self._client.step(
             StepRequest(
                 completed_step=self._completed_step,
@@ -346,7 +346,7 @@ class Driver:
         return hidden.split([row.end - row.start for row in rows])
 
     def _sample(self, request: Generation, hidden: torch.Tensor) -> None:
-        """Append the likeliest token, once all tokens there are have been computed."""
+        """Append the likeliest token, if all tokens are computed."""
         if request.num_computed == len(request.token_ids):
             request.logits = self._model.logits(hidden)
             request.token_ids.append(int(request.logits.argmax()))
@@ -354,8 +354,8 @@ class Driver:
     def _finish(self, done: Sequence[Generation]) -> None:
         """Free requests: their blocks stay cached until others need them.
 
-        Such a step computes nothing, so it needs no forward and is complete at once. (It could
-        also ride on the next step, as in 02_ray_cluster.py.)
+        Such a step computes nothing, so it needs no forward and is complete at once. (The
+        next step could also do this, as in 02_ray_cluster.py.)
         """
         if done:
             names = tuple(request.request_id for request in done)
@@ -371,7 +371,7 @@ class Driver:
 
 
 def running_rows(running: Sequence[Generation]) -> RunningRequests:
-    """Return the running requests as a step takes them: one row per request."""
+    """Return the rows of a step: one per running request."""
     return RunningRequests.from_rows(
         [
             RunningRow(request.slot, request.num_next, tuple(request.token_ids[request.num_told :]))
@@ -381,7 +381,7 @@ def running_rows(running: Sequence[Generation]) -> RunningRequests:
 
 
 def as_int32(values: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Return `values` as the arrays of a step have them."""
+    """Return `values` as an int32 array, as steps need them."""
     return np.array(values, dtype=np.int32)
 
 

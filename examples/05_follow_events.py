@@ -7,7 +7,7 @@ number. Shown here:
 
     1   a prompt is computed, and its blocks appear           4   another follower joins, late
     2   others need its blocks, and it is evicted             5   the coordinator is lost
-    3   the same again, but salted                                and another one goes on
+    3   the same again, but salted                                and another one continues
 
     .venv/bin/python examples/05_follow_events.py
 

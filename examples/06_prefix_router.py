@@ -1,8 +1,8 @@
 """Prefix-aware routing to two replicas: prompts go where their prefix is cached.
 
-There are questions about six documents, and a replica has room for three. Asked in turn, both
-replicas see all six documents, and each evicts those that are needed next. `PrefixRouter` follows
-the events of both, knows which blocks each has, and ranks them:
+There are questions about six documents, and a replica has room for three. If replicas take turns,
+both see all six documents, and each evicts those that are needed next. `PrefixRouter` follows the
+events of both, knows which blocks each has, and ranks them:
 
     score = overlap_weight * blocks that have to be computed + load
 

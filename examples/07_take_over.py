@@ -1,4 +1,4 @@
-"""The engine's process dies, and another one goes on with a warm cache.
+"""The engine's process dies, and another one continues with a warm cache.
 
 Here the coordinator is no actor: it runs inside the process that schedules, so a step needs no hop
 to reach it. The state to keep is elsewhere: blocks and their labels are with the workers, which are

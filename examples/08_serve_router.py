@@ -58,8 +58,8 @@ class EitherRouter(PrefixCacheRequestRouter):
     ray_actor_options={"num_cpus": 0},
     request_router_config=RequestRouterConfig(
         request_router_class=EitherRouter,
-        # That a request has ended is heard a moment after its result: when the next one is sent at
-        # once, the last one is load still, and a cached prefix has to be worth more than that.
+        # The router learns of a request's end a moment after its result. If the next one is sent
+        # at once, the last one still counts as load, and a cached prefix must outweigh it.
         request_router_kwargs={"overlap_weight": 2.0},
     ),
 )
@@ -72,7 +72,7 @@ class Engine:
         self._number = 0
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Tell routers where this replica says what it caches."""
+        """Return the addresses of this replica's events, for routers."""
         statistics = self._cluster.coordinator.statistics().events
         return event_metadata(endpoints_in(statistics, self._cluster.config.name, HEARTBEAT_S))
 
@@ -166,7 +166,7 @@ def questions(first_token: int) -> list[list[int]]:
 
 
 def ask(handle: DeploymentHandle, prompts: list[list[int]], *, in_turn: bool) -> float:
-    """Have every prompt computed, one after the other; return the share that was cached."""
+    """Compute every prompt, one after the other; return the share that was cached."""
     num_hit = 0
     for prompt in prompts:
         num_hit += handle.remote(token_ids=prompt, in_turn=in_turn).result()[1]

@@ -1,8 +1,8 @@
-"""A stock `transformers` model generates on our blocks, and does not compute a prefix twice.
+"""A stock `transformers` model generates on the cache's blocks, and computes no prefix twice.
 
 The model is a tiny Llama with random weights, made from its configuration: nothing is downloaded.
 Three people ask a question each after the same system prompt; then one of them asks again in the
-same conversation. Every answer is compared with what the model says by itself.
+same conversation. Every answer is compared with the model's answer without the cache.
 
     store = PagedCacheStore(model, ...)                 blocks for this model
     with store.open(ids) as cache:                      finds the cached prefix
@@ -65,7 +65,7 @@ def answer(
 
 
 def ask(store: PagedCacheStore, model: LlamaForCausalLM, name: str, ids: torch.Tensor) -> None:
-    """Answer a prompt on the store's blocks and say what was found of it."""
+    """Answer a prompt on the store's blocks and print its hit."""
     with store.open(ids) as cache:
         num_found = cache.get_seq_length()
         output = answer(model, ids, cache)

@@ -1,9 +1,9 @@
 """A stock vLLM is killed with SIGKILL, starts again, and loads its prompts instead of computing.
 
-vLLM runs in an environment of its own, with a tiny model of random weights: nothing is downloaded.
-Each of four prompts of 4,000 tokens is asked for three times: cold, again from the same engine,
-which has it in its own prefix cache, and after the kill from the next engine, which loads what the
-memory service has kept.
+vLLM runs in its own environment, with a tiny model of random weights: nothing is downloaded. Each
+of four prompts of 4,000 tokens is answered three times: cold; again by the same engine, from its
+own prefix cache; and after the kill by the next engine, which loads the blocks that the memory
+service has kept.
 
     make test-vllm                                        makes the environment, .venv-vllm
     .venv/bin/python examples/11_vllm_restart.py          or name its interpreter:
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 class Engine:
-    """A vLLM in a process of its own, and in the processes that it starts."""
+    """A vLLM in its own processes."""
 
     def __init__(self, python: Path, model: str) -> None:
         self._begun_s = time.monotonic()
@@ -102,13 +102,13 @@ class Engine:
         return time.monotonic() - self._begun_s
 
     def ask(self) -> dict[str, Any]:
-        """Have it answer all prompts; return tokens, cached tokens and times."""
+        """Let it answer all prompts; return tokens, cached tokens and times."""
         assert self._process.stdin is not None
         print("ask", file=self._process.stdin, flush=True)
         return self._read()
 
     def kill(self) -> None:
-        """End all its processes like a crash, and remove what vLLM leaves in /dev/shm then."""
+        """End all its processes as a crash would, and remove vLLM's files in /dev/shm."""
         shared = [path for process in self._group() for path in shared_files(process)]
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -133,7 +133,7 @@ class Engine:
         return answer
 
     def _group(self) -> list[int]:
-        """Return its processes that live."""
+        """Return its living processes."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -194,7 +194,7 @@ def serve(model: str, transfer: str) -> None:
     say({"ready_s": time.monotonic() - begun_s})
     for _ in sys.stdin:
         outputs = [answer(ids) for ids in PROMPTS[1:]]
-        time.sleep(1)  # the last blocks are stored behind the last token
+        time.sleep(1)  # the last blocks are stored after the last token
         say(
             {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],

@@ -2,10 +2,10 @@
 
     step's rows ──▶ TokenPlan (once per KV cache group) ──▶ write ──▶ read, attend (each layer)
 
-Every row writes before any row reads, because rows may have found blocks that another row of the
+Every row writes before any row reads, because rows may have hit blocks that another row of the
 same step fills. Rows of equal length are read together, padded to the longest of them. On CPU a
-gather and plain sums; on CUDA the gathered pages go to PyTorch's fused attention. What lies in a
-block beyond a row's own tokens is never used, not even times zero: it may be no number at all.
+gather and plain sums; on CUDA the gathered pages go to PyTorch's fused attention. Bytes of a block
+beyond a row's own tokens are never used, not even times zero, because they may be NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from examples.engine.work import WorkRow
 
 @dataclass(frozen=True)
 class RowsAlike:
-    """Rows of one length: where their queries are, what they read, and which of it counts.
+    """Rows of one length: their queries, the blocks that they read, and a mask.
 
     `queries` `(rows, length)` index the step's tokens; `blocks` `(rows, columns)` are block ids;
     `is_seen` `(rows, length, columns * block size)`.
@@ -33,7 +33,7 @@ class RowsAlike:
 
 
 class TokenPlan:
-    """Where a step's tokens are written and what its rows read, for the layers of one group."""
+    """The writes and reads of a step's tokens, for the layers of one group."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class TokenPlan:
         self._groups = [self._read_plan(alike, table) for alike in by_length.values()]
 
     def write(self, pages: torch.Tensor, *parts: torch.Tensor) -> None:
-        """Write what is kept of each token: `parts` in order of the page's first axis behind the
-        block, or one part where a page has none."""
+        """Write each token's parts, in the order of the page's axis after the block, or the only
+        part of a page without that axis."""
         if len(parts) == 1:
             pages[self._blocks, self._offsets] = parts[0]
             return
@@ -68,8 +68,8 @@ class TokenPlan:
             pages[self._blocks, index, self._offsets] = part
 
     def attend(self, query: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return what `query`, `(n, heads, size)`, reads of pages `(block, 2, tokens, heads,
-        size)`."""
+        """Return the attention of `query`, `(n, heads, size)`, over pages `(block, 2, tokens,
+        heads, size)`."""
         output = torch.empty_like(query)
         for group in self._groups:
             key, value = pages[group.blocks].movedim(2, 0).flatten(2, 3)
@@ -79,8 +79,8 @@ class TokenPlan:
     def attend_latent(
         self, query: torch.Tensor, pages: torch.Tensor, latent_size: int, scale: float
     ) -> torch.Tensor:
-        """Return what queries, `(n, heads, latent + rope)`, read of pages `(block, tokens, 1,
-        latent + rope)`: `(n, heads, latent)`."""
+        """Return the attention of queries, `(n, heads, latent + rope)`, over pages `(block, tokens,
+        1, latent + rope)`: `(n, heads, latent)`."""
         output = query.new_empty(*query.shape[:2], latent_size)
         for group in self._groups:
             key = pages[group.blocks].flatten(1, 2)
@@ -136,7 +136,7 @@ def fused_attention(
     is_seen: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """As `attend`, where what no query sees is a number: PyTorch's fused kernels."""
+    """As `attend`, by PyTorch's fused kernels; masked values must not be NaN."""
     fused = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

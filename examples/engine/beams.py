@@ -1,11 +1,11 @@
-"""Beam search: the likeliest continuations of several beams go on, the others are dropped.
+"""Beam search: the likeliest continuations of several beams continue, the others are dropped.
 
-    beams ──forward──▶ 2 x width likeliest next tokens of each ──▶ the best `width` of all go on
-                          of these, those that end are kept aside      a beam chosen twice is forked
+    beams ──forward──▶ 2 x width likeliest next tokens of each ──▶ the best `width` continue
+                          finished ones are kept aside                 a beam chosen twice is forked
 
-Beams are sequences like any other, and hold the same blocks as far as they agree: one that goes on
-in two ways is forked, its partly filled block is copied before it is written. All wait for the
-slowest, so that every choice is made among all. Schedules nothing itself.
+Beams are ordinary sequences, and share blocks as far as they agree. A beam with two continuations
+is forked, and its partly filled block is copied before a write. All beams wait for the slowest, so
+that each choice is made among all of them. This module schedules nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FoundBeam:
 
 @dataclass(frozen=True)
 class BeamDecision:
-    """Sequences that end, and new ones whose parent has nothing to share any more."""
+    """Sequences that end, and new ones whose parent can no longer share blocks."""
 
     dropped: tuple[Sequence, ...]
     loose: tuple[Sequence, ...]
@@ -64,18 +64,18 @@ class BeamSearch:
         return self._first.num_cached
 
     def take(self, sequence: Sequence, chosen: ChosenToken) -> None:
-        """Note the likeliest tokens behind a beam, which waits for the others now."""
+        """Record the likeliest tokens after a beam, which then waits for the others."""
         if sequence in self.sequences and not sequence.is_held:
             self._chosen[sequence] = chosen
             sequence.is_held = True
 
     @property
     def is_ready(self) -> bool:
-        """Whether the tokens behind every beam are there."""
+        """Whether every beam has its likeliest tokens."""
         return not self.is_over and len(self._chosen) == len(self.sequences)
 
     def decide(self) -> BeamDecision:
-        """Choose who goes on. Appends the chosen tokens; children are with their parents."""
+        """Choose the beams that continue, and append their tokens; parents have their children."""
         params, width = self._params, self._params.beam_width
         candidates = [
             _Candidate(sequence, token_id, sequence.score + logprob)
@@ -101,7 +101,7 @@ class BeamSearch:
         return self._go_on(going)
 
     def best(self) -> list[FoundBeam]:
-        """Return the likeliest beams, as many as were asked for."""
+        """Return the likeliest beams, as many as requested."""
         return sorted(self._ended, key=lambda beam: -beam.score)[: self._params.n]
 
     def _num_output(self) -> int:

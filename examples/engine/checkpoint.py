@@ -1,8 +1,8 @@
 """A Llama checkpoint of Hugging Face's format: `config.json` and safetensors files.
 
-Read are config, names and shapes as published models have them; a rank reads the files lazily, one
-weight at a time. Refuses what the decoder would compute otherwise: other architectures, biases,
-scaled positions, and weights that are missing or of other shapes. `safetensors` is an extra.
+Config, names and shapes are those of published models. A rank reads the files lazily, one weight at
+a time. Models that the decoder cannot compute are refused: other architectures, biases, scaled
+positions, and missing weights or wrong shapes. Needs the extra `safetensors`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _LAYER_PARTS: Mapping[str, str] = MappingProxyType(
 
 
 def weight_source(checkpoint: str | None, seed: int) -> WeightSource:
-    """Return where an engine's weights come from."""
+    """Return the source of an engine's weights."""
     return RandomWeights(seed) if checkpoint is None else Checkpoint(Path(checkpoint))
 
 
 def read_config(
     directory: str | Path, *, dtype: str | None = None, max_model_len: int | None = None
 ) -> DecoderConfig:
-    """Return the decoder that `config.json` describes. `dtype` and `max_model_len` default to
-    what it says. Raises ConfigurationError for what the decoder cannot compute."""
+    """Return the decoder of a `config.json`, which has the defaults of `dtype` and
+    `max_model_len`. Raises ConfigurationError for a model that the decoder cannot compute."""
     path = Path(directory) / "config.json"
     try:
         said: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -83,7 +83,7 @@ def read_config(
 
 
 def _positions(path: Path, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how positions are turned, which newer files say in a section of its own."""
+    """Return the rotary settings, which newer files have in a separate section."""
     section = said.get("rope_parameters") or said.get("rope_scaling") or {}
     kind = section.get("rope_type") or section.get("type") or "default"
     if kind != "default":
@@ -97,7 +97,7 @@ class Checkpoint:
     """Weights of a directory, by the decoder's names."""
 
     def __init__(self, directory: Path) -> None:
-        """Find out which file holds which weight; raises ConfigurationError when none does."""
+        """Find the file of each weight; raises ConfigurationError if there is none."""
         self._directory = directory
         files = sorted(directory.glob("*.safetensors"))
         if not files:

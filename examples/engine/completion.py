@@ -1,7 +1,7 @@
-"""A request as its owner sees it: samples, their text, why they ended, what is still to be read.
+"""A request as its owner sees it: samples, their text, how they ended, and unread outputs.
 
-Takes the tokens that were chosen for a sample and says what of them may be shown. Text that could
-become one of the `stop` texts is held back until it cannot. Schedules nothing.
+Takes a sample's chosen tokens and returns the text to show. Text that could become one of the
+`stop` texts is held back until it cannot. Schedules nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class SampleText:
     """The text of one sample."""
 
     def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        """Begin with none."""
+        """Begin without text."""
         self._detokenizer = detokenizer
         self._stop = stop
         self._held = ""
         self._num_holdable = max((len(text) for text in stop), default=1) - 1
 
     def add(self, token_id: int) -> tuple[str, bool]:
-        """Return the text that may be shown now, and whether a stop text has come."""
+        """Return the text to show now, and whether it ended with a stop text."""
         self._held += self._detokenizer.add((token_id,))
         found = [at for text in self._stop if (at := self._held.find(text)) >= 0]
         if found:
@@ -37,7 +37,7 @@ class SampleText:
         return shown, False
 
     def rest(self) -> str:
-        """Return what was held back, when nothing more comes."""
+        """Return the text that was held back, at the end of the sample."""
         shown, self._held = self._held, ""
         return shown
 
@@ -54,7 +54,7 @@ class Sample:
     reason: FinishReason | None = None
 
     def take(self, chosen: ChosenToken, max_model_len: int) -> bool:
-        """Append a token; say whether the sample has ended with it."""
+        """Append a token; return whether the sample has ended with it."""
         sequence, params = self.sequence, self.sequence.params
         sequence.tokens.append(chosen.token_id)
         self.new_tokens.append(chosen.token_id)

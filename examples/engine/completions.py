@@ -3,8 +3,8 @@
     body ──parse──▶ CompletionRequest ──▶ engine ──Output──▶ chunks, or one body at the end
           ╲─▶ CompletionError: status and body as OpenAI's API has them
 
-Knows no server. What cannot be served is refused before an engine hears of it, by the checks of the
-engine itself; unknown fields are refused, too, because their sender means something by them.
+Independent of a server. The engine's own checks refuse invalid requests before they reach it.
+Unknown fields are refused, too, because ignoring them would change the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcache.base.errors import RequestError, shown
 
 MAX_BODY_BYTES = 1 << 20
 MAX_TOKENS = 16
-"""Of a completion whose request says no number; as in OpenAI's API."""
+"""Default of `max_tokens`, as in OpenAI's API."""
 
 _NUMBER = (int, float)
 _FIELDS: Mapping[str, tuple[type, ...]] = {
@@ -41,14 +41,14 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "user": (str,),
 }
-"""What a body may say. `user` is not read."""
+"""The fields of a body. `user` is ignored."""
 
 
 class CompletionError(Exception):
-    """A request that is refused: `status` of HTTP, and the body that says why."""
+    """A refused request: HTTP `status`, and a body with the reason."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400) -> None:
-        """Refuse with `message`; `param` is the field that is wrong."""
+        """Refuse with `message`; `param` is the wrong field."""
         super().__init__(message)
         self.status = status
         self.param = param
@@ -64,7 +64,7 @@ class CompletionError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What was asked for. `includes_usage`: a stream ends with a chunk that counts tokens."""
+    """A parsed request. `includes_usage`: a stream ends with a chunk that counts tokens."""
 
     tokens: list[int]
     params: SamplingParams
@@ -76,7 +76,7 @@ class CompletionRequest:
         """Read the body of a request.
 
         Raises:
-            CompletionError: it is no JSON, or asks for what this engine does not serve.
+            CompletionError: it is no JSON, or this engine does not support it.
         """
         fields = _checked_fields(body)
         model = fields.get("model")
@@ -141,7 +141,7 @@ def _checked_fields(body: bytes) -> dict[str, Any]:
 
 
 def _params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Return the parameters; each is tried alone first, so that an error names its field."""
+    """Return the parameters; each is checked alone first, so that an error names its field."""
     stop = fields.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
     if len(texts) > 4 or any(not isinstance(text, str) or not text for text in texts):
@@ -159,7 +159,7 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
 
 
 def _as_float(number: float) -> float:
-    """Return a number of JSON, which may be a whole one of any length."""
+    """Return a JSON number, which may be an integer of any length."""
     try:
         return float(number)
     except OverflowError:
@@ -167,7 +167,7 @@ def _as_float(number: float) -> float:
 
 
 def _checked(param: str, check: Callable[[], Any]) -> Any:
-    """Return what `check` returns; what it refuses is the fault of `param`."""
+    """Return the result of `check`; its errors name `param`."""
     try:
         return check()
     except RequestError as error:
@@ -176,7 +176,7 @@ def _checked(param: str, check: Callable[[], Any]) -> Any:
 
 @dataclass
 class CompletionBody:
-    """Puts the answer together: chunks as they come, and the whole of them."""
+    """Builds the answer, as chunks or as one body."""
 
     completion_id: str
     created_s: int
@@ -188,10 +188,10 @@ class CompletionBody:
     _reasons: dict[int, str] = field(default_factory=dict)
 
     def add(self, output: Output) -> dict[str, Any]:
-        """Take what one step brought; return it as a chunk.
+        """Add one step's output; return it as a chunk.
 
         Raises:
-            CompletionError: the engine could not go on; nothing more comes.
+            CompletionError: the engine failed, and there will be no more output.
         """
         if output.finish_reason in {"error", "abort"}:
             why = output.error or "the engine ended the request: send it again"
@@ -208,7 +208,7 @@ class CompletionBody:
         return {**self._body([]), "usage": self._usage()}
 
     def whole(self) -> dict[str, Any]:
-        """Return the body of an answer that is no stream."""
+        """Return the body of an answer without streaming."""
         choices = [
             _choice(index, text, self._reasons.get(index))
             for index, text in sorted(self._texts.items())
@@ -243,4 +243,4 @@ def sse(chunk: Mapping[str, Any]) -> str:
 
 
 SSE_END = "data: [DONE]\n\n"
-"""Behind the last chunk."""
+"""Ends a stream, after the last chunk."""

@@ -1,7 +1,7 @@
-"""What an engine is launched with, and the cluster's configuration that follows from it.
+"""The settings of an engine, and the cluster configuration derived from them.
 
-Frozen; checked when it is made. The model's sizes are said once, here: what the cluster has to keep
-per layer is derived.
+Frozen, and checked at construction. The model's sizes are set once, here; the cluster's layers are
+derived from them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvcache.config import ClusterConfig, parse_config
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """One engine: its model, its cache, its ranks.
+    """The model, cache and ranks of one engine.
 
-    `checkpoint`: a directory of Hugging Face's format to take the model and its weights from;
-    without one the weights of `model` are drawn from `seed`. `adapters` are the low-rank adapters
-    that requests may name as `lora_name`. `executor` "local": everything in this process and
-    thread; "ray": a coordinator and a worker per rank, as actors. A step computes at most
-    `max_num_batched_tokens`, at most `max_chunk_tokens` of one request (0: as many), for at most
-    `max_num_seqs` sequences. `is_pipelined`: the next step is asked for while the present one
-    computes. `preemption` says what becomes of what a preempted request has computed:
-    "recompute", or "swap" to host memory, which `sections` must then configure.
-    `max_draft_tokens`: most drafts of a step, for models that keep states. A request that finds no
-    room for `no_room_s`, though nothing else runs, ends with an error. `sections` are added to the
-    cluster's configuration, as in a YAML file: `{"offload": {"host_memory_per_rank": "8MiB"}}`.
+    `checkpoint`: a directory with a model in Hugging Face's format; without one, the weights of
+    `model` are drawn from `seed`. `adapters` are the low-rank adapters that requests may name as
+    `lora_name`. `executor` "local": everything in this process and thread; "ray": a coordinator and
+    a worker per rank, as actors. A step computes at most `max_num_batched_tokens`, at most
+    `max_chunk_tokens` of one request (0: as many), for at most `max_num_seqs` sequences.
+    `is_pipelined`: the next step is requested while the present one computes. `preemption` decides
+    about the computed tokens of a preempted request: "recompute" them, or "swap" them to host
+    memory, which `sections` must then configure. `max_draft_tokens`: most drafts of a step, for
+    models with states. A request that finds no room for `no_room_s`, although nothing else runs,
+    ends with an error. `sections` are added to the cluster's configuration, as in a YAML file:
+    `{"offload": {"host_memory_per_rank": "8MiB"}}`.
     """
 
     model: DecoderConfig = field(default_factory=DecoderConfig)

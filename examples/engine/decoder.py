@@ -1,9 +1,9 @@
 """The decoder of one rank: its layers, its heads, on the pages that the rank's worker owns.
 
-    tokens or hidden states ──▶ layers of this stage ──▶ hidden states, or logits where wanted
+    tokens or hidden states ──▶ layers of this stage ──▶ hidden states, or logits on the last stage
 
-Keys, values and states exist nowhere but in `kv_caches` and `state_caches` of the worker. Knows
-rows and tables, neither requests nor the coordinator.
+Keys, values and states exist only in `kv_caches` and `state_caches` of the worker. This module
+knows rows and tables, not requests or the coordinator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from examples.engine.work import WorkRow
 
 @dataclass(frozen=True)
 class LayerPages:
-    """What the layers of this rank are kept in: tensors of the worker, and the step's plans."""
+    """The worker's tensors for the layers of this rank, and the step's plans."""
 
     kv_caches: Mapping[str, torch.Tensor]
     state_caches: Mapping[str, tuple[torch.Tensor, ...]]
@@ -61,7 +61,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[WorkRow], pages: LayerPages) -> torch.Tensor | None:
-        """Compute all rows; return the logits behind the tokens that are sampled, in order, `(m,
+        """Compute all rows; return the logits after the tokens that are sampled, in order, `(m,
         vocabulary)`, on the last stage, and None on the others."""
         config, weights = self._config, self._weights
         positions = torch.tensor(
@@ -98,7 +98,7 @@ class Decoder:
     def _mix(
         self, layer: int, normed: torch.Tensor, positions: torch.Tensor, pages: LayerPages
     ) -> torch.Tensor:
-        """Return what tokens take from other tokens, `(n, this rank's heads * size)`."""
+        """Return the result of attention or recurrence, `(n, this rank's heads * size)`."""
         name = f"layers.{layer}"
         match self._config.layers[layer]:
             case "state":
@@ -115,8 +115,8 @@ class Decoder:
     def _latent(
         self, layer: int, normed: torch.Tensor, positions: torch.Tensor, pages: LayerPages
     ) -> torch.Tensor:
-        """Attend to latent vectors as they are kept: the matrices that would make keys and values
-        of them are applied to query and output instead."""
+        """Attend to latent vectors directly: the matrices that would expand them to keys and values
+        are applied to query and output instead."""
         config, name = self._config, f"layers.{layer}"
         heads = self._projections.latent_heads(layer, normed, positions)
         plan, cache = pages.token_plans[name], pages.kv_caches[name]

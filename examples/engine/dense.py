@@ -1,8 +1,8 @@
-"""The oracle: the same model without a cache, every token from the start each time.
+"""The reference: the same model without a cache, which recomputes every token each time.
 
-No blocks, no chunks, no ranks, no batch: attention over all tokens by a mask, recurrences from the
-first token on, one sequence at a time. What the engine says must be what comes out here. Slow, and
-meant to be checked by reading.
+No blocks, chunks, ranks or batches: masked attention over all tokens, recurrences from the first
+token on, one sequence at a time. The engine's output must equal this output. Slow, and simple
+enough to check by reading.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DenseModel:
         self._projections = Projections(config, self._weights, torch.device("cpu"))
 
     def logits(self, token_ids: Sequence[int], adapter: str | None = None) -> torch.Tensor:
-        """Return the logits behind every token, `(n, vocabulary)`."""
+        """Return the logits after every token, `(n, vocabulary)`."""
         config, weights = self.config, self._weights
         positions = torch.arange(len(token_ids))
         hidden = weights["embedding"][torch.tensor(list(token_ids))]
@@ -86,8 +86,8 @@ class DenseModel:
     def beam_search(self, prompt: Sequence[int], params: SamplingParams) -> list[Beam]:
         """Return the `n` likeliest of `beam_width` beams, likeliest first.
 
-        Of each beam the `2 * beam_width` likeliest next tokens are looked at. Beams that end leave
-        the search; it is over when `max_tokens` are reached or as many have ended as are searched.
+        Considers the `2 * beam_width` likeliest next tokens of each beam. Finished beams leave the
+        search, which ends at `max_tokens`, or when `beam_width` beams have finished.
         """
         beams, ended = [Beam((), 0.0)], list[Beam]()
         choice, width = params.choice(0), params.beam_width
@@ -122,7 +122,7 @@ class DenseModel:
         return torch.einsum("hqk,khd->qhd", shares, value).flatten(1)
 
     def _latent(self, layer: int, normed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Make whole keys and values of the latent vectors, as the model is written down."""
+        """Expand the latent vectors to keys and values, as the model defines it."""
         config, name = self.config, f"layers.{layer}"
         heads = self._projections.latent_heads(layer, normed, positions)
         latent, rope_key = heads.kept[:, : config.latent_size], heads.kept[:, config.latent_size :]

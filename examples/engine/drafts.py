@@ -1,6 +1,6 @@
-"""Guesses at what comes next, from the sequence itself: what followed the same words before.
+"""Guesses the next tokens from the sequence itself: those that followed the same n-gram before.
 
-Costs no model. A wrong guess costs a position of a forward, a right one saves a forward.
+Needs no model. A wrong guess costs a position of a forward, a right one saves a forward.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LONGEST_MATCH = 3
-"""Tokens at the end that must have been there before; shorter ones are tried when they were not."""
+"""Longest n-gram at the end to look for; if it is not found, shorter ones are tried."""
 
 
 def propose(tokens: Sequence[int], most: int) -> tuple[int, ...]:

@@ -4,14 +4,13 @@
                        ▲                                     │
     Output ◀── tokens ─┴── executor ◀── StepWork ◀── settle ─┘
 
-With `is_pipelined` the plan of step n+1 travels while the ranks compute step n; its forward begins
-as soon as the tokens of step n are there. Keys, values and states are in the workers' pages only,
-so whatever the coordinator says is found was found by the model as well. After the coordinator was
-lost, or a forward has failed, every request goes on from its tokens: what is still cached is found
-again. Threads may share an engine; one of them steps at a time.
+With `is_pipelined`, the plan of step n+1 is sent while the ranks compute step n; its forward begins
+as soon as step n has chosen its tokens. Keys, values and states are only in the workers' pages, so
+the model reads exactly the hits of the coordinator. After a lost coordinator or a failed forward,
+every request continues from its tokens and hits the prefix that is still cached. Threads may share
+an engine; one of them steps at a time.
 
-Beam search is in beams.py, drafts in drafts.py and scheduler.py; both are asked for by
-`SamplingParams`.
+Beam search is in beams.py, drafts in drafts.py and scheduler.py; `SamplingParams` selects them.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ MAX_FAILED_FORWARDS = 3
 """Forwards in a row that may fail before the error is raised."""
 
 LOADING_PAUSE_S = 0.001
-"""Between two looks whether tiers have brought what everybody waits for."""
+"""Pause between steps while all requests wait for loads from tiers."""
 
 LOST_PAUSE_S = 0.2
-"""Between two tries to go on after a loss."""
+"""Pause between attempts to continue after a loss."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A step that was sent."""
+    """A step that has been sent."""
 
     number: int
     plan: StepPlan
@@ -69,14 +68,14 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward that was submitted; `rows[i]` is None where row `i` chooses nothing."""
+    """A submitted forward; `rows[i]` is None if row `i` chooses no token."""
 
     work: StepWork
     rows: tuple[BuiltRow | None, ...]
 
 
 class Engine:
-    """An engine that runs. Use `Engine.launch`."""
+    """A running engine. Use `Engine.launch`."""
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Engine:
         *,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Drive `executor`, which is the engine's from now on; statistics are taken by `now_s`."""
+        """Own and drive `executor`; `now_s` is the clock of statistics."""
         self.config = config
         self._now_s = now_s
         self.model: DecoderConfig = config.model
@@ -99,7 +98,7 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.model.max_model_len,
                 boundary_tokens=executor.boundary_tokens,
-                # A state cannot be computed ahead without a place for it next to the newest one.
+                # Computing a state ahead needs room for it besides the newest one.
                 can_guess=config.is_pipelined and not self.model.keeps_states,
                 is_swapping=config.preemption == "swap",
             )
@@ -109,7 +108,7 @@ class Engine:
         self._forward: _Forward | None = None
         self._completed_step = self._reported_step = NO_STEP
         self._num_failed = 0
-        self._is_adrift = False  # the epoch is over, and there is none yet to go on in
+        self._is_adrift = False  # the epoch has ended, and the next one has not begun
         self._startup_s = config.cluster_config().deadlines.startup_s
         self._stuck_since_s: float | None = None
         self._tally = EngineTally()
@@ -126,10 +125,10 @@ class Engine:
         *,
         now_s: Callable[[], float] = time.perf_counter,
     ) -> Engine:
-        """Start coordinator and ranks, load the weights, and return when all obey.
+        """Start coordinator and ranks, load the weights, and return when all are ready.
 
-        `tokenizer` makes the text of outputs; bytes by default. Statistics are taken by `now_s`.
-        Raises ConfigurationError for what cannot be meant, and what `KVCacheCluster.launch` raises.
+        `tokenizer` makes the text of outputs; bytes by default. `now_s`: clock of statistics.
+        Raises ConfigurationError for invalid settings, and as `KVCacheCluster.launch` does.
         """
         if config.checkpoint is not None:
             model = read_config(
@@ -179,8 +178,8 @@ class Engine:
             return request_id
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it is; say whether it was there. What it held is given back with
-        the next step; its samples end with the reason "abort"."""
+        """End a request in any state; return whether it existed. The next step frees its blocks;
+        its samples end with the reason "abort"."""
         with self._lock:
             request = self._table.requests.get(request_id)
             if request is None:
@@ -189,10 +188,10 @@ class Engine:
             return True
 
     def stream(self, request_id: str) -> TokenStream:
-        """Return the outputs of a request as they come, by `for` or `async for`.
+        """Return an iterator over a request's outputs, for `for` or `async for`.
 
         The reader steps the engine. Closing it early, or leaving the loop, aborts the request.
-        Raises RequestError when no such request runs.
+        Raises RequestError if no such request runs.
         """
         with self._lock:
             request = self._table.requests.get(request_id)
@@ -203,12 +202,12 @@ class Engine:
             return TokenStream(self, request_id, request.unread)
 
     def runs(self, request_id: str, unread: deque[Output]) -> bool:
-        """Say whether the request that writes to `unread` has not ended."""
+        """Say whether the request that writes to `unread` still runs."""
         request = self._table.requests.get(request_id)
         return request is not None and request.unread is unread
 
     def abandon(self, request_id: str) -> None:
-        """Abort a request with the next step: for callers at any moment."""
+        """Abort a request with the next step. May be called at any moment."""
         self._abandoned.append(request_id)
 
     @property
@@ -219,11 +218,11 @@ class Engine:
     # --- steps
 
     def step(self) -> list[Output]:
-        """Take one step and return what it brought. Without requests it seals the last one.
+        """Take one step and return its outputs. Without requests, it seals the last step.
 
-        Raises what a forward raised that has failed several times, DeadlineError when the
-        coordinator gives no answer, WorkerLostError when a lost rank was not replaced in
-        `deadlines.startup_s`. Step again to go on waiting.
+        Raises the error of a forward that failed several times, DeadlineError if the
+        coordinator does not answer, WorkerLostError if a lost rank was not replaced within
+        `deadlines.startup_s`. Step again to continue waiting.
         """
         with self._lock:
             self._require_running()
@@ -245,7 +244,7 @@ class Engine:
     def generate(
         self, prompts: SequenceOf[SequenceOf[int]], params: SamplingParams | None = None
     ) -> list[list[int]]:
-        """Run these prompts to their end; return the tokens of each one's first sample."""
+        """Run these prompts to the end; return the tokens of each first sample."""
         ids = [self.add_request(prompt, params) for prompt in prompts]
         tokens: dict[str, list[int]] = {request_id: [] for request_id in ids}
         while any(request_id in self._table.requests for request_id in ids):
@@ -270,7 +269,7 @@ class Engine:
         return StepRequest(completed_step=self._completed_step)
 
     def _ask(self) -> _Asked | None:
-        """Plan a step and send it; None when it would change nothing."""
+        """Plan a step and send it; return None if it would change nothing."""
         plan = self._scheduler.plan(self._completed_step)
         if plan.is_empty:
             return None
@@ -287,7 +286,7 @@ class Engine:
         self._tally.coordinator_s += self._now_s() - start_s
         scheduled = self._scheduler.settle(asked.plan, result)
         self._tally.num_cached_tokens += int(result.num_hit_tokens.sum())
-        for refusal in result.refused:  # by its tenant's limit, whichever other request leaves
+        for refusal in result.refused:  # by its tenant's limit, also if other requests leave
             request = self._table.requests.get(refusal.request_id.rpartition("/")[0])
             if request is not None:
                 self._table.end(request, "error", refusal.reason)
@@ -312,7 +311,7 @@ class Engine:
         self.executor.submit(work)
 
     def _build(self, row: ScheduledRow) -> tuple[WorkRow, BuiltRow | None]:
-        """Say what a rank computes of a row; what chooses tokens is at the end of all there are."""
+        """Return a rank's work for a row, and how it chooses tokens, if its end is reached."""
         sequence = row.sequence
         own_end = row.start + row.num_new - len(row.drafts)
         token_ids = np.array((*sequence.tokens[row.start : own_end], *row.drafts), dtype=np.int32)
@@ -335,7 +334,7 @@ class Engine:
         return work_row, BuiltRow(sequence, own_end, row.drafts, takers) if takers else None
 
     def _finish_forward(self, forward: _Forward, asked: _Asked | None) -> bool:
-        """Take in what the forward under way has chosen; say whether it succeeded."""
+        """Take the tokens of the running forward; return whether it succeeded."""
         try:
             output = self.executor.collect()
         except (StaleEpochError, WorkerLostError):
@@ -349,15 +348,15 @@ class Engine:
         self._table.digest(forward.rows, output)
         return True
 
-    # --- when something is lost
+    # --- losses
 
     def _come_back(self) -> None:
-        """The epoch is over: go on in the next one with every request's tokens."""
+        """Continue in the next epoch with the tokens of every request."""
         self._forward = None
         give_up_s = time.monotonic() + self._startup_s
         while True:
             try:
-                # First attach, which waits for lost ranks to be replaced, then have ranks meet.
+                # First attach, which waits for replacements of lost ranks, then connect the ranks.
                 self.executor.attach()
                 self.executor.reset()
                 break
@@ -371,7 +370,7 @@ class Engine:
         self._tally.num_restarts += 1
 
     def _void(self, step: int, asked: _Asked | None, error: Exception) -> None:
-        """A forward has failed: have its step and the one behind it undone, and start over."""
+        """After a failed forward, undo its step and the next one, and start over."""
         self._forward = None
         self._num_failed += 1
         self.executor.reset()
@@ -390,7 +389,7 @@ class Engine:
             raise error
 
     def _give_up_stuck(self) -> None:
-        """End a request that finds no room although it has the pool to itself."""
+        """End a request that finds no room in an otherwise empty pool."""
         sequence = None if self._forward is not None else self._scheduler.stuck()
         if sequence is None:
             self._stuck_since_s = None
@@ -412,12 +411,12 @@ class Engine:
     # --- state
 
     def statistics(self) -> EngineStatistics:
-        """Return the statistics of this engine, frozen."""
+        """Return frozen statistics."""
         with self._lock:
             return self._tally.statistics(self._scheduler)
 
     def shutdown(self) -> None:
-        """End the engine and everything it has started. Repeatable."""
+        """End the engine and everything it started. Repeatable."""
         with self._lock:
             if not self._is_shut_down:
                 self._is_shut_down = True

@@ -1,10 +1,10 @@
-"""Who runs the ranks: in this process, or as Ray actors. One protocol, so that the engine is one.
+"""Runs the ranks, in this process or as Ray actors, behind one protocol.
 
     engine ──submit(work)──▶ executor ──▶ every rank: begin, compute, end
-           ◀─collect()─────            ◀── what the first rank of the last stage chose
+           ◀─collect()─────            ◀── tokens chosen by the first rank of the last stage
 
-Here is the protocol, and the executor without Ray: a whole cluster in this process, the coordinator
-served while the engine waits for it, one thread per rank where there are several.
+This module has the protocol and the executor without Ray: a whole cluster in this process. The
+coordinator is served while the engine waits; several ranks have a thread each.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Executor(Protocol):
         """See `RankRunner.boundary_tokens`."""
 
     def submit(self, work: StepWork) -> None:
-        """Have all ranks run a forward; it may begin now or when it is collected."""
+        """Make all ranks run a forward, now or when it is collected."""
 
     def collect(self) -> StepOutput:
-        """Return what came of the oldest forward that was not collected.
+        """Return the output of the oldest uncollected forward.
 
-        Raises what a rank raised, once no rank runs it any more.
+        Raises a rank's error, once no rank runs the forward any more.
         """
 
     def reset(self) -> None:
-        """Forget what was submitted, once no rank runs any of it; connect the ranks again."""
+        """Drop all submitted work, once no rank runs it; connect the ranks again."""
 
     def attach(self) -> None:
-        """Attach to a coordinator without running anything. Raises as a client does."""
+        """Attach to the coordinator. Raises as a client does."""
 
     def shutdown(self) -> None:
-        """Give everything back. Repeatable."""
+        """Release everything. Repeatable."""
 
 
 class LocalExecutor:

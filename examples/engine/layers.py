@@ -1,8 +1,7 @@
-"""What layers do with each token alone: norms, rotary positions, projections, feed-forward.
+"""The per-token parts of layers: norms, rotary positions, projections, feed-forward.
 
-Shared by the decoder that runs on blocks and by the dense one it is compared with; nothing here
-knows of other tokens, blocks or ranks. Sizes of heads come from the weights, so that a rank's
-part of them needs no other code.
+Shared by the decoder on blocks and by the dense reference. Nothing here depends on other tokens,
+blocks or ranks. Head counts come from the weights, so a rank's part needs no other code.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.nn import functional
 from examples.engine.model_config import DecoderConfig, LayerKind
 
 Weights = Mapping[str, torch.Tensor]
-"""A rank's weights by name, `(outputs, inputs)` where they multiply."""
+"""A rank's weights by name; matrices are `(outputs, inputs)`."""
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,7 +55,7 @@ def feed_forward(weights: Weights, layer: int, hidden: torch.Tensor) -> torch.Te
 
 
 def adapt(weights: Weights, adapter: str, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-    """What a low-rank adapter adds to the hidden states of its tokens."""
+    """Return the contribution of a low-rank adapter to its tokens' hidden states."""
     name = f"adapters.{adapter}.{layer}"
     return (hidden @ weights[f"{name}.a"].T) @ weights[f"{name}.b"].T
 
@@ -72,8 +71,8 @@ class TokenHeads:
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """Of each token: queries `(n, heads, size)` without and `(n, heads, rope)` with position, and
-    what is kept, `(n, latent + rope)`."""
+    """Per token: queries `(n, heads, size)` without and `(n, heads, rope)` with position, and the
+    cached vector, `(n, latent + rope)`."""
 
     plain_query: torch.Tensor
     rope_query: torch.Tensor
@@ -82,8 +81,8 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class StateInputs:
-    """Of each token: what enters the recurrence and what gates it, `(n, channels)`; the step
-    `(n, channels)`; how it enters the state and how it is read, `(n, state)` each."""
+    """Per token: input and gate of the recurrence, `(n, channels)`; the step size
+    `(n, channels)`; input and output projection of the state, `(n, state)` each."""
 
     entering: torch.Tensor
     gate: torch.Tensor
@@ -93,7 +92,7 @@ class StateInputs:
 
 
 class Projections:
-    """Makes of hidden states what the attention or recurrence of a layer works on."""
+    """Projects hidden states to the inputs of a layer's attention or recurrence."""
 
     def __init__(self, config: DecoderConfig, weights: Weights, device: torch.device) -> None:
         """Use a rank's `weights`."""
@@ -141,7 +140,7 @@ class Projections:
         )
 
     def state_inputs(self, layer: int, hidden: torch.Tensor) -> StateInputs:
-        """Return what a `state` layer works on."""
+        """Return the inputs of a `state` layer."""
         weights, name = self._weights, f"layers.{layer}"
         step = hidden @ weights[f"{name}.step_proj"].T + weights[f"{name}.step_bias"]
         return StateInputs(

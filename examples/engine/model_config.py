@@ -1,9 +1,8 @@
-"""What a decoder is made of, and what its layers keep in the cache.
+"""The shape of a decoder, and its layers' entries in the cache configuration.
 
-Stands between a model's name or checkpoint and both sides of the engine: the decoder reads shapes
-here, the cluster's configuration is made from `cache_layers`. Four small models are predefined;
-they are random, but their parts are those of the models they are named after. Refuses sizes that
-contradict each other.
+The decoder reads shapes here, and the cluster's configuration is made from `cache_layers`. Four
+small models are predefined: random weights, but with the parts of the models they are named after.
+Sizes that contradict each other are refused.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class DecoderConfig:
 
     `full` and `window` layers keep a key and a value per token for `num_kv_heads` heads of
     `head_size`; a `window` layer's token reads itself and the `window_tokens - 1` before it, and
-    turns its heads by `window_rope_theta`. A `latent` layer keeps `latent_size` elements, from
-    which all heads make keys and values, and `rope_size` that carry the position. A `state` layer
-    keeps the last `conv_size - 1` inputs of its convolution and `state_size` elements for each of
-    `num_channels` channels. `dtype` is that of weights, activations and cache.
+    rotates its heads by `window_rope_theta`. A `latent` layer keeps `latent_size` elements, from
+    which all heads compute keys and values, and `rope_size` elements with the position. A `state`
+    layer keeps the last `conv_size - 1` inputs of its convolution and `state_size` elements for
+    each of `num_channels` channels. `dtype` is that of weights, activations and cache.
     """
 
     name: str = "llama"
@@ -101,7 +100,7 @@ class DecoderConfig:
     def stage_layers(self, stage: int, num_stages: int) -> range:
         """Return the layers of a pipeline stage: runs of equal length, earlier ones one longer.
 
-        The same rule by which the cluster says which rank keeps which layer.
+        The cluster divides layers by the same rule.
         """
         share, remainder = divmod(len(self.layers), num_stages)
         start = stage * share + min(stage, remainder)
@@ -114,7 +113,7 @@ def llama(**changes: Any) -> DecoderConfig:
 
 
 def gemma_hybrid(**changes: Any) -> DecoderConfig:
-    """As Gemma 3: windows with a full layer now and then, norms of heads, a scaled embedding."""
+    """As Gemma 3: windows with occasional full layers, norms of heads, a scaled embedding."""
     config = DecoderConfig(
         name="gemma-hybrid",
         layers=("window", "window", "full", "window"),

@@ -1,4 +1,4 @@
-"""What an engine says of its requests and of itself. Data only."""
+"""Outputs and statistics of an engine. Data only."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class Output:
-    """What one step brought to sample `index` of a request.
+    """The output of one step for sample `index` of a request.
 
-    `token_ids` are new, `text` is what they add to the text. `finish_reason` is None while the
-    sample goes on; "error" comes with a message in `error`. `num_cached_tokens` of the prompt were
-    found in the cache. `logprobs[i]` are the likeliest tokens in the place of `token_ids[i]`, where
-    they were asked for. `score`: sum of log probabilities, of beams only.
+    `token_ids` are new, and `text` is their text. `finish_reason` is None while the
+    sample runs; "error" comes with a message in `error`. `num_cached_tokens` of the prompt were
+    found in the cache. `logprobs[i]` are the likeliest tokens at the position of `token_ids[i]`,
+    if requested. `score`: sum of log probabilities, only for beams.
     """
 
     request_id: str
@@ -31,8 +31,8 @@ class Output:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Statistics since the launch. Requests: as now. In seconds: spent in `step`, of that waiting
-    for answers of the coordinator, and computing on the rank that chooses tokens."""
+    """Statistics since the launch; requests are counted now. Seconds: spent in `step`, and of those
+    waiting for the coordinator, and computing on the rank that chooses tokens."""
 
     num_running: int
     num_waiting: int

@@ -1,4 +1,4 @@
-"""How ranks of one model talk: sums within a stage, hidden states from stage to stage.
+"""Communication between ranks: sums within a stage, hidden states from stage to stage.
 
 Each user makes and owns a `ProcessGroup` of PyTorch (gloo on CPU, NCCL on CUDA). Without global
 state, ranks may be threads of one process, and a group can be dropped and made again after a rank
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Communicator(Protocol):
-    """What a rank asks of the others."""
+    """The operations between ranks."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of the parts of all tensor-parallel ranks of this stage."""
@@ -38,21 +38,21 @@ class Communicator(Protocol):
 
 
 class SingleRank:
-    """The only rank there is."""
+    """The communicator of a single rank."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Return the only part."""
         return part
 
     def pass_on(self, hidden: torch.Tensor) -> None:
-        """There is no next stage."""
+        """Never called: there is no next stage."""
 
     def take_over(self, like: torch.Tensor) -> torch.Tensor:
-        """There is no stage before."""
+        """Never called: there is no previous stage."""
         return like
 
     def all_agree(self, is_well: bool) -> bool:
-        """No other rank has to agree."""
+        """Return the only rank's answer."""
         return is_well
 
 
@@ -69,7 +69,7 @@ class RankGroup:
         device: str = "cpu",
         timeout_s: float = 60.0,
     ) -> None:
-        """Meet the others at `store`. Raises ClusterError when they do not come."""
+        """Connect to the others through `store`. Raises ClusterError if they do not come."""
         self._place = place
         self._rank = rank
         timeout = timedelta(seconds=timeout_s)
@@ -84,7 +84,7 @@ class RankGroup:
         self._device = device
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """See `Communicator`. Raises ClusterError, as all methods do, when another rank is gone."""
+        """See `Communicator`. Raises ClusterError, as all methods do, if another rank is gone."""
         if self._place.tensor_size == 1:
             return part
         total = part.contiguous()
@@ -117,18 +117,18 @@ class RankGroup:
 
 
 def local_store() -> Store:
-    """Return where ranks meet that are threads of this process."""
+    """Return the store of ranks that are threads of this process."""
     return HashStore()
 
 
 def open_store(host: str) -> tuple[Store, int]:
-    """Return where ranks of other processes meet, and its port, which the system chooses."""
+    """Return a store for ranks of other processes, and its port, which the system chooses."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     return store, store.port
 
 
 def join_store(host: str, port: int, timeout_s: float) -> Store:
-    """Connect to the store that another process has opened."""
+    """Connect to another process's store."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -142,7 +142,7 @@ def _make_group(
         nccl._timeout = timeout
         made: Any = ProcessGroupNCCL(store, rank, size, nccl)
         return cast(ProcessGroup, made)
-    # Bound to loopback: what the host's name resolves to may be no interface of this machine.
+    # Bound to loopback: the host's name may not resolve to an interface of this machine.
     kind: Any = ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=LOOPBACK)]

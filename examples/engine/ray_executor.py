@@ -5,7 +5,7 @@
                .collect()    ◀─chosen──      thread of the rank's worker serves the coordinator
 
 Calls of an actor run in order, so the ranks may be a step behind the engine and never mix steps up.
-Before a forward computes, all ranks say whether they could begin it: where one could not, because
+Before a forward computes, all ranks report whether they could begin it. If one could not, because
 its coordinator has changed, none waits for it in a sum.
 """
 
@@ -43,14 +43,15 @@ from kvcache.base.errors import (
 )
 
 PATIENCE = 2
-"""Ranks wait for each other so many times as long as one may wait for its coordinator."""
+"""Ranks wait this many times longer for each other than a rank waits for its coordinator."""
 
 
 class EngineRank(WorkerActor):
     """The process of one rank: `kvcache.worker` owns its pages, `RankRunner` reads and writes."""
 
     def load(self, config: EngineConfig, host: str, port: int, generation: int) -> int | None:
-        """Load this rank's weights, which the launch has decided on, and meet the other ranks.
+        """Load this rank's weights and connect to the other ranks. The launch has assigned the
+        rank.
 
         Returns `RankRunner.boundary_tokens`.
         """
@@ -71,13 +72,13 @@ class EngineRank(WorkerActor):
         return self._runner.boundary_tokens
 
     def connect(self, host: str, port: int, generation: int) -> None:
-        """Meet the other ranks again."""
+        """Connect to the other ranks again."""
         self._runner.communicator = self._meet(host, port, generation)
 
     def execute(self, work: StepWork) -> StepOutput | None:
-        """Run a forward; return what was chosen on the first rank of the last stage.
+        """Run a forward; return the chosen tokens on the first rank of the last stage.
 
-        Raises what `begin_forward` raises, and ClusterError where another rank could not begin.
+        Raises as `begin_forward` does, and ClusterError if another rank could not begin.
         """
         problem: KVCacheError | None = None
         try:
@@ -123,9 +124,9 @@ class RayExecutor:
         self._collect_s = 2 * PATIENCE * settings.deadlines.forward_s
         self._generation = 0
         self._calls: deque[list[Any]] = deque()
-        self._workers: tuple[Any, ...] = ()  # who has the weights, in order of ranks
+        self._workers: tuple[Any, ...] = ()  # those with weights, in rank order
         self._needs_client = False
-        # Held for as long as ranks may meet.
+        # Kept open as long as ranks may connect.
         self._store, self._port = open_store(LOOPBACK)
         self.cluster = KVCacheCluster.launch(settings, worker_class=EngineRank)
         try:
@@ -158,14 +159,14 @@ class RayExecutor:
         return next(output for output in outputs if output is not None)
 
     def reset(self) -> None:
-        """See `Executor`. Ranks that were replaced load their weights. Raises WorkerLostError while
+        """See `Executor`. Replaced ranks load their weights. Raises WorkerLostError while
         a rank is lost."""
         while self._calls:
             for call in self._calls.popleft():
                 with contextlib.suppress(RayError, KVCacheError):
                     ray.get(call, timeout=self._collect_s)
         workers = self.cluster.workers
-        # A rank that is gone is found here, not by the others, who would wait for it.
+        # Find a lost rank here, before the others wait for it.
         self._answers([worker.kvcache_statistics.remote() for worker in workers], self._timeout_s)
         if self._config.num_ranks > 1 or workers != self._workers:
             self._generation += 1
@@ -174,7 +175,7 @@ class RayExecutor:
     def attach(self) -> None:
         """See `Executor`."""
         if self._needs_client or self._client.is_attached:
-            self._needs_client = True  # also where the next lines raise
+            self._needs_client = True  # also if the next lines raise
             self._client.close()
             self._client = self.cluster.client()
             self._needs_client = False
@@ -187,7 +188,7 @@ class RayExecutor:
         self.cluster.stop()
 
     def _meet(self, workers: tuple[Any, ...]) -> list[int | None]:
-        """Have all ranks meet, the new ones with their weights; return the boundaries of those."""
+        """Connect all ranks; new ones load their weights. Return the boundaries of those."""
         address = (LOOPBACK, self._port, self._generation)
         calls = [
             worker.connect.remote(*address)
@@ -200,7 +201,7 @@ class RayExecutor:
         return answers
 
     def _answers(self, calls: list[Any], timeout_s: float) -> list[Any]:
-        """Return the answers of all ranks; raise the most telling error once all have ended."""
+        """Return the answers of all ranks; raise the most informative error once all have ended."""
         answers, errors = [], list[Exception]()
         for call in calls:
             try:
@@ -219,7 +220,7 @@ class RayExecutor:
             except KVCacheError as error:
                 errors.append(error)
         if errors:
-            # What another rank only noticed, a ClusterError, says less than its cause.
+            # Another rank's ClusterError says less than the cause.
             errors.sort(key=lambda error: type(error) is ClusterError)
             raise errors[0]
         return answers

@@ -1,6 +1,6 @@
-"""Whether a request can be served at all: refused here, before any other part hears of it.
+"""Checks whether a request can be served, before any other part of the engine gets it.
 
-Stands before everything an engine does with a request; changes nothing.
+Changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcache.base.errors import RequestError, shown
 
 
 def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:
-    """Return the prompt as a list; raises RequestError for what `model` cannot read."""
+    """Return the prompt as a list; raises RequestError if `model` cannot read it."""
     try:
         values = np.asarray(prompt)
     except (ValueError, TypeError, OverflowError) as error:
@@ -40,7 +40,7 @@ def checked_tokens(prompt: Sequence[int], model: DecoderConfig) -> list[int]:
 
 
 def check_names(request_id: object, cache_salt: object) -> None:
-    """Raise RequestError unless these are texts that can be sent, a salt not an empty one."""
+    """Raise RequestError unless these texts can be sent; a salt must not be empty."""
     for name, text in (("the request's id", request_id), ("cache_salt", cache_salt)):
         if text is None:
             continue
@@ -53,7 +53,7 @@ def check_names(request_id: object, cache_salt: object) -> None:
 
 
 def check_limits(params: SamplingParams, lora_name: str | None, config: EngineConfig) -> None:
-    """Raise RequestError for what this engine was not launched for."""
+    """Raise RequestError for parameters that this engine's configuration does not allow."""
     if lora_name is not None and lora_name not in config.adapters:
         raise RequestError(
             f"there is no adapter {lora_name!r}: use one of {', '.join(config.adapters)}"

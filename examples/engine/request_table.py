@@ -1,9 +1,9 @@
-"""The requests that run, and what becomes of the tokens that ranks choose.
+"""The running requests, and the processing of the tokens that ranks choose.
 
     chosen tokens ──digest──▶ samples, drafts accepted or taken back, beams decided ──▶ outputs
 
-Stands between the engine's loop and its scheduler: tells the scheduler who has ended. Sends
-nothing.
+Stands between the engine's loop and its scheduler, and tells the scheduler which sequences have
+ended. Sends nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.engine.work import StepOutput
 
 @dataclass(frozen=True)
 class BuiltRow:
-    """A row of a forward that chooses tokens: for `takers`, behind `position - 1` and drafts."""
+    """A row that chooses tokens for `takers`, after position `position - 1` and its drafts."""
 
     sequence: Sequence
     position: int
@@ -34,12 +34,12 @@ class BuiltRow:
 
 
 class RequestTable:
-    """Requests by id. Invariant: a sample is in `_samples` until its end was put out."""
+    """Requests by id. Invariant: a sample is in `_samples` until its end was output."""
 
     def __init__(
         self, scheduler: Scheduler, tokenizer: Tokenizer, max_model_len: int, tally: EngineTally
     ) -> None:
-        """Know no request yet."""
+        """Begin without requests."""
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -64,8 +64,8 @@ class RequestTable:
         adapter: str | None,
         cache_salt: str | None,
     ) -> None:
-        """Note a request that was checked, and let it wait."""
-        # Ids may be used again; what a coordinator still knows of the last one has another key.
+        """Add a checked request, which then waits."""
+        # Ids may be reused; the coordinator knows earlier requests of an id by other keys.
         key = f"{request_id}/{next(self._numbers)}"
         first = Sequence(key, request_id, 0, params, tokens, len(tokens), adapter, cache_salt)
         request = EngineRequest(request_id, params, [])
@@ -85,7 +85,7 @@ class RequestTable:
         self._tally.num_prompt_tokens += len(tokens)
 
     def take_outputs(self) -> list[Output]:
-        """Return what was put out since the last time."""
+        """Return the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -133,7 +133,7 @@ class RequestTable:
             sequence.num_rejected += num_rejected
 
     def _go_on_with_beams(self, request: EngineRequest, search: BeamSearch) -> None:
-        """Let the search decide which beams go on, and do it."""
+        """Let the search choose the beams that continue, and apply its decision."""
         decision = search.decide()
         for sequence in decision.dropped:
             self._scheduler.finish(sequence)
@@ -178,7 +178,7 @@ class RequestTable:
             request.unread.append(output)
 
     def end(self, request: EngineRequest, reason: FinishReason, error: str = "") -> None:
-        """End every sample of a request that has not ended."""
+        """End all running samples of a request."""
         search = self._searches.pop(request.request_id, None)
         for sequence in search.sequences if search is not None else ():
             if not sequence.is_finished:

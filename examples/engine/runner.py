@@ -1,10 +1,10 @@
-"""One rank's way through a step: begin the forward, compute, choose tokens, end the forward.
+"""One rank's part of a step: begin the forward, compute, choose tokens, end the forward.
 
-    begin(work)    the worker has applied the step; its tables say where everything is
+    begin(work)    waits until the worker has applied the step and its tables are current
     compute(work)  the decoder, then the choice of tokens on the first rank of the last stage
-    end(work)      stores and whatever else waits for the bytes may go on
+    end(work)      lets stores and other work that waits for the bytes continue
 
-Runs in the same process as the rank's `KVCacheWorker`, whichever that is. Decides nothing.
+Runs in the process of the rank's `KVCacheWorker`. Decides nothing.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class RankRunner:
 
     @property
     def boundary_tokens(self) -> int | None:
-        """Multiples of how many tokens chunks should end at, so that states there stay cached."""
+        """Chunks should end at multiples of this number of tokens, so that states there are
+        cached."""
         sizes = [self._groups[index].kv_cache_spec.block_size for index in self._states]
         return max(sizes, default=None)
 
     @property
     def communicator(self) -> Communicator:
-        """How this rank talks to the others."""
+        """This rank's connection to the others."""
         return self._decoder.communicator
 
     @communicator.setter
@@ -68,11 +69,11 @@ class RankRunner:
         self._decoder.communicator = communicator
 
     def begin(self, work: StepWork, timeout_s: float) -> None:
-        """Open the step's forward. Raises what `KVCacheWorker.begin_forward` raises."""
+        """Open the step's forward. Raises as `KVCacheWorker.begin_forward` does."""
         self._worker.begin_forward(work.epoch, work.seq, timeout_s)
 
     def compute(self, work: StepWork) -> StepOutput | None:
-        """Compute the step; return what was chosen on the first rank of the last stage."""
+        """Compute the step; return the chosen tokens on the first rank of the last stage."""
         if not work.rows:
             return StepOutput(work.step) if self._is_choosing else None
         start_s = time.perf_counter()
@@ -114,7 +115,8 @@ class RankRunner:
         )
 
     def _window(self, layer_name: str) -> int | None:
-        """Ask the model, not the cache: a cache may keep more than a window's layers read."""
+        """Return the model's window, not the cache's: a cache may keep more than the layers
+        read."""
         kind = self._config.layers[int(layer_name.rpartition(".")[2])]
         return self._config.window_tokens if kind == "window" else None
 
@@ -122,7 +124,7 @@ class RankRunner:
 def _choose(
     rows: Sequence[WorkRow], logits: torch.Tensor
 ) -> tuple[tuple[tuple[ChosenToken, ...], ...], ...]:
-    """Choose behind every sampled token; see `StepOutput.rows`."""
+    """Choose after every sampled token; see `StepOutput.rows`."""
     chosen, index = [], 0
     for row in rows:
         of_row = []

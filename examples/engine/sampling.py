@@ -1,9 +1,8 @@
-"""How a token is chosen: parameters of a request, and the choice from a row of logits.
+"""Chooses tokens: the parameters of a request, and the choice from a row of logits.
 
-The ranks of the last stage choose, so that no logits travel. A choice depends on the logits, the
-parameters, and the position of the new token, never on the batch, the step or the rank: what is
-computed again, elsewhere, or ahead of time comes out the same. Refuses parameters that cannot be
-meant.
+The ranks of the last stage choose, so no logits are sent. A choice depends on the logits, the
+parameters and the position of the new token, never on the batch, the step or the rank. So a token
+that is computed again, elsewhere or ahead of time is the same. Invalid parameters are refused.
 
     logits ── / temperature ── keep top k ── keep top p ── + Gumbel noise of (seed, index, position)
                                                            ──▶ the largest is a fair draw
@@ -23,17 +22,17 @@ _NO_SEED = 0
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request wants.
+    """The sampling parameters of a request.
 
-    At most `max_tokens` are generated. `temperature` 0: always the likeliest token. Of the others
-    only the `top_k` likeliest count (0: all), and of these the likeliest that together have a
-    share of `top_p`. Equal seeds give equal tokens. A token of `stop_token_ids` ends the request
-    and is its last one; so does text that contains one of `stop`, and the text ends before it.
-    `n` samples share the prompt. `beam_width`: beam search for the `n` likeliest of so many beams
-    (0: none), which looks at sums of log probabilities and ignores temperature, `top_k`, `top_p`.
-    `num_draft_tokens`: at most so many tokens per step are guessed from what was said before, and
-    checked in one forward; the output is the same. `logprobs`: how many of the likeliest tokens
-    are reported with each token.
+    At most `max_tokens` are generated. `temperature` 0: always the likeliest token. Otherwise only
+    the `top_k` likeliest count (0: all), and among these the likeliest that together have a
+    probability of `top_p`. Equal seeds give equal tokens. A token of `stop_token_ids` ends the
+    request and is its last one; so does text that contains one of `stop`, and the text ends before
+    it. `n` samples share the prompt. `beam_width`: beam search for the `n` likeliest of this many
+    beams (0: none), which ranks by sums of log probabilities and ignores temperature, `top_k`,
+    `top_p`. `num_draft_tokens`: at most this many tokens per step are guessed from the earlier
+    tokens, and checked in one forward; the output is the same. `logprobs`: how many of the
+    likeliest tokens are reported with each token.
     """
 
     max_tokens: int = 16
@@ -49,7 +48,7 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        """Raise RequestError for what cannot be meant."""
+        """Raise RequestError for invalid parameters."""
         for name, least in (
             ("max_tokens", 1),
             ("top_k", 0),
@@ -91,7 +90,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Choice:
-    """How tokens of one sample are chosen, as ranks are told. `num_top`: likeliest to report."""
+    """How ranks choose the tokens of one sample. `num_top`: number of likeliest to report."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -121,9 +120,9 @@ def choose(logits: torch.Tensor, choice: Choice, position: int) -> ChosenToken:
     if choice.temperature == 0:
         token_id = int(scores.argmax())
     else:
-        # Differences to the largest, so that the coldest temperature leaves one, not all, infinite.
+        # Subtract the largest, so that the lowest temperature makes the others, not all, infinite.
         kept = _keep((scores - scores.max()) / choice.temperature, choice)
-        # Every rank of a stage draws the same numbers, wherever its logits are.
+        # Every rank of a stage draws the same numbers, on any device.
         random = np.random.default_rng((choice.seed, choice.index, position))
         noise = torch.from_numpy(random.gumbel(size=len(kept))).to(kept.device)
         token_id = int((kept + noise).argmax())
@@ -137,7 +136,7 @@ def _keep(scores: torch.Tensor, choice: Choice) -> torch.Tensor:
         scores = scores.masked_fill(scores < least, -torch.inf)
     if choice.top_p < 1:
         ordered, order = scores.softmax(dim=-1).sort(descending=True, stable=True)
-        # A token counts as long as those before it have not the share yet: the first always does.
+        # A token counts while those before it have less than the share; the first always counts.
         is_out = ordered.cumsum(dim=-1) - ordered >= choice.top_p
         scores = scores.masked_fill(torch.zeros_like(is_out).scatter(0, order, is_out), -torch.inf)
     return scores

@@ -1,14 +1,14 @@
-"""Continuous batching: who computes how many tokens in the next step.
+"""Continuous batching: decides which sequences compute how many tokens in the next step.
 
     waiting ──admit──▶ running ──plan──▶ StepRequest ──▶ coordinator
        ▲                  │    ◀─settle── StepResult ◀──
        └──── preempt ─────┘
 
-First all running sequences go on (one token each, a chunk of a prompt, or a token and drafts)
-within a budget, then the first request in line is admitted. Who finds no room makes the one that
-was admitted last give way. A sequence whose next token is being computed may be scheduled ahead:
-the token that is not known yet is a *draft* for the coordinator, accepted when it is told. Refuses
-to compute anything, and to talk to anybody.
+First all running sequences continue (one token each, a chunk of a prompt, or a token and drafts)
+within a budget, then the first waiting request is admitted. A running sequence that finds no room
+preempts the one that was admitted last. A sequence whose next token is being computed may be
+scheduled ahead: the unknown token is a *draft* for the coordinator, accepted when it is known. The
+scheduler computes nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcache.protocol.step import (
 @dataclass(frozen=True)
 class SchedulerLimits:
     """See `EngineConfig`. `boundary_tokens`: chunks should end at multiples of it. `can_guess`:
-    tokens that are not known yet may be scheduled."""
+    tokens may be scheduled before they are known."""
 
     max_num_batched_tokens: int
     max_chunk_tokens: int
@@ -52,7 +52,7 @@ class SchedulerLimits:
 @dataclass(frozen=True)
 class PlannedRow:
     """A running sequence: `num_new` positions. The last ones are `drafts`, or one is a token that
-    is not known yet (`is_guess`). The step tells the coordinator the tokens `told`, and that
+    is not known yet (`is_guess`). The step sends the coordinator the tokens `told`, and that
     `num_rejected` drafts were rejected. The values are those of planning: during the step, the step
     before it may end, and the sequence with it."""
 
@@ -65,7 +65,7 @@ class PlannedRow:
 
     @classmethod
     def of(cls, sequence: Sequence, num_new: int, drafts: tuple[int, ...] = ()) -> PlannedRow:
-        """Plan `num_new` positions of tokens there are, and `drafts`."""
+        """Plan `num_new` positions of known tokens, and `drafts`."""
         told = tuple(sequence.tokens[sequence.num_told :])
         return cls(sequence, num_new + len(drafts), told, sequence.num_rejected, drafts)
 
@@ -109,7 +109,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class ScheduledRow:
-    """What a step computes of a sequence: `[start, start + num_new)`."""
+    """A step's part of a sequence: positions `[start, start + num_new)`."""
 
     sequence: Sequence
     start: int
@@ -124,15 +124,15 @@ class Scheduler:
     exactly one of `waiting` and `running`, or is the child of one that is."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        """Know no request yet."""
+        """Begin without sequences."""
         self._limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._leaving: list[Sequence] = []
-        self._forking: tuple[PlannedFork, ...] = ()  # of the step under way
-        self._returning = 0  # as many of `waiting` come back from an epoch that is over
+        self._forking: tuple[PlannedFork, ...] = ()  # of the step in flight
+        self._returning = 0  # number of `waiting` that come back from an ended epoch
         self._must_preempt = False  # a running sequence found no room in the last step
-        self._is_refused = False  # the first in line found no room: it goes in before all others
+        self._is_refused = False  # the first waiting one found no room: admit it before all others
         self._has_room_come = False  # a sequence has ended since then
         self.num_fruitless = 0  # steps in a row that changed nothing
         self.num_preemptions = 0
@@ -142,7 +142,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is; the coordinator is told with the next step."""
+        """Remove a sequence in any state; the next step tells the coordinator."""
         if sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.waiting:
@@ -154,7 +154,7 @@ class Scheduler:
             self._leaving.append(sequence)
 
     def stuck(self) -> Sequence | None:
-        """Return who finds no room though nothing else runs, if the last steps got nowhere."""
+        """Return a sequence that found no room in the last steps although nothing else runs."""
         if self.num_fruitless < 3 or len(self.running) > 1:
             return None
         if self.running and self._must_preempt:
@@ -163,13 +163,13 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing left to tell or to compute."""
+        """Whether nothing is left to send or to compute."""
         return not (self.waiting or self.running or self._leaving)
 
     # --- planning
 
     def plan(self, completed_step: int) -> StepPlan:
-        """Decide what the next step holds. Takes finished and preempted sequences out."""
+        """Plan the next step. Removes finished and preempted sequences."""
         finished, self._leaving = tuple(self._leaving), []
         preempted: tuple[Sequence, ...] = ()
         if finished:
@@ -197,7 +197,7 @@ class Scheduler:
         return StepPlan(request, finished, preempted, forks, rows, in_order)
 
     def _is_held_up(self) -> bool:
-        """Return whether beams wait for one that finds no room with them."""
+        """Return whether beams wait for one that finds no room besides them."""
         is_waiting = self._is_refused and self.num_fruitless > 1
         return is_waiting and all(sequence.is_held for sequence in self.running)
 
@@ -214,7 +214,7 @@ class Scheduler:
         return sequence
 
     def _release_children(self, sequence: Sequence) -> None:
-        """Children that can share nothing any more compute for themselves."""
+        """Let children that can no longer share compute for themselves."""
         for child in reversed(sequence.children):
             if not child.is_finished:
                 child.phase = Phase.WAITING
@@ -222,7 +222,7 @@ class Scheduler:
         sequence.children = []
 
     def _take_forks(self) -> Iterable[PlannedFork]:
-        """Yield children that share what their parent has now."""
+        """Yield children that can share their parent's tokens now."""
         seats = self._limits.max_num_seqs - len(self.running)
         for parent in list(self.running):
             children = [child for child in parent.children if not child.is_finished]
@@ -277,7 +277,8 @@ class Scheduler:
     def _pick_admissions(
         self, budget: int, num_forks: int
     ) -> tuple[tuple[Sequence, ...], tuple[int, ...]]:
-        """Choose who may enter with the tokens and seats that are left, and with how many."""
+        """Choose the admissions for the remaining tokens and seats, with their numbers of
+        tokens."""
         limits = self._limits
         if self._returning:
             returning = list(self.waiting)[: self._returning]
@@ -288,7 +289,7 @@ class Scheduler:
         if self._must_preempt or must_wait:
             return (), ()
         seats = limits.max_num_seqs - len(self.running) - num_forks
-        # Once refused, the first one is tried alone, so that none behind it takes its room.
+        # After a refusal the first one is tried alone, so that no later one takes its room.
         seats = min(seats, 1) if self._is_refused else seats
         picked, shares = [], []
         ready = (sequence for sequence in self.waiting if not sequence.is_held)
@@ -301,19 +302,19 @@ class Scheduler:
         return tuple(picked), tuple(shares)
 
     def _first_chunk(self, num_tokens: int) -> int:
-        """Return how much to ask for before it is known how many tokens are found in the cache.
+        """Return the number of tokens to request before the hit is known.
 
-        Where ends of chunks matter it is no more than they are apart, so that a chunk that starts
-        behind a hit does not pass the last one.
+        If ends of chunks matter, at most their distance, so that a chunk that starts after a hit
+        does not pass the last boundary.
         """
         limits = self._limits
         limited = min(num_tokens, limits.max_chunk_tokens or num_tokens)
         return min(limited, limits.boundary_tokens or limited)
 
-    # --- what came of it
+    # --- results
 
     def settle(self, plan: StepPlan, result: StepResult) -> tuple[ScheduledRow, ...]:
-        """Note what the coordinator granted; return the sequences to compute, in order."""
+        """Apply the coordinator's answer; return the sequences to compute, in order."""
         for sequence in plan.finished:
             sequence.is_known = False
         scheduled = []
@@ -375,7 +376,7 @@ class Scheduler:
                 sequence.is_known, sequence.known_since = True, result.step
             sequence.slot = slot
             sequence.num_computed = num_hit + num_scheduled
-            if sequence.is_finished:  # aborted while the step was under way
+            if sequence.is_finished:  # aborted during the step
                 if sequence not in self._leaving:
                     self._leaving.append(sequence)
                 continue
@@ -389,12 +390,13 @@ class Scheduler:
         return admitted
 
     def known_before(self, step: int) -> list[Sequence]:
-        """Return whom the coordinator knows since before `step`, those that leave included."""
+        """Return the sequences known to the coordinator since before `step`, including leaving
+        ones."""
         everybody = (*self.running, *self.waiting, *self._leaving)
         return [s for s in everybody if s.is_known and s.known_since < step]
 
     def start_over(self) -> None:
-        """Everything scheduled is void and every sequence unknown: all wait, as new ones."""
+        """Make all sequences wait as new ones: everything scheduled is void."""
         running = [*self.running]
         running += [fork.child for fork in self._forking if not fork.child.is_finished]
         self._forking = ()

@@ -1,8 +1,8 @@
-"""One sequence of tokens as the engine knows it: what there is, what ranks have, what was told.
+"""One sequence of tokens in the engine: how many are known to the coordinator, and computed.
 
     tokens     p p p p p p o o o          prompt, then output
-    told             ......|              as many the coordinator knows
-    computed           ......|            as many are computed, or scheduled to be
+    told             ......|              known to the coordinator
+    computed           ......|            computed, or scheduled
 
 Mutable state of the scheduler; it decides nothing.
 """
@@ -17,7 +17,7 @@ from kvcache.protocol.step import NO_SLOT
 
 
 class Phase(Enum):
-    """Where a sequence is."""
+    """The phase of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -27,12 +27,12 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a request. `key` names it at the coordinator.
+    """One sample of a request. `key` is its id at the coordinator.
 
-    `is_known`: the coordinator keeps something of it, since step `known_since`. `num_rejected`
-    drafts were computed and are still to be taken back there. `is_fresh`: it sits in its slot since
-    the last step that computed something of it. `is_held`: what it goes on with is not decided
-    yet. `is_loading`: it waits for what tiers have of it.
+    `is_known`: the coordinator knows it, since step `known_since`. `num_rejected`
+    drafts were computed and are not reported yet. `is_fresh`: it got its slot with
+    the last step that computed part of it. `is_held`: its continuation is not decided
+    yet. `is_loading`: it waits for a load from tiers.
     """
 
     key: str
@@ -65,13 +65,13 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether it has ended."""
         return self.phase is Phase.FINISHED
 
     def forget(self) -> None:
-        """Everything computed is lost: it waits, as a new one with all its tokens.
+        """Make it wait as a new sequence with all its tokens: everything computed is lost.
 
-        Under another key, so that the rest of the old one is not in the way.
+        It gets another key, which cannot clash with the old one.
         """
         self.key += "+"
         self.phase, self.slot = Phase.WAITING, NO_SLOT

@@ -1,4 +1,4 @@
-"""A completions server: OpenAI's `/v1/completions` on Ray Serve, two engines, requests by prefix.
+"""A completions server: OpenAI's `/v1/completions` on Ray Serve, with two engines behind a router.
 
     curl ──HTTP──▶ Serve's proxy ──▶ Completions (checks, tokens) ──PrefixCacheRequestRouter──┐
          ◀──SSE──                                                                             ▼
@@ -11,8 +11,8 @@ and the server needs no key.
     pip install 'kvcache[serve]'
     .venv/bin/python -m examples.engine.server --port 8000
 
-It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none it
-starts one. Ctrl-C ends the server, and what it started.
+It joins the Ray cluster that runs on this machine or that RAY_ADDRESS names; if there is none, it
+starts one. Ctrl-C ends the server and everything it started.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineC
 
 
 class EngineReplica:
-    """One engine. Requests share its steps; a request that waits for an output takes the next
+    """One engine. Requests share its steps; a request that waits for an output runs the next
     one."""
 
     def __init__(self, model: DecoderConfig = MODEL) -> None:
@@ -81,7 +81,7 @@ class EngineReplica:
         self._engine = Engine.launch(engine_config(model, f"replica-{os.getpid()}"))
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Tell routers where this replica says what it caches."""
+        """Return the addresses of this replica's events, for routers."""
         executor = self._engine.executor
         assert isinstance(executor, LocalExecutor)
         cluster = executor.cluster
@@ -89,7 +89,7 @@ class EngineReplica:
         return event_metadata(endpoints_in(statistics, cluster.config.name, HEARTBEAT_S))
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Output]:
-        """Yield what each step brings to a request; closed early, the request is aborted."""
+        """Yield a request's outputs; closing early aborts the request."""
         engine = self._engine
         request_id = engine.add_request(token_ids, params)
         try:
@@ -97,23 +97,23 @@ class EngineReplica:
                 async for output in stream:
                     yield output
         finally:
-            # What was aborted is given back, and what was computed last is told to routers, by the
-            # next step; it is taken even where this task is cancelled.
+            # The next step frees aborted requests and publishes the last blocks. It runs even if
+            # this task is cancelled.
             await asyncio.shield(asyncio.to_thread(self._settle))
 
     def _settle(self) -> None:
-        """Take a step for those who have gone; who is there takes the others."""
+        """Run a step for requests that have gone; the others run their own."""
         self._engine.step()
         if not self._engine.has_unfinished:
             self._engine.step()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the statistics of the engine, and whose they are."""
+        """Return the statistics of the engine, and its name."""
         return {"pid": os.getpid(), **asdict(self._engine.statistics())}
 
 
 class Completions:
-    """Speaks HTTP; asks the replicas."""
+    """Serves HTTP, and forwards to the replicas."""
 
     def __init__(self, engines: Any, model: DecoderConfig = MODEL) -> None:
         """Take a handle of `EngineReplica`."""
@@ -155,12 +155,12 @@ class Completions:
         except RequestError as error:
             raise CompletionError(str(error)) from None
         finally:
-            outputs.cancel()  # nothing where it has ended
+            outputs.cancel()  # no effect if it has ended
         return JSONResponse(body.whole())
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of a request, which is of a bounded length."""
+    """Return the body of a request, up to a limit."""
     body = b""
     async for part in request.stream():
         body += part
@@ -172,7 +172,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _events(outputs: Any, body: CompletionBody, includes_usage: bool) -> AsyncIterator[str]:
-    """Yield the events of a stream. Left early (the client has gone), the request is aborted."""
+    """Yield the events of a stream. If the client disconnects, the request is aborted."""
     try:
         async for output in outputs:
             yield sse(body.add(output))
@@ -186,7 +186,7 @@ async def _events(outputs: Any, body: CompletionBody, includes_usage: bool) -> A
 
 
 def build(model: DecoderConfig = MODEL) -> serve.Application:
-    """Return the application: one entrance, and engines that are asked by prefix."""
+    """Return the application: one entry point, and engines behind the prefix router."""
     router: dict[str, Any] = {
         "request_router_class": "actors.routing.serve_router.PrefixCacheRequestRouter"
     }

@@ -1,11 +1,10 @@
-"""Recurrences over pages: the state a row begins with is read by block table, and so is where the
-states it leaves are written.
+"""Recurrences over pages: block tables locate both the state that a row reads and those it writes.
 
 The state after `n` of a request's own tokens is in column `(n - 1) // block size` of its table,
-those after its drafts in the columns behind (see kvcache/core/kinds/mamba.py). So where the
-state after `start` tokens is depends on how many of them were drafts when it was written; that is
-remembered here, by slot. All rows read before any writes. Refuses nothing: the coordinator has
-checked the step.
+those after its drafts in the next columns (see kvcache/core/kinds/mamba.py). So the position of the
+state after `start` tokens depends on how many of them were drafts when it was written; this module
+remembers that by slot. All rows read before any row writes. Nothing is checked: the coordinator has
+validated the step.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from examples.engine.work import WorkRow
 
 @dataclass(frozen=True)
 class RowStates:
-    """One row: its tokens are `[first, end)` of the step's. It begins with the state in `read`
-    (None: with nothing), and leaves the state after `kept[i][0]` of its tokens in block
+    """One row: tokens `[first, end)` of the step. It begins with the state in block `read` (None:
+    without one), and writes the state after `kept[i][0]` of its tokens to block
     `kept[i][1]`."""
 
     first: int
@@ -33,7 +32,7 @@ class RowStates:
 
 
 class StateColumnsInUse:
-    """How many own tokens each slot's newest states are behind: one per engine and group."""
+    """The number of own tokens before each slot's newest states; one per engine and group."""
 
     def __init__(self, block_size: int) -> None:
         """States are kept every `block_size` tokens."""
@@ -41,7 +40,7 @@ class StateColumnsInUse:
         self._own_ends: dict[int, int] = {}
 
     def plan(self, rows: Sequence[WorkRow], table: torch.Tensor) -> list[RowStates]:
-        """Return what rows read and write; remember it for the next step."""
+        """Return the reads and writes of rows; remember them for the next step."""
         plans, first = [], 0
         for row in rows:
             columns = table[row.slot].tolist()
@@ -113,7 +112,7 @@ def _keep(
     state: torch.Tensor,
     caches: tuple[torch.Tensor, ...],
 ) -> None:
-    """Write the state after `num_tokens` of a row where it belongs, if it is one that is kept."""
+    """Write the state after `num_tokens` of a row to its block, if that state is kept."""
     block = kept.get(num_tokens)
     if block is not None:
         inputs_cache, state_cache = caches

@@ -1,4 +1,4 @@
-"""The outputs of one request as they come, for a loop or an asyncio task.
+"""An iterator over one request's outputs, for a loop or an asyncio task.
 
 A reader that waits for the next output steps the engine. One that goes away aborts the request.
 """
@@ -47,7 +47,7 @@ class TokenStream:
         return output
 
     def close(self) -> None:
-        """Read no more: the request is aborted unless it has ended. Repeatable."""
+        """Stop reading; abort the request unless it has ended. Repeatable."""
         if self._engine.runs(self._request_id, self._unread):
             self._engine.abort(self._request_id)
 
@@ -62,7 +62,7 @@ class TokenStream:
             self._engine.abandon(self._request_id)
 
     def _next(self) -> Output | None:
-        """Step until there is an output; None when the request has ended."""
+        """Step until there is an output; return None if the request has ended."""
         while not self._unread and self._engine.runs(self._request_id, self._unread):
             self._engine.step()
         return self._unread.popleft() if self._unread else None

@@ -10,7 +10,7 @@ from examples.engine.scheduler import Scheduler
 
 @dataclass
 class EngineTally:
-    """Counts since the launch; see `EngineStatistics` for what they are."""
+    """Counts since the launch; `EngineStatistics` describes them."""
 
     num_finished: int = 0
     num_steps: int = 0
@@ -26,7 +26,7 @@ class EngineTally:
     compute_s: float = 0.0
 
     def statistics(self, scheduler: Scheduler) -> EngineStatistics:
-        """Return the statistics, with those of the scheduler as they are now."""
+        """Return the statistics, including the scheduler's present ones."""
         return EngineStatistics(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

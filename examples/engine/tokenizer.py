@@ -1,4 +1,4 @@
-"""Text as bytes, a token each: enough for models of 256 tokens and more.
+"""Text as bytes, one token per byte: enough for models with at least 256 tokens.
 
 An engine for real models passes another one to `Engine.launch`.
 """
@@ -11,20 +11,20 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """Makes text of one sample's tokens as they come."""
+    """Converts one sample's tokens to text, step by step."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens add. An incomplete letter is kept for the next call."""
+        """Return the text of these tokens. An incomplete character is kept for the next call."""
 
 
 class Tokenizer(Protocol):
-    """Between text and tokens."""
+    """Converts between text and tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of `text`."""
 
     def detokenizer(self) -> Detokenizer:
-        """Return what makes the text of one sample."""
+        """Return the detokenizer of one sample."""
 
 
 class ByteTokenizer:

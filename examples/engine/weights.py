@@ -4,10 +4,10 @@
                    ├─ WeightSource ──▶ rank_weights ──▶ name -> tensor of this rank
     Checkpoint ────┘
 
-Every weight is drawn by its name, so that each rank draws only its own, and any two agree.
+A weight's name seeds it, so that each rank draws only its own, and shared ones are equal.
 Heads, channels and feed-forward columns are divided over tensor-parallel ranks, layers over stages;
-the embedding, the norms and what all heads share are on every rank. Refuses sizes that cannot be
-divided.
+the embedding, the norms and the parts common to all heads are on every rank. Sizes that cannot be
+divided are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache.worker.kv_cache_pool import TORCH_DTYPES
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank stands: `rank = stage * tensor_size + tensor_rank`."""
+    """The position of a rank: `rank = stage * tensor_size + tensor_rank`."""
 
     tensor_rank: int = 0
     tensor_size: int = 1

@@ -1,4 +1,4 @@
-"""Step 1: a loop that has no cache. Every token is computed again for each one that follows.
+"""Step 1: a loop without a cache. Each new token recomputes all tokens before it.
 
 .venv/bin/python examples/engine/guide/01_toy_loop.py
 """
@@ -21,7 +21,7 @@ def main() -> None:
         return attend(*qkv)
 
     for _ in range(NUM_NEW):
-        tokens.append(model.run(tokens, 0, attention))  # all of them, from position 0
+        tokens.append(model.run(tokens, 0, attention))  # all tokens, from position 0
         num_computed += len(tokens) - 1
     print(f"{tokens[len(PROMPT) :]}")
     print(f"{num_computed} tokens computed for {len(PROMPT)} of a prompt and {NUM_NEW} new ones")

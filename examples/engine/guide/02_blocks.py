@@ -1,8 +1,8 @@
-"""Step 2: keys and values are kept in blocks, and a manager says in which.
+"""Step 2: keys and values are stored in blocks, and a manager decides in which.
 
-`get_computed_blocks` looks the prompt up, `allocate_slots` gives blocks for what is to be computed,
-`free` gives them back. The tensor is ours; the manager never sees a byte of it. A token is computed
-once, and a second request that begins like the first does not compute the beginning at all.
+`get_computed_blocks` looks the prompt up, `allocate_slots` allocates blocks for the rest, and
+`free` releases them. The engine owns the tensor; the manager never sees its bytes. A token is
+computed once, and a second request with the same prefix does not compute the prefix at all.
 
     .venv/bin/python examples/engine/guide/02_blocks.py
 """
@@ -69,7 +69,7 @@ class Engine:
         self.num_computed = 0
 
     def generate(self, name: str, prompt: list[int]) -> list[int]:
-        """Return the tokens that follow."""
+        """Return the generated tokens."""
         request = Request(name, prompt)
         hit, num_hit = self.manager.get_computed_blocks(request)
         print(f"{name}: {num_hit} of {len(prompt)} tokens are cached")

@@ -1,8 +1,8 @@
 """Step 3: the tensors belong to a worker, and the manager's decisions reach it as commands.
 
-In step 2 the loop read block tables out of the manager. A worker has tables of its own, changed by
-commands only, each step's inside `begin_forward`: so manager and worker may be different processes.
-It also copies: two samples of one prompt share its blocks until one writes into the last of them.
+In step 2 the loop read the manager's block tables. A worker has its own tables, which only commands
+change, inside `begin_forward` of their step. So manager and worker may be different processes. A
+worker also copies: two samples of a prompt share its blocks until one writes into the last one.
 
     .venv/bin/python examples/engine/guide/03_worker.py
 """
@@ -57,7 +57,7 @@ class Engine:
         self._seq = 0
 
     def compute(self, request: Request) -> None:
-        """Compute what is not computed of a request, and append the token that follows."""
+        """Compute the rest of a request, and append the next token."""
         start = request.num_computed_tokens
         given = self.manager.allocate_slots(request, request.num_tokens - start)
         promise(given is not None, "there is room")
@@ -69,7 +69,7 @@ class Engine:
                 print(f"  before {request.request_id} writes: copy block {what}")
         self._worker.on_message(StepCommands("nonce", "plan", 1, self._seq, "", 0, commands))
 
-        self._worker.begin_forward(1, self._seq, timeout_s=10.0)  # tables and copies are done now
+        self._worker.begin_forward(1, self._seq, timeout_s=10.0)  # applies tables and copies
         slot = self.manager.slot_of(request.request_id)
         table = self._worker.block_tables.tensor(0)[slot].long()
         positions = torch.arange(request.num_tokens)

@@ -1,12 +1,13 @@
 """Step 4: many requests at once on two ranks, one message per scheduling step.
 
-The loop decides who runs: requests that run on, then new ones as long as there is room, a chunk of
-a prompt at a time. It says so in one `StepRequest`; the coordinator answers with slots, hits, and
-who found no room; and every rank gets the same commands. The pool is too small for all: who came
-last gives its blocks up (*preempted*) and comes back, its prompt mostly cached still.
+The loop decides what runs: first running requests, then new ones while there is room, one chunk of
+a prompt at a time. One `StepRequest` has it all. The coordinator answers with slots, hits, and the
+requests without room, and every rank gets the same commands. The pool is too small for all: the
+last request is *preempted*, which frees its blocks, and comes back with most of its prompt still
+cached.
 
     step n     ──▶ completed n-1, running rows with their new tokens, preempted, new, resumed
-               ◀── slots, hits, (epoch, seq): when a rank has begun that forward, its tables are set
+               ◀── slots, hits, (epoch, seq): `begin_forward` with these sets a rank's tables
 
 The cluster is in this process. On Ray it is `KVCacheCluster`, and nothing else in the loop changes
 (examples/02_ray_cluster.py, 03_embed_in_your_engine.py).
@@ -73,7 +74,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Row:
-    """What a forward computes of the request in `slot`: positions [start, end)."""
+    """A forward's part of the request in `slot`: positions [start, end)."""
 
     slot: int
     start: int
@@ -91,14 +92,14 @@ class Engine:
         self.num_hit_tokens = 0
 
     def generate(self, requests: Sequence[Generation]) -> None:
-        """Run all requests to their end."""
+        """Run all requests to the end."""
         waiting, running = list(requests), list[Generation]()
         finished: tuple[str, ...] = ()
         while waiting or running or finished:
             new = [request for request in waiting if not request.num_preemptions]
             resumed = [request for request in waiting if request.num_preemptions]
             if running and resumed:
-                new, resumed = [], resumed[:1]  # who was there before comes back first
+                new, resumed = [], resumed[:1]  # preempted requests come back first
             result = self._client.step(
                 StepRequest(
                     completed_step=self._completed,
@@ -125,7 +126,7 @@ class Engine:
     def _rows(
         self, result: StepResult, running: Sequence[Generation], asked: Sequence[Generation]
     ) -> list[tuple[Generation, Row]]:
-        """Return what is computed in this step."""
+        """Return the rows of this step."""
         rows = []
         for request, has_room in zip(running, result.running_scheduled.tolist(), strict=True):
             if has_room:
@@ -143,7 +144,7 @@ class Engine:
         return rows
 
     def _preempt(self, request: Generation) -> Generation:
-        """Give a running request's blocks up; tokens that were not reported are sampled again."""
+        """Preempt a running request; its unreported tokens are sampled again."""
         result = self._client.step(
             StepRequest(completed_step=self._completed, preempted_recompute=(request.name,))
         )
@@ -166,7 +167,7 @@ class Engine:
                 self._attend(rank, layer, hidden, [row for _, row in rows])
                 for rank in range(NUM_RANKS)
             ]
-            # The sum over ranks: an all-reduce, where ranks are processes.
+            # The sum over ranks; an all-reduce if ranks are processes.
             hidden = [sum(row_parts, old) for old, *row_parts in zip(hidden, *parts, strict=True)]
         for worker in workers:
             worker.end_forward(result.epoch, result.seq)
@@ -178,7 +179,7 @@ class Engine:
     def _attend(
         self, rank: int, layer: int, hidden: Sequence[torch.Tensor], rows: Sequence[Row]
     ) -> list[torch.Tensor]:
-        """Return what this rank's heads add to the hidden states of each row."""
+        """Return the contribution of this rank's heads to each row's hidden states."""
         worker = self._cluster.workers[rank].worker
         pages, table = worker.kv_caches[f"layers.{layer}"], worker.block_tables.tensor(0)
         share = NUM_HEADS // NUM_RANKS
@@ -202,7 +203,7 @@ class Engine:
 
 
 def tell(request: Generation) -> RunningRow:
-    """Return the row of a request that runs on: what was sampled, and how much is computed next."""
+    """Return the row of a running request: its sampled tokens, and how many it computes next."""
     new = tuple(request.tokens[request.num_told :])
     request.num_told = len(request.tokens)
     return RunningRow(request.slot, min(CHUNK, len(request.tokens) - request.num_computed), new)

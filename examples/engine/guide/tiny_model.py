@@ -1,7 +1,7 @@
-"""A tiny transformer of random weights, whose attention the steps of the guide fill in.
+"""A tiny transformer with random weights; each step of the guide brings its own attention.
 
-Everything but attention over earlier tokens is here; where keys and values lie is the subject of
-the steps. Each of them calls `run` with an `attention` of its own: a function of layer, query, key
+This module has everything except attention over earlier tokens. Where keys and values are stored is
+the subject of the steps. Each calls `run` with its own `attention`: a function of layer, query, key
 and value of the new tokens, `(new, heads, size)` each, that returns `(new, heads, size)`.
 """
 
@@ -25,8 +25,8 @@ Attention: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor],
 
 
 class TinyModel:
-    """The same weights every time, because the seed is. In double precision: a token computed one
-    way or the other is the same token."""
+    """The same weights every time, because the seed is fixed. In double precision, so that a token
+    is the same however it is computed."""
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ class TinyModel:
         return torch.einsum("kheq,ne->knhq", self._to_qkv[layer][:, heads], normal)
 
     def merge(self, layer: int, seen: torch.Tensor, heads: slice = ALL_HEADS) -> torch.Tensor:
-        """Return what these heads, `(n, heads, size)`, add to the hidden states."""
+        """Return the contribution of these heads, `(n, heads, size)`, to the hidden states."""
         return torch.einsum("nhq,hqe->ne", seen, self._to_hidden[layer][heads])
 
     def next_token(self, hidden: torch.Tensor) -> int:
@@ -60,7 +60,7 @@ class TinyModel:
         return int((self._to_scores @ last).argmax())
 
     def run(self, tokens: Sequence[int], start: int, attention: Attention) -> int:
-        """Compute tokens at positions [start, start + n); return the one that follows them."""
+        """Compute tokens at positions [start, start + n); return the next token."""
         hidden = self.embed(tokens, start)
         for layer in range(NUM_LAYERS):
             query, key, value = self.project(layer, hidden)
@@ -79,7 +79,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def generate_from_scratch(model: TinyModel, prompt: Sequence[int], num_new: int) -> list[int]:
-    """Return the tokens that follow, every earlier one computed again each time: the reference."""
+    """Return the generated tokens, recomputing everything each time: the reference."""
     tokens = list(prompt)
     for _ in range(num_new):
         tokens.append(model.run(tokens, 0, lambda layer, *qkv: attend(*qkv)))
@@ -87,6 +87,6 @@ def generate_from_scratch(model: TinyModel, prompt: Sequence[int], num_new: int)
 
 
 def promise(holds: bool, what: str) -> None:
-    """End the step with exit status 1 unless what it shows is so."""
+    """End the step with exit status 1 unless the promise `what` holds."""
     if not holds:
         sys.exit(f"not as promised: {what}")
