@@ -319,7 +319,7 @@ def their_sample(row: str, peer: RayPeer, counts: Counts) -> float:
 
 
 def repeat(action: Callable[[Any], None], argument: Any, count: int) -> None:
-    """Do `action` again and again."""
+    """Call `action` `count` times."""
     for _ in range(count):
         action(argument)
 
@@ -351,7 +351,7 @@ def measure_all(
     is_small: bool,
     say: Callable[[str], None],
 ) -> list[Samples]:
-    """Measure what is wanted of C1 and C2. Ray runs."""
+    """Measure the requested rows of C1 and C2. Ray must run."""
     plan = {2: wanted} if is_small else {4: wanted, 1: ("C2",), 8: ("C2",)}
     counts = Counts(2, 50, 10, 16) if is_small else Counts(7, 400, 60, 96)
     measured: list[Samples] = []

@@ -45,7 +45,7 @@ RARE = 10
 fifth of the time that so many steps take here."""
 
 CADENCES_S = (0.005, 0.010)
-"""From one step to the next, as an engine makes them: a forward of the model is in between."""
+"""Time between two steps of an engine, with a forward of the model in between."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Memories:
 
 
 def timed(action: Callable[[], object]) -> Callable[[], float]:
-    """Return what does it and says how much of the processor's time it took, in seconds."""
+    """Return a function that runs it and returns its processor time in seconds."""
 
     def measured() -> float:
         start_s = now_s()
@@ -111,7 +111,7 @@ def timed(action: Callable[[], object]) -> Callable[[], float]:
 
 
 def sides_of(memories: Memories, order: str) -> dict[str, Callable[[], float]]:
-    """Return what takes turns: each copies the same number of bytes."""
+    """Return the sides that take turns; each copies the same number of bytes."""
     engine, device, host = CpuCopyEngine(), memories.device, memories.host
     blocks, slots = memories.ids(order)
     sources, destinations = memories.within(order)
@@ -180,11 +180,11 @@ def as_row(what: str, ours: Figure, plain: Figure) -> Row:
 
 def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
     """Measure steps during transfers against steps without, in turns: during transfers that never
-    pause (the median step), during some before every `RARE` steps (the mean step), and beside a
-    process that has nothing to do with it."""
+    pause (the median step), during some before every `RARE` steps (the mean step), and next to an
+    unrelated process."""
     rows: list[Row] = []
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
-        on_row(f"steps beside blocks of {block_bytes >> 10} KiB")
+        on_row(f"steps during transfers of {block_bytes >> 10} KiB")
         quiet: list[list[float]] = []
         beside: dict[str, list[list[float]]] = {"never": [], "rare": [], "other": []}
         with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:

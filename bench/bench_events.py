@@ -47,7 +47,7 @@ def measure_events(is_small: bool, say: Callable[[str], None]) -> list[Row]:
 
 
 def step_row(rounds: int, num_steps: int) -> Row:
-    """Compare steps of 256 decodes, one in sixteen of which fills a block."""
+    """Compare steps of 256 decodes; one decode in sixteen fills a block."""
     plain = make_config(4)
     events = {"enabled": True, "endpoint": ANY_PORT, "replay_endpoint": ANY_PORT}
     told = parse_config({**plain.model_dump(), "name": "bench-events", "events": events}, "bench")
@@ -87,7 +87,7 @@ def decode_us(client: KVCacheClient, seed: int, num_steps: int) -> float:
 
 
 def encode_row(num_batches: int) -> Row:
-    """How many blocks a second become payloads."""
+    """Measure the blocks per second that become payloads."""
     codec, translator = EventCodec(()), EventTranslator([GroupKind("full")])
     rates = []
     for seed in range(num_batches):
@@ -105,7 +105,7 @@ def encode_row(num_batches: int) -> Row:
 
 
 def subscriber_row(rounds: int, num_batches: int) -> Row:
-    """How many blocks a second get from a publisher's process into a subscriber's state."""
+    """Measure the blocks per second from a publisher's process into a subscriber's state."""
     rates = [blocks_into_subscriber(seed, num_batches) / 1e6 for seed in range(rounds)]
     return Row(
         workload="C5",

@@ -24,18 +24,19 @@ from kvcache.worker.copies.measurement import NEVER_BYTES, chosen, find_kernel, 
 PAGE_BYTES = (4096, 16384, 65536, 262144, 1048576, 4194304)
 NUM_PAGES = (16, 256, 4096, 50_000)
 MAX_BYTES = 8 * 2**30
-"""Of one copy; larger combinations are left out."""
+"""Limit of one copy; larger combinations are skipped."""
 
 NUM_LAYERS = 32
 MATRIX = 8192
 WAIT_S = 60.0
 GOALS = ((65536, 0.8), (16384, 0.6), (0, 0.0))
-"""Share of a plain copy that is wanted from a size of page on."""
+"""Goals: share of a plain copy, by page size."""
 
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One line. Bandwidths in bytes a second; `stall`: what a matrix product beside it loses."""
+    """One line. Bandwidths in bytes per second; `stall`: slowdown of a concurrent matrix
+    product."""
 
     direction: str
     layout: str
@@ -49,7 +50,7 @@ class GpuRow:
 
     @property
     def share(self) -> float:
-        """Of a plain copy, alone."""
+        """Share of a plain copy, without concurrent work."""
         return self.alone / self.plain
 
     def cells(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def facts(device: torch.device) -> list[str]:
-    """Say what was measured on, and what the start-up measurement chooses there."""
+    """Describe the machine, and the choices of the start-up measurement."""
     found = find_kernel(device)
     choice = chosen(measure_cuda(device, found.kernel))
     return [
@@ -130,7 +131,7 @@ def measure_gpu_copies(device: torch.device, *, is_smoke: bool = False) -> Itera
 
 
 class _Product:
-    """Matrix products on the compute stream, to see what copies take away from them."""
+    """Matrix products on the compute stream, to measure how copies slow them down."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self._left = torch.randn((size, size), device=device, dtype=torch.bfloat16)
@@ -147,7 +148,7 @@ class _Product:
         return float(first.elapsed_time(last)) / 1e3
 
     def queue(self, seconds: float) -> Callable[[], float]:
-        """Queue products for about so long; return what says how much longer each took, as a
+        """Queue products for about this long; return a function for their slowdown, as a
         share."""
         count = max(4, int(seconds / self.seconds))
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -50,7 +50,7 @@ NAME = "metrics off"
 GOAL = ">= 0.97x"
 IN_A_ROW = 32
 NUM_BLOCKS = 120_000
-"""Room for all that 256 requests decode meanwhile."""
+"""Room for all tokens that 256 requests decode during the run."""
 
 
 class Steps:
@@ -153,8 +153,8 @@ def measure_metrics(is_smoke: bool, progress: Progress) -> list[Row]:
 
 
 def share(figures: dict[str, Figure]) -> str:
-    """Say how much longer the side with metrics took: pair by pair, as the load of two repetitions
-    and the machine's other work differ by more than what is asked for."""
+    """Return the slowdown with metrics, pair by pair, because the load of two repetitions
+    and the machine's other work differ by more than the effect."""
     pairs = zip(figures[OURS].samples, figures[PEER].samples, strict=True)
     return f"{statistics.median(on / off for on, off in pairs) - 1:+.1%} with metrics"
 

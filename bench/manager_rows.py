@@ -23,7 +23,7 @@ FLAT_PARTS = 10
 def measure_manager(
     names: Sequence[str], pool: SidePool, sizes: Sizes, progress: Progress
 ) -> list[Row]:
-    """Run the named workloads; a side that is not there has no figures."""
+    """Run the named workloads; a missing side has no results."""
     works = [work for work in all_works(sizes) if work.workload in names]
     rows: list[Row] = []
     for setup, group in groupby(works, lambda work: work.setup):
@@ -51,7 +51,7 @@ def measure(work: Work, sides: Sides, sizes: Sizes, progress: Progress) -> Row:
 
 
 def note_on(work: Work, sides: Sides) -> str:
-    """Say what else there is to say of a work: are the sides' results the same?"""
+    """Return a note on a work: whether the sides' results are the same."""
     if work.workload == "w6":
         return note_on_payloads(sides)
     if work.function == "serve":
@@ -60,7 +60,7 @@ def note_on(work: Work, sides: Sides) -> str:
 
 
 def note_on_payloads(sides: Sides) -> str:
-    """Have the peer's own decoder read what the cores encode."""
+    """Decode the cores' payloads with the peer's decoder."""
     if PEER not in sides.by_name:
         return ""
     peer = sides.by_name[PEER]

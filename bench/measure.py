@@ -15,7 +15,7 @@ from bench.cores import PEER
 
 @dataclass(frozen=True)
 class Figure:
-    """What one side measured over several repetitions: seconds, or what `unit` says."""
+    """One side's measurements over several repetitions: seconds, or in `unit`."""
 
     samples: tuple[float, ...]
     unit: str = "s"
@@ -46,7 +46,7 @@ class Row:
     """One line of the table: what each side measured, by its name.
 
     A side that was not there is missing. `goal` is a ratio to the peer unless it says otherwise,
-    and empty where there is none.
+    and empty if there is none.
     """
 
     workload: str

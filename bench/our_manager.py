@@ -155,7 +155,7 @@ class OurManager:
         return Stored(request, PackedDigests(b"".join(digests), len(digests[0])))
 
     def encode_stored(self, stored: Stored) -> bytes:
-        """Build and encode the event, the digests taken as the core takes them from its books."""
+        """Build and encode the event, with the digests as the core has them."""
         request = stored.request
         event = BlocksStored(
             group=0,

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 HASH_NAMES = {"xxh3_128": "xxhash"}
-"""What the peer calls the digests that it names otherwise."""
+"""The peer's names of the digests."""
 
 
 class PeerManager:

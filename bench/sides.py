@@ -1,4 +1,4 @@
-"""The processes of the sides: ours and, where they are, an earlier revision's and the peer's."""
+"""The processes of the sides: this revision and, if given, an earlier one and the peer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Side:
         )
 
     def begin(self, setup: Setup) -> None:
-        """Have the manager made and filled; `wait_until_ready` says when that is done."""
+        """Start to make and fill the manager; `wait_until_ready` waits for it."""
         self._write(setup.to_json())
 
     def wait_until_ready(self) -> None:
-        """Wait until the manager stands and is filled."""
+        """Wait until the manager is made and filled."""
         self._expect("ready")
 
     def call(self, function: str, *arguments: Any) -> Any:
@@ -47,11 +47,11 @@ class Side:
         return json.loads(self._read())
 
     def caller(self, function: str, *arguments: Any) -> Callable[[], Any]:
-        """Return what calls the function."""
+        """Return a caller of the function."""
         return lambda: self.call(function, *arguments)
 
     def end(self) -> None:
-        """Have the manager dropped."""
+        """Drop the manager."""
         self._write(None)
         self._expect("ended")
 
@@ -84,7 +84,7 @@ class SidePool:
     """Keeps processes for the next setup. A context manager that ends them all."""
 
     def __init__(self, peer: Path | None, before: Path | None = None) -> None:
-        """Use the peer's environment, and a checkout of an earlier revision, where there are."""
+        """Use the peer's environment, and a checkout of an earlier revision, if given."""
         self.has_peer = peer is not None
         self.has_before = before is not None
         self._peer = peer
@@ -137,7 +137,7 @@ class Sides:
                 self._pool.give_back(side)
 
     def callers(self, function: str, *arguments: Any) -> dict[str, Callable[[], Any]]:
-        """Return what calls the function on each side."""
+        """Return a caller of the function for each side."""
         return {name: side.caller(function, *arguments) for name, side in self.by_name.items()}
 
     def ask(self, function: str, *arguments: Any) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KV
 NUM_ROWS = 16
 NUM_LAYERS = 4
 JOB_BLOCKS_BYTES = 8 << 20
-"""What one store or load moves at most."""
+"""Most bytes of one store or load."""
 
 PAUSE_S = 0.001
-"""Between two steps, as if a forward ran on a device: the worker's own thread is idle meanwhile."""
+"""Pause between two steps, as for a forward on a device: the worker's own thread is idle."""
 
 HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 24

@@ -17,7 +17,7 @@ from stopwatch import now_s
 
 VOCABULARY = 150_000
 IN_A_ROW = 16
-"""Repetitions of what changes nothing, before the other side takes its turn."""
+"""Repetitions of calls without effect, before the other side takes its turn."""
 PROMPTS_AT_ONCE = 4
 """Prompts that have their blocks at the same time, in a pool that keeps others cached."""
 
@@ -76,7 +76,7 @@ class Prompts:
         self.manager.free(request)
 
     def bytes_per_block(self) -> float:
-        """Return what the process grew by until all blocks were cached, per block."""
+        """Return the growth of the process until all blocks were cached, per block."""
         return self.memory_bytes / self.num_blocks
 
     def hash_fresh(self) -> float:

@@ -1,4 +1,4 @@
-"""The manager's workloads: what each row measures, on what, and what it should reach."""
+"""The manager's workloads: what each row measures, its setup, and its goal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHURN_TURNS = 250
 
 @dataclass(frozen=True)
 class Work:
-    """One row: a function of a suite on a setup, its arguments, and what it should reach."""
+    """One row: a function of a suite on a setup, its arguments, and its goal."""
 
     workload: str
     what: str
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything: a full run takes an hour, a smoke run seconds."""
+    """Sizes of a run: a full run takes an hour, a smoke run seconds."""
 
     is_smoke: bool
     churn_turns: int
@@ -228,7 +228,7 @@ def hostile_works(sizes: Sizes) -> list[Work]:
 
 
 def short_works(sizes: Sizes) -> list[Work]:
-    """Return what one prompt costs where large strides win little, call by call and by step."""
+    """Return the cost of short prompts, where large strides gain little, by call and by step."""
     works = []
     for num_tokens in SHORT_TOKENS:
         setup = sizes.short_prompts(num_tokens)

@@ -51,7 +51,7 @@ CHECKED = {
     "require_amounts": f"{AMOUNT}; or a section with one for each tier",
     "require_model_len": "a number of tokens, at least 1, or `auto`",
 }
-"""What a value is, by the name of the function that checks it."""
+"""Descriptions of values, by the name of the function that checks them."""
 
 
 def configuration_page() -> str:
@@ -106,7 +106,7 @@ def _type_text(field: FieldInfo) -> str:
 
 
 def _described(annotation: Any, metadata: list[Any]) -> str:
-    """Return what may be written for a type with such metadata."""
+    """Return the allowed values of a type with such metadata."""
     for item in metadata:
         text = CHECKED.get(getattr(getattr(item, "func", None), "__name__", ""))
         if text is not None:

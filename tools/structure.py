@@ -37,7 +37,7 @@ from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvcache", "actors")
 DECISION_PATH = ("manager", "core")
-"""Parts of `kvcache/` in which it is decided who gets which block."""
+"""Parts of `kvcache/` that decide which request gets which block."""
 SMALL_LINES = 60
 
 BLOCK_SIZE = 16
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Depth:
-    """What a call enters: source files, and Python frames."""
+    """The source files and Python frames that a call enters."""
 
     files: int
     frames: int
@@ -182,7 +182,7 @@ def num_import_ranks(root: Path) -> int:
 
 
 def counted(call: Callable[[], T]) -> tuple[T, Depth]:
-    """Make the call, and count what it enters of the packages."""
+    """Make the call, and count the files and frames of the packages that it enters."""
     own = tuple(f"{ROOT / package}/" for package in PACKAGES)
     entered: list[str] = []
 

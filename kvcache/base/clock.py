@@ -40,7 +40,7 @@ class VirtualClock:
 
 
 class StallAwareClock:
-    """A `Clock` that does not count the time in which this process stood still.
+    """A `Clock` that does not count the time in which this process was stopped.
 
     A coordinator that was stopped finds the messages of its workers and clients waiting. By the
     machine's clock, all of them have been silent; by this one, they have not. It skips long gaps
@@ -66,6 +66,6 @@ class StallAwareClock:
     def _skip(self, now_s: float) -> None:
         with self._lock:
             paused_s = now_s - self._seen_s
-            if paused_s > self._longest_s:  # the first thread to go on has seen to it otherwise
+            if paused_s > self._longest_s:  # otherwise another thread has handled the pause
                 self._skipped_s += paused_s - self._longest_s
                 self._seen_s = now_s

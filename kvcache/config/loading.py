@@ -1,7 +1,7 @@
 """From a YAML file to a `ClusterConfig`, or to an error that says what to change.
 
 An error names all problems of a file: file, dotted key, value and remedy, with the nearest known
-key for a misspelt one. Refuses repeated keys, of which YAML would silently take the last.
+key for a misspelt one. Refuses repeated keys: YAML would silently take the last one.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class ClientLedger:
 
     @property
     def finished_step(self) -> int:
-        """Every step up to this one is over on every rank."""
+        """Every step up to this one is finished on every rank."""
         return self._finished_step
 
     def on_heard(self, now_s: float) -> None:
@@ -133,11 +133,11 @@ class ClientLedger:
         self._acknowledged_step = max(self._acknowledged_step, min(step, self._finished_step))
 
     def has_news(self) -> bool:
-        """Return whether the client may not know how far its steps have got."""
+        """Return whether the client may not know the progress of its steps."""
         return self._acknowledged_step < max(self._finished_step, self._applied_step)
 
     def progress(self, epoch: int, now_s: float) -> Progress:
-        """Return how far the steps have got."""
+        """Return the progress of the steps."""
         self.progress_sent_s = now_s
         return Progress(
             self.client_id,
@@ -242,8 +242,8 @@ class Clients:
         return ""
 
     def take_ready(self) -> tuple[ClientLedger, ReceivedMessage] | None:
-        """Return the next step of the client that has waited longest; None if none is ready. That
-        client is asked last from now on."""
+        """Return the next step of the client that has waited longest; None if none is ready. This
+        client is served last afterwards."""
         for ledger in self._ledgers.values():
             message = None if ledger.is_leaving else ledger.receiver.take_ready()
             if message is not None:
@@ -260,7 +260,7 @@ class Clients:
     def detach(self, client_id: str) -> bool:
         """Stop serving the client; return whether it is known.
 
-        The name of an unknown client is taken from now on: its `Attach` may arrive later.
+        The name of an unknown client is reserved: its `Attach` may arrive later.
         """
         if client_id in self._ledgers:
             self.let_go(client_id)
@@ -270,7 +270,7 @@ class Clients:
         return False
 
     def has_left(self, client_id: str) -> bool:
-        """Whether the client has left for good, as far as that is remembered."""
+        """Whether the client has left permanently, as far as that is remembered."""
         return client_id in self._gone
 
     def forget(self, client_id: str) -> None:

@@ -311,7 +311,7 @@ class Coordinator:
     def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
         """Return the replacement for a message that cannot be sent, for `reason`.
 
-        Answers become errors: their step was executed all the same. If no rank can get its
+        Answers become errors, although their step was executed. If no rank can get its
         commands, the epoch ends, because all later commands would wait.
         """
         message = item.message
@@ -501,8 +501,8 @@ class Coordinator:
         *arguments: _Arguments.args,
         **options: _Arguments.kwargs,
     ) -> list[Outgoing]:
-        """Call `act` and return its messages; if the epoch cannot go on, begin another one, or give
-        way."""
+        """Call `act` and return its messages; if the epoch cannot continue, begin another one, or
+        give way."""
         try:
             return act(*arguments, **options)
         except SupersededError as error:
@@ -513,7 +513,7 @@ class Coordinator:
             return self._begin_epoch(str(error))
 
     def _give_way(self, reason: str) -> list[Outgoing]:
-        """Stop because another coordinator has taken over: send all clients away for good."""
+        """Stop because another coordinator has taken over: refuse all clients permanently."""
         clients = self._end_epoch()
         logger.warning(
             "epoch %d was superseded, coordinator %s serves no more: %s%s",

@@ -23,7 +23,7 @@ from kvcache.protocol.messages import CollectLabels, LabelReport, Outgoing, Work
 
 @dataclass(frozen=True)
 class LabelQuestion:
-    """Whom an epoch asks for labels, and what the labels must match to be used.
+    """The ranks that an epoch asks for labels, and what the labels must match to be used.
 
     `layout_fingerprints` are by rank; an empty one is not compared. A layout defines the meaning of
     a block's bytes: model, hash algorithm and seed, groups, and the rank's coordinates. A question

@@ -10,7 +10,7 @@ tails.
             sealed: keys of content  │  tail: private keys
 
 A store reads blocks that are already free, and that have no label whose removal would announce a
-write. So this class is told when a request gets such a block during the read, and each rank waits.
+write. So this class learns when a request gets such a block during the read, and each rank waits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PartialBlockSwap:
         *,
         digest_bytes: int,
     ) -> None:
-        """Start without tails. Jobs that no rank was told of are cancelled in `jobs`."""
+        """Start without tails. Jobs that were sent to no rank are cancelled in `jobs`."""
         finder, rule = parts.finder, parts.settings.swap
         self._rule = rule
         # With EAGLE, a hit's last block is computed again for the draft model: a tail never helps.

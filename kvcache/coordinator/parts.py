@@ -1,4 +1,4 @@
-"""What a coordinator is made from, besides its settings: made once, and passed on to every epoch.
+"""The services of a coordinator: made once, and used by every epoch.
 
 The tiers of an epoch are made from `OffloadParts`.
 """
@@ -23,7 +23,7 @@ ManagerFactory = Callable[[int], KVCacheManager]
 
 @dataclass(frozen=True)
 class OffloadParts:
-    """What the tiers of each epoch are made from. `make_tiers` is given who numbers jobs."""
+    """The parts of each epoch's tiers. `make_tiers` gets the source of job numbers."""
 
     settings: OffloadSettings
     finder: TierHitFinder
@@ -33,7 +33,7 @@ class OffloadParts:
 @dataclass(frozen=True, eq=False)
 class CoordinatorParts:
     """The services that a coordinator uses. `recorder` gets every change of a manager, `events` the
-    cache events; `offload` describes the tiers below the device, None where there are none."""
+    cache events; `offload` describes the tiers below the device, None without tiers."""
 
     make_manager: ManagerFactory
     clock: Clock

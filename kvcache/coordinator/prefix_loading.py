@@ -106,7 +106,7 @@ class PrefixLoading:
     ) -> None:
         """Load prefixes by `loads`, with the limits of the settings in `parts`.
 
-        Jobs that no rank was told of are cancelled in `jobs`. While requests run,
+        Jobs that were sent to no rank are cancelled in `jobs`. While requests run,
         `num_spare_blocks` stay free for them.
         """
         settings = parts.settings
@@ -256,7 +256,7 @@ class PrefixLoading:
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
 
     def on_overdue(self, job_id: int, now_s: float) -> None:
-        """Let the request of an overdue job wait no longer. Its blocks stay until the reports."""
+        """Stop the wait for an overdue job. Its blocks stay until the reports arrive."""
         wish = self._by_job.get(job_id)
         if wish is None:
             return
@@ -374,7 +374,8 @@ class PrefixLoading:
         return keys
 
     def _desert(self, wish: _Wish, load: PrefixLoad) -> None:
-        """End a load that no request waits for; if ranks were told of it, when they report."""
+        """End a load that no request waits for; if it was sent to ranks, when they have
+        reported."""
         job_id = wish.job_id
         del self._by_job[job_id]
         kept = [(load_id, command) for load_id, command in self._unsaid if load_id != load.load_id]

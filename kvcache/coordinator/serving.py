@@ -1,8 +1,8 @@
 """One step or call, executed: the manager's answer, and the commands that carry it out.
 
-Between the epoch state, which numbers and sends, and the manager, which decides. Refuses steps that
-call complete what a rank may still write; what the manager refuses becomes an answer with its
-error. Whatever reaches the manager, a recorder hears of.
+Between the epoch state, which numbers and sends, and the manager, which decides. A step is refused
+if it completes a step that a rank may still write. A refusal of the manager becomes an answer with
+its error. A recorder gets every call of the manager.
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ class SwapRule:
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """When tiers are used. `min_load_tokens` is the least worth waiting for; what was loaded stays
-    for `hold_s` until its request comes, which waits `wait_s` at most. What tiers hold from before
-    the epoch is waited for `adoption_s`. `swap` says what of preempted requests is kept."""
+    """When tiers are used. `min_load_tokens` is the least worth waiting for; loaded blocks stay for
+    `hold_s` until their request comes, which waits at most `wait_s`. The adoption of tier contents
+    from before the epoch may take `adoption_s`. `swap` decides about preempted requests."""
 
     min_load_tokens: int = 1
     hold_s: float = 5.0

@@ -94,7 +94,7 @@ class LookedUp:
 
 @dataclass(frozen=True)
 class SwappedOut:
-    """The tiers were told of a request that is preempted by swap."""
+    """The tiers learned of a request that is preempted by swap."""
 
     request_id: str
     num_tokens: int
@@ -103,7 +103,7 @@ class SwappedOut:
 
 @dataclass(frozen=True)
 class Gone:
-    """The tiers were told that a request has ended, and released these loads at that time."""
+    """The tiers learned that a request has ended, and released these loads."""
 
     request_id: str
     released_loads: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ class RecorderStatistics:
 class StepRecorder:
     """Receives the events of one coordinator's managers, epoch after epoch.
 
-    This one records nothing. No method raises, waits, or changes what it is handed.
+    This one records nothing. No method raises, waits, or changes its arguments.
     """
 
     def record(self, event: Event) -> None:

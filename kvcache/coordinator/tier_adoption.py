@@ -4,7 +4,7 @@ Host memory and files of the ranks outlive a coordinator and a worker, but the t
 empty in every epoch. Adoption runs between steps, which are served meanwhile: a look-up of a key
 that is not known yet is answered with "retry". Ranks drop contents on which they do not agree. No
 request waits without end: slots that are not reported in time are dropped; files are requested as
-long as ranks read their directories, but waited for no longer.
+long as ranks read their directories, but without a wait.
 
     begin ▶ CollectLabels(host, file) ▶ rank ▶ LabelReport ... ▶ all agree ▶ adopt, discard the rest
 """

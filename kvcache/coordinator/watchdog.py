@@ -1,4 +1,4 @@
-"""What a coordinator waits for, since when, and what has waited for too long.
+"""The waits of a coordinator, their ages, and those that last too long.
 
 Reads the coordinator's state at every look, in its thread, and changes nothing. Most tables have no
 times, so the watchdog remembers when it first saw each wait; ages are accurate to the time between

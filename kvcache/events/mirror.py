@@ -220,7 +220,7 @@ def _row_sums(kind: int, hashes: Hashes, parents: Hashes, tokens: Int32Array) ->
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Return 64 bits for each value, each of which depends on all bits of the value."""
+    """Return 64 bits for each value; each bit depends on all bits of the value."""
     for shift, factor in _MIXING:
         values = np.multiply(np.bitwise_xor(values, np.right_shift(values, shift)), factor)
     mixed: Hashes = values ^ (values >> np.uint64(32))

@@ -1,6 +1,6 @@
 """Follows a publisher over the network: an iterator, a callback, or asyncio.
 
-`Subscription` knows what is missing; this module has the sockets. Make one subscriber per
+`Subscription` tracks missing events; this module has the sockets. Make one subscriber per
 publisher, and combine them in a `PrefixIndex`.
 """
 

@@ -22,7 +22,7 @@ def _histogram(name: str, says: str, *labels: str) -> Metric:
     return Metric(name, Kind.HISTOGRAM, says, ("cluster", *labels))
 
 
-# --- the coordinator: blocks and what is in them
+# --- the coordinator: blocks and their contents
 
 BLOCKS = _gauge(
     "kvcache_blocks",
@@ -127,7 +127,7 @@ LOAD_WAITERS = _gauge(
     "kvcache_load_waiting_requests", "Requests that wait for their prefixes to be loaded."
 )
 
-# --- tenants, where they are configured
+# --- tenants, if configured
 
 TENANT_BLOCKS = _gauge(
     "kvcache_tenant_blocks",

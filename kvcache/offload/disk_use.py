@@ -43,7 +43,7 @@ class DiskUse:
         return self._lost or self._late or ("" if self._until_s is None else self._reason)
 
     def leave(self, problem: str) -> None:
-        """Stop using the disk for good: a rank cannot use its own."""
+        """Stop using the disk permanently: a rank cannot use its own."""
         self._lost = as_text("problem", problem, may_be_empty=True)
 
     def postpone(self, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Device, host memory, disk: plans what goes down, what comes up, and what is dropped.
+"""Device, host memory, disk: plans stores and spills, fetches and loads, and discards.
 
 The coordinator reports sealed blocks and requests; the tiers know what they hold. Each plan is a
 job for all workers. The tables change when it is planned; content is visible when the job has
@@ -136,7 +136,7 @@ class TierHierarchy:
         self._transfers = TransferTable(new_job_id, self.options.deadlines)
         self._spills = SpillQueue(host, self.options.spare_share)
         self.disk_use = DiskUse()
-        """Whether the disk is used. Callers report what they hear of it."""
+        """Whether the disk is used. Callers report its failures."""
         self.discards = DiscardList()
         """What workers must drop. None of it is the target of an open job."""
         self.num_without_room = 0

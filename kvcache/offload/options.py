@@ -27,7 +27,7 @@ class TierOptions:
     `block_bytes` is a device block's size over all ranks, for statistics. `store_after`: how often
     a key must be seen before it is stored. `labels`: keep the labels of stored blocks, and publish
     events; None: publish nothing. `tenants`: their shares of the slots. Options without slots
-    describe a missing tier, of which none can be made. Raises ConfigurationError for wrong types
+    describe a missing tier. Raises ConfigurationError for wrong types
     and invalid numbers.
     """
 

@@ -171,7 +171,7 @@ class SlotTable:
         return freed
 
     def end_writes(self, addresses: IndexArray) -> None:
-        """End the writes to these addresses, each of which was written."""
+        """End the writes to these addresses; all were written."""
         self.is_written[addresses] = False
         np.add.at(self.slot_holds, self.slots_of(addresses), _MINUS_ONE)
 
@@ -282,7 +282,7 @@ def place_keys(
     positions: IndexArray,
     behind: OffloadKey | None,
 ) -> Placement:
-    """Return a place for each key at `positions`, none of which is in the table.
+    """Return a place for each key at `positions`; none is in the table.
 
     `addresses` are those of all keys; `behind` is the key that `keys[0]` continues.
     """

@@ -625,7 +625,7 @@ class TierManager(OffloadingManager):
         return addresses
 
     def _refuse(self, keys: Sequence[OffloadKey], is_wrong: BoolArray, what: str) -> None:
-        """Raise InvalidInputError about the wrong keys, of which there is at least one."""
+        """Raise InvalidInputError about the wrong keys; there is at least one."""
         wrong = np.flatnonzero(is_wrong)
         raise InvalidInputError(
             f"{len(wrong)} of {len(keys)} keys are not {what} in tier {self.medium!r}, the first "

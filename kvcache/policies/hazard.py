@@ -1,4 +1,4 @@
-"""Hazard: evicts what is least likely to be reused soon, as learned from past reuse.
+"""Hazard: evicts the block that is least likely to be reused soon, as learned from past reuse.
 
 Contents are classified by their number of uses and, if new, by how many came with them. The policy
 counts how likely each class is to be reused at each age, and evicts the block that brings the

@@ -43,7 +43,7 @@ _READ_BYTES = array_type("uint8", is_read=True)
 
 
 @compiled(types.boolean(_READ, _READ, _READ, types.intp, types.intp, types.intp, types.intp))
-def are_sound(  # noqa: PLR0917 - what is looked at, and the bounds of each
+def are_sound(  # noqa: PLR0917 - the columns, and the bounds of each
     block_ids: Int32Array,
     token_counts: Int32Array,
     namespaces: Int32Array,

@@ -3,8 +3,8 @@
 Most messages of a running cluster differ from the one before in a number or two. A receiver
 compares the first bytes with the expected header. That checks format version, kind, coordinator,
 process, epoch and plan at once, and only the rest is unpacked. Uses wire.py's format. A message
-with another header is not refused here: wire.py decodes it and says what is wrong. So it does with
-a message that has too many items, before any of them takes memory.
+with another header is not refused here: wire.py decodes it and names the error. It does the same
+with a message that has too many items, before any of them takes memory.
 """
 
 from __future__ import annotations

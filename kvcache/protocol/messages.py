@@ -93,7 +93,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Granted:
-    """The worker obeys `epoch` of `nonce` from now on; no forward of an older epoch runs any
+    """The worker now obeys `epoch` of `nonce`; no forward of an older epoch runs any
     more."""
 
     nonce: str
@@ -285,7 +285,7 @@ class Attach:
 class Attached:
     """The client may send steps of `epoch` to coordinator `nonce`. `next_step` is the number
     expected next. Before the epoch began, every rank had applied the client's steps up to
-    `applied_step`, 0 if none: so the client knows what became of a step without an answer."""
+    `applied_step`, 0 if none, which tells the client about a step without an answer."""
 
     client_id: str
     epoch: int
@@ -350,7 +350,7 @@ class FailedForward:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the client's steps have got on every rank. Cumulative, so a lost one is harmless.
+    """The progress of the client's steps on every rank. Cumulative, so a lost one is harmless.
 
     Every step up to `applied_step` is applied, every content-checked forward up to
     `finished_step` has ended; `failures` are those that failed. `bytes_checked` is the total over

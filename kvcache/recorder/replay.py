@@ -167,7 +167,7 @@ class RecordReplay:
             self._report = replace(self._report, recorded_state_digest=digest)
 
     def _follow(self, record: Record, recording_id: str) -> None:
-        """Note a gap before `record`: the replay can only go on at the next epoch."""
+        """Note a gap before `record`: the replay can only continue at the next epoch."""
         if recording_id != self._recording_id:
             self._tell_skipped()
             self._recording_id, self._epoch = recording_id, None

@@ -1,6 +1,6 @@
 """Blocks for engines that manage sequences themselves: beam search, parallel sampling, swapping.
 
-allocator.py         allocate, fork, copy, swap       sequence_cache.py  what is cached and computed
+allocator.py         allocate, fork, copy, swap       sequence_cache.py  cached and computed tokens
 block.py             a block as a sequence sees it    held_blocks.py     physical blocks
 computed_tracker.py  cached tokens and accesses per sequence
 """

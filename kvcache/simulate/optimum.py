@@ -1,6 +1,6 @@
 """The optimum, which knows all future requests (Belady's MIN): no policy can beat it.
 
-    each request:  its hits stay ──▶ what is missing gets a block ──▶ the victim is the block needed
+    each request:  its hits stay ──▶ missing ones get a block ──▶ the victim is the block needed
                                                                       again last, or never
 
 The counting rule of `counting.py`: one request after another. Each takes all its blocks, useful or

@@ -198,7 +198,7 @@ class TierTraffic:
                 return
 
     def _spill(self) -> bool:
-        """Spill what is due; return whether there was something."""
+        """Start due spills; return whether there were any."""
         before = self.num_spilled
         while (job := self.hierarchy.plan_spills(self._clock.now())) is not None:
             self.hierarchy.spilled(job.job_id, ok=True)

@@ -210,7 +210,7 @@ class TenantLedger:
     # --- room ----------------------------------------------------------------------------------
 
     def serve(self, account: TenantAccount) -> None:
-        """Charge blocks that are taken from now on to this tenant."""
+        """Charge blocks that are taken later to this tenant."""
         self.served = account
 
     def demand(self, num_blocks: int) -> int:
@@ -260,7 +260,7 @@ class TenantLedger:
 
     @contextmanager
     def gives_its_own(self) -> Iterator[None]:
-        """Meanwhile, evict only the served tenant's own blocks, whatever others have."""
+        """During the `with` block, evict only the served tenant's own blocks."""
         self.is_own_only = True
         self.num_demands += 1
         yield

@@ -54,7 +54,7 @@ class TierShares:
 
         Raises:
             ConfigurationError: more is guaranteed than there is, a guarantee is less than a block,
-                or a limit less than a block or than what is guaranteed.
+                or a limit less than a block or than the guarantee.
         """
         named = {
             name: _share(f"tenant {shown(name)}", tenant, tier, num_blocks, blocks_per_slot)

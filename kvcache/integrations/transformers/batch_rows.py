@@ -3,7 +3,7 @@
 The rows connect the cache, which has the interface of `transformers`, with the memory, which works
 on requests. Every check precedes the first change.
 
-    open ─▶ extend (slots, tables) ─▶ the model's forward ─▶ settle (others find it from now on)
+    open ─▶ extend (slots, tables) ─▶ the model's forward ─▶ settle (others can find the blocks)
                                         crop, select ─▶ rows that share, copies before writes
 """
 
@@ -85,7 +85,7 @@ def _group_places(
     places = tokens.clamp(min=0)
     blocks = table.gather(1, places // block_size) * (tokens >= 0)
     offsets = places % block_size
-    # What a row holds already is not written: others may read it.
+    # Tokens that a row has already are not written: other rows may read them.
     held = torch.tensor([row.num_held for row in rows], device=device)[:, None]
     new = tokens[:, length - start :]
     lead_rows, columns = torch.nonzero((new >= 0) & (new >= held), as_tuple=True)
@@ -104,7 +104,7 @@ class Row:
     """A row of the batch. `request.num_computed_tokens` are confirmed: no crop removes them.
 
     Attributes:
-        request: its tokens and, once it is seated, its blocks.
+        request: its tokens and, once it has a slot, its blocks.
         pad: columns before its first token.
         num_held: tokens [0, n) whose keys and values are in blocks; drafts included.
         num_known: tokens [0, n) that are certain; those of a failed forward are not.
@@ -144,7 +144,7 @@ class BatchRows:
     def open(self, tokens: Sequence[Sequence[int]], pads: Sequence[int]) -> int:
         """Make rows and adopt their cached prefixes; return how many tokens need not be computed.
 
-        The batch continues behind the last column up to which every row is cached.
+        The batch continues after the last column up to which every row is cached.
 
         Raises:
             OutOfBlocksError: there are too many rows; nothing was changed.

@@ -69,7 +69,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values; return all that they may see, with themselves.
+        """Write new keys and values; return all that they may see, including themselves.
 
         Both are `(batch, heads, new tokens, head size)`. The result is a copy,
         `(batch, heads, get_mask_sizes(new tokens)[0], head size)`.
@@ -184,7 +184,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
 
     @property
     def open_forward(self) -> Forward:
-        """The forward that runs.
+        """The running forward.
 
         Raises:
             RequestError: none was announced.
@@ -202,7 +202,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         manager = self._store.memory.manager
         return [manager.get_block_ids(row.request.request_id) for row in self._rows.rows]
 
-    # What the store calls.
+    # Called by the store.
 
     def start(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
         """Make the rows of a batch and adopt their cached prefixes."""
@@ -216,11 +216,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
     def begin(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Announce a call of the model; return the arguments to call it with.
 
-        These are the given ones, but where the whole sequence was passed again (assisted generation
-        does, in its first call): then only the uncached part.
+        These are the given ones, unless the whole sequence was passed again (assisted generation
+        does so in its first call); then only the uncached part.
 
         Raises:
-            RequestError: the call does not go on where the cache ends; nothing was changed.
+            RequestError: the call does not continue at the end of the cache; nothing was changed.
             OutOfBlocksError: there is no room.
         """
         self.require_open()
@@ -253,14 +253,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         return arguments
 
     def finish(self) -> None:
-        """The announced call is over: its tokens are in the cache."""
+        """End the announced call: its tokens are in the cache."""
         forward = self.open_forward
         self.abandon()  # written bytes stay; settling counts them
         num_written = self._rows.settle(forward.num_new, forward.repeats)
         self._store.counters.num_computed_tokens += num_written
 
     def abandon(self) -> None:
-        """Nothing more comes of the announced call, if there is one; its tokens do not count."""
+        """End the announced call, if there is one, without its tokens."""
         if self._forward is not None:
             self._store.memory.end_forward()
             self._forward = None
@@ -268,14 +268,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
                 assert isinstance(layer, PagedLayer)
                 layer.settle()
 
-    # What `transformers` calls.
+    # Called by `transformers`.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row i be what row `beam_idx[i]` was; beams with a common past share its blocks."""
+        """Replace row i by row `beam_idx[i]`; beams with a common past share its blocks."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Let every row be `repeats` rows, one behind the other."""
+        """Replace every row by `repeats` adjacent rows."""
         self._select([index // repeats for index in range(self.num_rows * repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -285,7 +285,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self._select([index % max(1, self.num_rows) for index in indices.tolist()])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take the last columns back: 0, or their number below 0, as `transformers` has it.
+        """Remove the last columns: 0, or their number as a negative value, as in `transformers`.
 
         Raises:
             RequestError: a number above 0, more columns than there are, or windows have moved on.
@@ -301,25 +301,25 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self._rows.crop(-tokens_to_remove)
 
     def activate_past_recording(self) -> None:
-        """From now on tokens are drafts, which `crop` may take back, until a `crop` is called.
+        """Treat new tokens as drafts, which `crop` may remove, until a `crop` is called.
 
-        Drafts cannot be hit, and windows keep what precedes them.
+        Drafts cannot be hit, and windows keep the tokens before them.
         """
         self.require_open()
         self._rows.is_recording = True
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether tokens are drafts; of all layers alike."""
+        """Whether new tokens are drafts; equal for all layers."""
         return self._rows.is_recording
 
     def reset(self) -> None:
-        """Give all blocks back; the next forward begins a new batch, which finds nothing."""
+        """Free all blocks; the next forward begins a new batch without a look-up."""
         self.require_open()
         self.abandon()
         self._rows.free()
 
     def close(self) -> None:
-        """Give all blocks back, for good. What was computed stays cached while there is room."""
+        """Free all blocks and close the cache. Computed blocks stay cached while there is room."""
         if not self._is_closed:
             self.abandon()
             self._rows.free()
@@ -334,12 +334,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self._rows.select(indices)
 
     def _start_unseen(self, call: ModelCall) -> None:
-        """Begin a batch that the cache was not opened with: nothing of it is looked up."""
+        """Begin a batch that was not passed to `open`, without a look-up."""
         pads, tokens = call.rows()
         self._rows.start(tokens, pads)
 
     def _repeats(self, call: ModelCall) -> int:
-        """Return how many rows of the batch stand for one of the cache: beams, or sequences."""
+        """Return the number of the batch's rows per row of the cache: beams, or sequences."""
         num_rows = len(self._rows.rows)
         repeats, rest = divmod(call.batch_size, num_rows)
         if rest or not repeats or (repeats > 1 and self._has_begun):

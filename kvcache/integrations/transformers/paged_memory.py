@@ -1,11 +1,11 @@
-"""Blocks and tensors of one model in this process: a manager and its worker, side by side.
+"""Blocks and tensors of one model in this process: a manager and its worker.
 
-Below the cache, which knows rows and columns; nothing of `transformers` is known here. What the
-manager decides reaches the worker as the messages a coordinator would send, one for each forward:
+Used by the cache, which knows rows and columns; this module is independent of `transformers`. The
+worker gets the manager's decisions as a coordinator's messages, one per forward:
 
     reserve, fork, free ──▶ manager ──(copies, table patch)──▶ worker.begin_forward ──▶ tensors
 
-Refuses to compute anything. One owner, one thread.
+Computes nothing. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FORWARD_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ContentScope:
-    """What sets contents apart, besides tokens: adapter and salt. Not `is_shared`: look nothing up,
-    and let no request hit what was computed."""
+    """What distinguishes contents besides tokens: adapter and salt. Not `is_shared`: no look-up,
+    and no request hits the computed blocks."""
 
     lora: LoRARequest | None = None
     cache_salt: str | None = None
@@ -45,8 +45,8 @@ class ContentScope:
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """How much there is. `num_blocks`: without the null block, in place of what fits into
-    `memory_bytes`; `max_model_len`: most tokens of a row, None for the most that fits."""
+    """Sizes of the memory. `num_blocks`: without the null block; overrides
+    `memory_bytes`. `max_model_len`: most tokens of a row, None for as many as fit."""
 
     memory_bytes: int
     num_blocks: int | None
@@ -69,7 +69,7 @@ class PagedMemory:
         """Plan and allocate.
 
         Raises:
-            ConfigurationError, NotEnoughMemoryError: the sizes cannot be meant, or do not fit.
+            ConfigurationError, NotEnoughMemoryError: the sizes are invalid, or do not fit.
         """
         specs = dict(specs)
         memory_bytes = sizes.memory_bytes
@@ -113,8 +113,8 @@ class PagedMemory:
     # Requests.
 
     def new_request(self, token_ids: Sequence[int], scope: ContentScope) -> Request:
-        """Return a request of these tokens that has no blocks. All but the first count as output,
-        so that any of them can be taken back."""
+        """Return a request of these tokens without blocks. All but the first count as output,
+        so that any of them can be removed."""
         self._num_named += 1
         request = Request(
             f"row-{self._num_named}",
@@ -134,7 +134,7 @@ class PagedMemory:
     def adopt(self, token_ids: Sequence[int], num_tokens: int, scope: ContentScope) -> Request:
         """Return a request that holds the blocks of its first `num_tokens`, which `find` found.
 
-        With 0 of them it is not seated yet, and holds nothing.
+        With 0 tokens it has no slot and no blocks yet.
         """
         if not num_tokens:
             return self.new_request(token_ids, scope)
@@ -148,10 +148,10 @@ class PagedMemory:
         return request
 
     def reserve(self, request: Request, num_tokens: int) -> None:
-        """Give a request slots for its first `num_tokens`, which are more than are computed.
+        """Allocate slots for a request's first `num_tokens`, more than are computed.
 
         Raises:
-            OutOfBlocksError: there is no room; what the request had it keeps.
+            OutOfBlocksError: there is no room; the request keeps its blocks.
         """
         num_new = num_tokens - request.num_computed_tokens
         self._require(
@@ -159,7 +159,7 @@ class PagedMemory:
         )
 
     def publish(self, request: Request, num_tokens: int) -> int:
-        """Let others find the full blocks of computed tokens; return how many tokens these are."""
+        """Cache the full blocks of computed tokens; return the number of their tokens."""
         self.manager.cache_blocks(request, num_tokens)
         return num_tokens - num_tokens % min(self.block_sizes)
 
@@ -171,8 +171,8 @@ class PagedMemory:
         return child
 
     def branch(self, request: Request, num_tokens: int, scope: ContentScope) -> Request:
-        """Return a request with the first `num_tokens` of another one, computed, in blocks that may
-        be written: of what others can find it has copies where it will write.
+        """Return a request with the first `num_tokens` of another one, computed, in blocks that it
+        may write: blocks that others can find are copied where it will write.
 
         Raises:
             OutOfBlocksError: there is no room; nothing was changed.
@@ -211,7 +211,7 @@ class PagedMemory:
     # Forwards.
 
     def begin_forward(self, commands: Sequence[Command] = ()) -> None:
-        """Execute on the tensors what was decided since the last time, then `commands`.
+        """Execute the manager's commands since the last call, then `commands`.
 
         Ends a forward that was left open because its model failed.
         """
@@ -241,7 +241,7 @@ class PagedMemory:
             self.worker.end_forward(_EPOCH, self._seq)
 
     def block_table(self, group: int, slots: Sequence[int | None]) -> torch.Tensor:
-        """Return the block ids of these slots, `(len(slots), columns)`; of None null blocks."""
+        """Return the block ids of these slots, `(len(slots), columns)`; null blocks for None."""
         table = self.worker.block_tables.tensor(group)
         index = torch.from_numpy(np.array([slot or 0 for slot in slots], dtype=np.int64))
         rows = table[index.to(table.device)].long()
@@ -250,12 +250,12 @@ class PagedMemory:
         return rows
 
     def close(self) -> None:
-        """Let the tensors go."""
+        """Release the tensors."""
         self.end_forward()
         self.worker.close()
 
     def check(self) -> None:
-        """Raise `InvariantError` if the tables of manager or worker do not add up."""
+        """Raise `InvariantError` if the tables of manager or worker are inconsistent."""
         self.manager.check()
         self.worker.check()
 

@@ -6,7 +6,7 @@
         with store.open(**inputs) as cache:
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
         inputs = tokenizer(["a system prompt ... another one"], return_tensors="pt")
-        with store.open(**inputs) as cache:  # what both begin with is not computed again
+        with store.open(**inputs) as cache:  # the common prefix is not computed again
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
 
 Users start here. The store hooks into the model's own forward (`close` removes the hooks), so it
@@ -48,7 +48,7 @@ class ModelLayers:
 
     `windows[i]`: tokens that layer i sees, its own included; None: all. A layer that attends in
     chunks of `n` tokens counts as one with a window of `n`, which covers its chunk.
-    `max_position_embeddings`: what the model was trained for.
+    `max_position_embeddings`: the length that the model was trained for.
     """
 
     specs: Mapping[str, KVCacheSpec]
@@ -67,7 +67,7 @@ class ModelLayers:
         """Read `model`'s configuration.
 
         Raises:
-            ConfigurationError: a layer keeps what blocks of keys and values cannot hold; names it.
+            ConfigurationError: names a layer whose state is not keys and values per token.
         """
         config = model.config.get_text_config(decoder=True)
         if model.config.is_encoder_decoder:
@@ -103,11 +103,11 @@ class ModelLayers:
 
 
 _LONGEST = 1 << 17
-"""Tokens of a model that says no limit of its own."""
+"""Longest row of a model without a limit of its own."""
 
 
 def _window(model_name: str, index: int, layer: Any) -> int | None:
-    """Return what a layer of `transformers`' own cache remembers; None: everything."""
+    """Return the window of a layer of `transformers`' own cache; None: all tokens."""
     if type(layer) is DynamicSlidingWindowLayer:
         return int(layer.sliding_window)
     if type(layer) is DynamicLayer:
@@ -142,12 +142,12 @@ class StoreStatistics:
 DEFAULT_MEMORY_BYTES = 256 << 20
 
 _FROM_TOKENIZERS = frozenset({"token_type_ids", "special_tokens_mask", "length"})
-"""What tokenizers return besides tokens and mask; it follows from the tokens."""
+"""Tokenizer outputs besides tokens and mask; they follow from the tokens."""
 
 
 @dataclass
 class Counters:
-    """What the caches of a store have counted together."""
+    """Counters of all caches of a store."""
 
     num_asked_tokens: int = 0
     num_hit_tokens: int = 0
@@ -155,7 +155,7 @@ class Counters:
 
 
 class PagedCacheStore:
-    """Blocks of one model, and the caches that are open on them. One thread."""
+    """Blocks of one model, and the open caches. Not thread-safe."""
 
     def __init__(
         self,
@@ -168,20 +168,20 @@ class PagedCacheStore:
         max_rows: int = 64,
         eviction_policy: str = "lru",
     ) -> None:
-        """Allocate blocks on the model's device, in its dtype, and listen to its forward.
+        """Allocate blocks on the model's device, in its dtype, and hook into its forward.
 
         Args:
             model: a decoder whose layers keep a key and a value per token.
             memory_bytes: for all blocks of all layers.
-            num_blocks: so many in place of what fits into `memory_bytes`.
+            num_blocks: number of blocks, instead of as many as fit into `memory_bytes`.
             block_size: tokens of a block; a hit is a multiple of it.
-            max_model_len: most tokens of a row; by default the most that fits, up to what the model
-                was trained for.
+            max_model_len: most tokens of a row; by default as many as fit, up to the length
+                that the model was trained for.
             max_rows: most rows of all open caches together; every beam is one.
             eviction_policy: as of `KVCacheManager`.
 
         Raises:
-            ConfigurationError: the model keeps other things, or a value cannot be meant.
+            ConfigurationError: the model needs another kind of cache, or a value is invalid.
             NotEnoughMemoryError: not even one token fits, or not `max_model_len`.
         """
         self.layers = ModelLayers.of(model, block_size)
@@ -226,15 +226,15 @@ class PagedCacheStore:
 
         Args:
             input_ids: `(batch, tokens)`, as passed to `generate`: not repeated for beams. Without
-                them nothing is looked up, and the first forward says the batch.
+                them nothing is looked up, and the first forward defines the batch.
             attention_mask: likewise; pads on the left.
             lora: the adapter that is active while this cache is used.
             cache_salt: only caches of the same salt share.
             is_shared: False: look nothing up, and let no request hit the computed blocks.
-            others: what else a tokenizer says of the batch, `token_type_ids`; not looked at.
+            others: other outputs of a tokenizer, such as `token_type_ids`; ignored.
 
         Raises:
-            RequestError: the store is closed, or the batch cannot be meant.
+            RequestError: the store is closed, or the batch is invalid.
             OutOfBlocksError: more rows than `max_rows`.
         """
         if self._is_closed:
@@ -252,7 +252,7 @@ class PagedCacheStore:
         return cache
 
     def reset(self) -> None:
-        """Forget all that is cached: the model's weights have changed.
+        """Forget all cached blocks, because the model's weights have changed.
 
         Raises:
             RequestError: caches are open.
@@ -280,11 +280,11 @@ class PagedCacheStore:
         )
 
     def check(self) -> None:
-        """Raise `InvariantError` if the tables do not add up."""
+        """Raise `InvariantError` if the tables are inconsistent."""
         self.memory.check()
 
     def close(self) -> None:
-        """Close all caches, stop listening to the model, let the tensors go."""
+        """Close all caches, remove the hooks, release the tensors."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -295,7 +295,7 @@ class PagedCacheStore:
         self.memory.close()
 
     def forget(self, cache: PagedCache) -> None:
-        """A cache was closed."""
+        """Remove a closed cache."""
         self._open = [other for other in self._open if other is not cache]
 
     # Hooks of the model's forward.
