@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What stands lower may import what stands higher, never the reverse. Packages of one line may
+# Lower packages may import higher ones, never the reverse. Packages of one line may
 # import each other, but not in a circle.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("base",),

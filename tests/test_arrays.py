@@ -28,7 +28,7 @@ def test_many_are_asked_as_each_is(seed: int) -> None:
             len(set(plain)) == len(plain),
         )
         seen.add(answers)
-    assert len(seen) == 6  # none is an id that is not below the end
+    assert len(seen) == 6  # every id is below the end
 
 
 def test_the_largest_end_is_one() -> None:

@@ -164,5 +164,5 @@ def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None
         codes = sorted(cache.glob("source_*/*.nbc"))
         written.append([(code.name.partition("-")[0], code.stat().st_ino) for code in codes])
     assert [name for name, _ in written[0]] == ["adding.add_one", "adding.add_two"]
-    assert written[1] == written[0]  # the second process has loaded what the first one kept
+    assert written[1] == written[0]  # the second process has loaded the first one's code
     assert not kept(source, "nb?")

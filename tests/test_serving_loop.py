@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Turns:
-    """Turns with given effects, one after the other; they wait when there are no more."""
+    """Turns with given effects, one after the other; after the last, turns wait."""
 
     def __init__(self, *actions: Callable[[], object]) -> None:
         self.actions = list(actions)

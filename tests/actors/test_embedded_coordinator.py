@@ -134,7 +134,7 @@ def require_no_threads() -> None:
 
 
 def require_warm(client: Any, request_id: str) -> None:
-    """Fail unless the drivers' first prompt is hit, and its bytes are what its tokens demand."""
+    """Fail unless the drivers' first prompt is hit, and its bytes match its tokens."""
     before = client.bytes_checked
     assert compute(client, request_id, 1000) == NUM_HIT_TOKENS
     assert client.failures == ()

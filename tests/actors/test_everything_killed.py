@@ -1,4 +1,4 @@
-"""kill -9 of everything at once: no process of ours is left, and nothing in shared memory."""
+"""kill -9 of everything at once: no process of the cluster and no shared memory remains."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SHAPE = ConversationShape(
 
 
 class KillingStepper(ClientStepper):
-    """Kills the coordinator right behind a step in which enough requests run."""
+    """Kills the coordinator right after a step in which enough requests run."""
 
     def __init__(self, client: StepClient, cluster: KVCacheCluster) -> None:
         return_s = cluster.config.deadlines.return_s

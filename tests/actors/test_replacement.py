@@ -75,7 +75,7 @@ def notice_and_attach_again(client: Any) -> None:
     """Step until the epoch's end is known, then attach to the next one."""
     with pytest.raises((WorkerLostError, StaleEpochError)):
         for _ in range(100_000):
-            with contextlib.suppress(DeadlineError):  # nothing was heard: go on asking
+            with contextlib.suppress(DeadlineError):  # no message yet: ask again
                 client.wait_finished(client.step(EMPTY).step)
     client.attach(timeout_s=SOON_S)
 

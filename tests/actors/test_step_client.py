@@ -55,7 +55,7 @@ class Listener:
         self.is_reading = threading.Event()
         self.num_disconnections = 0
         self._answers: list[bytes] = []
-        self._readable = select.epoll()  # which it never becomes: what comes is found at ticks
+        self._readable = select.epoll()  # never readable: messages are found at ticks
 
     def send(self, payload: bytes) -> None:
         if self.is_reading.is_set():
@@ -222,7 +222,7 @@ def test_a_silent_coordinator_is_looked_for_in_writing_before_anybody_is_asked(
     clock.advance(LOOK_S + 0.01)
     dialer.note = Endpoint("nowhere")
     assert connection.is_time_to_look
-    assert connection.look_for_move() is None  # it is where it was
+    assert connection.look_for_move() is None  # it has not moved
     dialer.note = Endpoint("elsewhere")
     moved_to = connection.look_for_move()
     assert moved_to == Endpoint("elsewhere")
@@ -277,7 +277,7 @@ def test_a_cluster_cannot_be_asked_after_ray_was_left(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config()
-    coordinator = ray.remote(int)  # of which no method can be called
+    coordinator = ray.remote(int)  # none of its methods can be called
     parts = ClusterParts(config.name, config.deadlines, coordinator)
     cluster = KVCacheCluster(config, parts, is_own=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

@@ -58,7 +58,7 @@ def tier_config(
 def play(client: Any, number: int) -> int:
     """Admit prompt `number`, compute it and finish it; return how many of its tokens were hit.
 
-    A client whose epoch ends meanwhile attaches again, and sends the prompt again.
+    A client whose epoch ends during that attaches again, and sends the prompt again.
     """
     give_up_s = time.monotonic() + PATIENCE_S
     while True:

@@ -1,4 +1,4 @@
-"""The contents of requests as numbers, and what one forward reads and writes.
+"""The contents of requests as numbers, and the reads and writes of one forward.
 
 A number stands for a whole prefix: namespace, images, and all tokens up to a position. Two
 positions have the same number exactly if a forward would write the same bytes there.

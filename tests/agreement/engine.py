@@ -42,7 +42,7 @@ class Live:
 
     @property
     def num_drafts(self) -> int:
-        """Drafts of the last forward, some of which may be accepted."""
+        """Drafts of the last forward; some may be accepted."""
         return max(0, self.computed - len(self.tokens))
 
     @property

@@ -230,7 +230,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True)
 class Step:
-    """A whole step; `line` is what the log says of it."""
+    """A whole step; `line` is its line in the log."""
 
     request: StepRequest = field(repr=False)
     line: str = ""

@@ -49,7 +49,7 @@ class AddressDialer:
         return ZmqPeer(endpoint, peer, limits)
 
     def lost_workers(self) -> str:
-        """None is."""
+        """Return that none is."""
         return ""
 
 

@@ -142,7 +142,7 @@ class CrowdedCluster:
         return ZmqPeer(endpoint, peer, self._limits)
 
     def lost_workers(self) -> str:
-        """None is."""
+        """Return that none is."""
         return ""
 
     # --- inspection, and faults

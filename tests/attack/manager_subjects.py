@@ -677,7 +677,7 @@ def client_subject(is_async: bool) -> Subject:
         tenant=OPTIONAL_TEXT,
     )
     step = instance_of(StepRequest).also(
-        StepRequest(completed_step=True),  # type: ignore[arg-type]  # that it is refused is meant
+        StepRequest(completed_step=True),  # type: ignore[arg-type]  # must be refused
         StepRequest(finished="a"),  # type: ignore[arg-type]
         StepRequest(completed_step=1.5),  # type: ignore[arg-type]
         StepRequest(new=(NewRequest("n", ints(1), 1.5),)),  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """A real cluster under garbage: all sockets that its processes listen on, while it serves.
 
-The cluster has host memory and publishes events, so that there are a memory service, a coordinator,
+The cluster has host memory and publishes events, so it has a memory service, a coordinator,
 workers and a publisher. An honest client, an honest follower and the memory service's state show
 the effects. Ray's own ports are left alone.
 """

@@ -314,7 +314,7 @@ def attack(seed: int, goes_on: Callable[[int], bool]) -> Attack:
 
 
 def main() -> None:
-    """Attack for as long as is asked for."""
+    """Attack for the requested time."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -64,7 +64,7 @@ class Disk:
         shutil.rmtree(directory)
 
     def unplug(self) -> None:
-        """Remove it for good: a file takes its place."""
+        """Remove it permanently: a file takes its place."""
         (directory,) = self.root.glob("*/*/rank1")
         shutil.rmtree(directory)
         directory.touch()

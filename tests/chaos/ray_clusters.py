@@ -276,7 +276,7 @@ def is_ready(cluster: Any) -> bool:
 
 
 def unsettled(cluster: Any) -> list[str]:
-    """Return what is still in progress or held, and what is wrong."""
+    """Return remaining work and used blocks, and inconsistencies."""
     statistics = cluster.statistics()
     coordinator = statistics.coordinator
     if coordinator is None or coordinator.manager is None:

@@ -115,7 +115,7 @@ def connect(
 
 
 def refuse_connection(*_: object) -> PeerTransport:
-    """For workers that only report what they keep."""
+    """For workers that only report their labels."""
     raise ClusterError("no process is there")
 
 

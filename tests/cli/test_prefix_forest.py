@@ -84,7 +84,7 @@ def test_rows_are_what_counting_block_by_block_finds(seed: int) -> None:
             count for count in branching if count > 1
         ][:4]
         if step >= 100:
-            continue  # what is longest after parents were gone depends on who told it
+            continue  # the longest prefix after removed parents depends on the order of events
         ends = sorted(row.num_blocks for row in rows.values() if not row.num_children)
         assert len(top.longest) == min(4, len(ends))
 

@@ -498,7 +498,8 @@ class SlowCore:
     def reserve_rows(self, rows: RowBatch) -> RowsReserved:
         """Serve rows that share what they may write one by one, the others together: all skip,
         those who can have all they lack get it, and then contents are made hittable, first of rows
-        that fill only one unit, if its tokens are at hand, and last of those where they are not."""
+        that fill only one hash block, if its tokens are known, and last those without known
+        tokens."""
         rows.tokens.sync(np.arange(len(rows.slots)))
         chosen = [self.rows[request.request_id] for request in rows.requests]
         wanted = [self.reservation(rows, i) for i in range(len(chosen))]

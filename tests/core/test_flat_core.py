@@ -343,7 +343,7 @@ def test_walks_with_checked_indices_agree(model: str) -> None:
 
 
 def test_what_continues_contents_without_digests_is_told_of_with_the_right_parent() -> None:
-    """A row whose digests are known publishes behind nodes whose digests nobody has needed yet."""
+    """A row with known digests publishes after nodes whose digests were never needed."""
     core = make_flat_core(20)
     core.open_step("engine", 1)
     first = Request("a", list(range(9)))

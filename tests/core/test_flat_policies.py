@@ -97,7 +97,7 @@ class Workload:
         changes = self.core.reserve(request, wanted, hit)
         if changes is not None:
             self.running.append(request)
-            # Only what a look-up found: nothing is in two blocks.
+            # Only hits: no content is in two blocks.
             if hit.num_tokens >= len(base) // 4 * 4:
                 self.known = [*self.known[-12:], tokens]
         figures = self.core.statistics()

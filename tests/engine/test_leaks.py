@@ -13,7 +13,7 @@ SYSTEM = tokens(0, 20)
 
 
 def play(num_requests: int, seed: int) -> None:
-    """Serve requests of all kinds, some of which are aborted, some compared."""
+    """Serve requests of all kinds; some are aborted, some compared."""
     random_ = random.Random(seed)
     config = EngineConfig(
         model=model("llama"),

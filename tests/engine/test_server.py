@@ -39,7 +39,7 @@ DOCUMENT = "A document that many ask about, of quite some length: " * 6
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, and its engines."""
+    """The server's address, and its engines."""
 
     port: int
     engines: DeploymentHandle

@@ -1,4 +1,4 @@
-"""Answers: a slow reader gets all of them, and costs neither time nor memory meanwhile."""
+"""Answers: a slow reader gets all of them, and costs neither time nor memory."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def _calls() -> Target:
             method, values = msgpack.unpackb(data, strict_map_key=False)
             packed = msgpack.packb(values)
         except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
-            return  # not what is tested here
+            return  # not the subject of this test
         if not isinstance(method, str):
             return
         try:

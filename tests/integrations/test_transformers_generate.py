@@ -136,7 +136,7 @@ def test_rows_of_a_padded_batch_share_a_system_prompt(llama: Any) -> None:
         with store.open(ids, mask) as cache, counted_columns(llama) as columns:
             output = generate(llama, ids, attention_mask=mask, past_key_values=cache)
         assert torch.equal(output, expected)
-        # All rows have 24 cached tokens; the first one is the first that needs to go on.
+        # All rows have 24 cached tokens; the first row is the first that must continue.
         assert columns[0] == 40 - 24
         assert store.statistics().num_hit_tokens - before == 24 + 21 + 17
 

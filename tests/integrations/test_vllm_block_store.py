@@ -143,7 +143,7 @@ class Cluster:
         self.restart()
 
     def restart(self) -> tuple[int, int]:
-        """Begin with what the ranks have kept."""
+        """Begin with the blocks that the ranks have kept."""
         for rank in self.ranks:
             rank.slots = {slot: rank.slots[slot] for slot in rank.sealed if slot in rank.slots}
             rank.running.clear()

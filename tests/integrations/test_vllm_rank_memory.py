@@ -141,7 +141,7 @@ def test_a_load_that_fails_is_told(name: str, is_asynchronous: bool) -> None:
     assert memory.take_invalid_blocks() == set()
     assert torch.equal(tensors["layer0"][10], tensors["layer0"][7])
     assert not tensors["layer1"][9].any()
-    # What a step computes that waits for its loads may follow from them.
+    # A step that waits for its loads may compute from the loaded blocks.
     assert store(memory, (4,), (5,), job=4).ok == is_asynchronous
     memory.obey(StepCommands())
     assert store(memory, (4,), (5,), job=5).ok

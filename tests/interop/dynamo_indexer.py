@@ -1,7 +1,7 @@
 """Dynamo's own indexer as a process, and its answers over HTTP.
 
 `python -m dynamo.indexer`, as installed. Its listener can be paused, which it allows for tests:
-messages published meanwhile are lost to it.
+it misses messages published during that time.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def fixed_places() -> dict[str, str]:
 
 
 class PublishedCluster:
-    """The cluster, its one client, and a subscriber of ours."""
+    """The cluster, its one client, and a kvcache subscriber."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class PublishedCluster:
         assert found == self.num_cached(), "published and cached blocks differ"
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        """Wait until `holds`; meanwhile all parts take turns."""
+        """Give all parts turns until `holds`."""
         give_up_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < give_up_s, f"not so in time: {what}; {self.statistics()}"

@@ -187,7 +187,7 @@ def test_one_block_per_event_is_the_same_to_it(start_indexer: StartIndexer) -> N
 def test_positions_are_read_as_well_but_salted_blocks_are_passed_over(
     start_indexer: StartIndexer,
 ) -> None:
-    """It has no position for a salt. What it reads there makes it drop the event, so that salted
+    """It has no position for a salt. The value there makes it drop the event, so that salted
     blocks are not found; they are never taken for others."""
     indexer = start_indexer()
     tokens = np.arange(160, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The demands of routers on a publisher, checked message by message.
+"""The rules that routers expect of a publisher, checked message by message.
 
 Written from the format alone: bytes are read with msgpack and nothing of this project. Each rule
 names the router that would lose something without it:

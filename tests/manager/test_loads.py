@@ -57,7 +57,7 @@ def hit_tokens(manager: KVCacheManager, tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: Shape) -> None:
-    wanted = 44 if shape is CHUNKED else 48  # where a chunk ends nothing before it is needed
+    wanted = 44 if shape is CHUNKED else 48  # at the end of a chunk, nothing before it is needed
     tokens = TOKENS[: wanted + 1]
     manager = make_manager(
         shape,
@@ -102,7 +102,7 @@ def test_only_what_the_device_does_not_have_is_loaded() -> None:
     assert load is not None
     assert load.num_device_tokens == 20
     assert load.columns[0].tolist() == list(range(5, 12))
-    assert load.columns[1].tolist() == [10, 11]  # what a window of 9 reads behind 48 tokens
+    assert load.columns[1].tolist() == [10, 11]  # read by a window of 9 after 48 tokens
 
 
 def test_an_abandoned_load_leaves_nothing() -> None:

@@ -41,7 +41,7 @@ def no_blocks(request_id: str) -> tuple[list[int], ...]:
 
 
 def request_in(table: RequestTable, slot: int) -> Request:
-    """The request of a slot as it is, without bringing it up to date."""
+    """The request of a slot, without an update."""
     request: Request = table.requests[slot]
     return request
 
@@ -132,7 +132,7 @@ def test_callers_append_behind_the_back_of_the_table() -> None:
 
 @dataclass
 class Row:
-    """What a row must be."""
+    """The expected row."""
 
     request: Request
     tokens: list[int]

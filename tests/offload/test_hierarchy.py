@@ -54,7 +54,7 @@ def make_keys(num_keys: int, first: int = 0) -> list[OffloadKey]:
 def store(
     tiers: TierHierarchy, keys: list[OffloadKey], labels: Label | None = None
 ) -> list[OffloadKey]:
-    """Store and return what was stored."""
+    """Store and return the stored keys."""
     job = tiers.plan_store(keys, NOW_S, labels=labels)
     if job is None:
         return []
@@ -63,7 +63,7 @@ def store(
 
 
 def spill(tiers: TierHierarchy) -> list[OffloadKey]:
-    """Spill what is due and return it."""
+    """Start due spills and return them."""
     spilled: list[OffloadKey] = []
     while (job := tiers.plan_spills(NOW_S)) is not None:
         tiers.spilled(job.job_id, ok=True)

@@ -133,7 +133,7 @@ class Replay:
     def _decode(
         self, name: str, token: int, drafts: int, accepted: list[int], lookahead: int
     ) -> tuple[int, bool]:
-        """One sampled token and `drafts` after it, `accepted` of which turn out right."""
+        """One sampled token and `drafts` after it; `accepted` of them will be accepted."""
         request = self.requests[name]
         if self.num_tokens[name] == self.num_computed[name]:
             self.side.append(request, [token])

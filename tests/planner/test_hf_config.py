@@ -212,7 +212,7 @@ def test_kv_heads_that_are_not_said_are_those_known_of_the_architecture(
         return {layer.model_dump().get("num_kv_heads") for layer in layers} - {None}
 
     assert kv_heads(without(config, "num_key_value_heads")) == {known}
-    # null says that there are no groups of heads
+    # null: no groups of heads
     assert kv_heads({**config, "num_key_value_heads": None}) == {config["num_attention_heads"]}
 
 

@@ -161,7 +161,7 @@ def test_blocks_that_would_have_to_grow_beyond_reason_are_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         unify(tiny, state(4097))
-    # What does not grow is padded all the same.
+    # Pages that do not grow are padded too.
     assert unify(state(1), state(4097))[0][0] == state(1, page_size_padded=4097)
 
 

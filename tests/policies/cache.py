@@ -133,7 +133,7 @@ class Cache:
             self.drop(content)
 
     def try_evicting(self) -> None:
-        """Choose victims, some of which stay."""
+        """Choose victims; some of them stay."""
         self.evict(self.rng.randrange(1, 9), num_kept=self.rng.randrange(4))
 
     def evict(self, num_entries: int, num_kept: int = 0) -> None:

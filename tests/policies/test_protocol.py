@@ -101,7 +101,7 @@ def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(na
 
 
 class Churn:
-    """New contents, some of which are used, dropped while in use, or come back."""
+    """New contents; some are used, dropped while in use, or come back."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.policy, self.book = make_policy(name, capacity)

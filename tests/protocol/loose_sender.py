@@ -20,7 +20,7 @@ def unchecked(message: Message, max_bytes: int = 0) -> bytes:
 
 
 def written(value: Any, tagged: bool = False) -> Any:
-    """Return what is packed for a value; commands are `tagged`."""
+    """Return the packed form of a value; commands are `tagged`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints = typing.get_type_hints(type(value))
         parts = [

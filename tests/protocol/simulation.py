@@ -304,7 +304,7 @@ class Cluster:
         return False
 
     def _run_forwards(self, rank: int, worker: KVCacheWorker) -> None:
-        """Run what is due, unless this rank is slow now."""
+        """Run due work, unless this rank is slow now."""
         now_s = self.clock.now()
         if now_s < self._sleepy.get(rank, 0.0):
             return
@@ -376,7 +376,7 @@ class Cluster:
         if is_total_loss or chance.random() < 0.3:
             self._store = MemoryStateStore()
             # A coordinator that hears no peer, not even the store, would be obeyed forever by a
-            # rank's new process: nothing is left that says which of two is the newer.
+            # rank's new process: nothing shows which of two is newer.
             self.superseded.clear()
         if is_total_loss:
             self.superseded.clear()

@@ -159,7 +159,7 @@ def test_an_envelope_declines_unusual_and_invalid_values() -> None:
         replace(progress, client_id="c" * 4097),
         replace(progress, client_id="\ud800"),
         replace(progress, applied_step=True),
-        replace(progress, failures=("x",)),  # type of a field that is looked at the long way
+        replace(progress, failures=("x",)),  # type of a field that only the full decoder checks
     ):
         assert envelope.pack(unusual) is None
     for values in (["client", 1, 2**63, 0, 0, []], ["c" * 4097, 1, 0, 0, 0, []]):

@@ -73,7 +73,7 @@ class Bench:
         self.offloading = Offloading(parts, self.manager, JobTable(1), self.clock)
 
     def computed(self) -> list[Label]:
-        """Compute a prompt by a call, and return what became of it."""
+        """Compute a prompt by a call, and return the result."""
         request = Request("r", TOKENS)
         self.manager.allocate_slots(request, len(TOKENS))
         commands = self.manager.take_commands()
@@ -86,7 +86,7 @@ class Bench:
         return self.offloading.look_up(request, 0).answer
 
     def discarded_files(self) -> int:
-        """How many keys' files ranks are told to remove."""
+        """Number of keys whose files ranks must remove."""
         told = self.offloading.commands([])
         return sum(len(c.keys) for c in told if isinstance(c, Discard)) // 36
 

@@ -1,4 +1,4 @@
-"""What a coordinator waits for, and since when."""
+"""The waits of a coordinator, and their ages."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ VANISHED_SHARES = (0.1, 0.5, 1.0)
 
 
 class VirtualLanes:
-    """Lanes that work only when they are told to."""
+    """Lanes that work only on demand."""
 
     def __init__(self, num_lanes: int, disk: VirtualDisk) -> None:
         self._disk = disk

@@ -59,7 +59,7 @@ def test_a_random_life_replays_to_the_identical_state(
     assert replayed.manager.dump_state() == state
 
 
-# --- what a replay finds --------------------------------------------------------------------------
+# --- findings of a replay -------------------------------------------------------------------------
 
 
 def is_step(record: object) -> bool:

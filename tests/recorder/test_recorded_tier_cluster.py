@@ -127,7 +127,7 @@ def fail_every_other_load(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def until_let_in(client: Any, step: StepRequest) -> StepResult:
-    """Send a step until its request is admitted, or refused for good."""
+    """Send a step until its request is admitted or finally refused."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         result: StepResult = client.step(step)
@@ -274,7 +274,7 @@ def test_tenants_in_tiers_are_replayed(tmp_path: Path) -> None:
     assert replayed.manager.statistics().tenants == statistics.tenants
 
 
-# --- the command, and what is damaged -------------------------------------------------------------
+# --- the command, and damaged recordings ----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

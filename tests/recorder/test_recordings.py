@@ -23,7 +23,7 @@ from kvcache.recorder.records import (
 )
 from tests.recorder.segments_at_rest import head_of, records_of, replay, write
 
-# --- what is not there ----------------------------------------------------------------------------
+# --- missing recordings ---------------------------------------------------------------------------
 
 
 def test_without_its_first_segment_a_recording_is_replayed_from_the_next_epoch(
@@ -112,7 +112,7 @@ def test_a_segment_that_was_only_begun_is_left_out(copied: list[Path]) -> None:
     assert report.state_digest == report.recorded_state_digest
 
 
-# --- what is no recording -------------------------------------------------------------------------
+# --- invalid recordings ---------------------------------------------------------------------------
 
 
 def test_an_invalid_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_requests_are_told_in_order_of_admission_once_they_have_ended() -> None:
     (b,) = served.step(new=(prompt("b"),), rows=[RunningRow(a, 1, (7,))])
     served.step(rows=[RunningRow(a, 1, (7, 8)), RunningRow(b, 1, (9,))], finished=("before",))
     served.step(rows=[RunningRow(a, 1, (7,))], finished=("b",))
-    assert served.taken() == []  # a came first, and goes on
+    assert served.taken() == []  # a came first, and continues
     served.step(finished=("a",))
     assert served.taken() == [("a", 2.0, 4), ("b", 3.0, 1)]
     assert served.taken() == []

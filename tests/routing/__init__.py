@@ -1,1 +1,1 @@
-"""Routers of our own: scores, followers, the actor."""
+"""The routers of kvcache: scores, followers, the actor."""

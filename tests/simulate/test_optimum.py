@@ -80,7 +80,7 @@ def test_without_a_limit_every_block_that_comes_back_is_hit(tmp_path: Path) -> N
 
 
 def test_blocks_that_are_never_needed_again_go_first(tmp_path: Path) -> None:
-    """Of two blocks the one that is used again stays, whatever passes through the other."""
+    """Of two blocks, the reused one stays, whatever passes through the other."""
     requests = [(5, [0, 1]), (4, [2]), (4, [3]), (4, [4]), (5, [0, 5])]
     trace = block_trace(tmp_path / "trace.jsonl", requests)
     count = count_optimal_hits(trace, 2)

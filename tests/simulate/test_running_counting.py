@@ -185,7 +185,7 @@ def test_requests_far_apart_find_in_tiers_what_they_find_one_after_another(
             (each.num_device_hits, each.num_host_hit_tokens, each.num_disk_hit_tokens)
             for each in results
         ]
-        # Room for answers is taken from what is cached.
+        # Room for answers is taken from cached blocks.
         assert one == pytest.approx(two, rel=0.1)
         assert min(two) > 0
 

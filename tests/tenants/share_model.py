@@ -56,7 +56,7 @@ def has_room(holdings: Holdings, name: str, num_blocks: int, pool_blocks: int) -
 def after_taking(
     holdings: Holdings, name: str, num_blocks: int, num_fresh: int
 ) -> dict[str, Holding]:
-    """Return the counts after a tenant has taken blocks, `num_fresh` of which had no owner."""
+    """Return the counts after a tenant has taken blocks; `num_fresh` of them had no owner."""
     left = dict(holdings)
     mine = left[name]
     over = max(0, mine.blocks + num_blocks - mine.limit)

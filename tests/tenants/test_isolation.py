@@ -1,4 +1,4 @@
-"""What a salted tenant can learn of others' contents: nothing, by any call."""
+"""A salted tenant learns nothing of others' contents, by any call."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 Each seed draws a fault and its moment within a load of prompts with shared prefixes: the engine or
 the memory service is killed or stopped for a while, bytes of the host segment change, files are
-damaged, cut or removed. What the engine answers then, or the next one if it died, must be the
-expected tokens, within a deadline. One engine serves seed after seed as long as it lives.
+damaged, cut or removed. The engine's next answers, or those of the next engine if it died, must be
+the expected tokens, within a deadline. One engine serves seed after seed as long as it lives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one seed did. `cached`: tokens that its last answer had not computed."""
+    """The results of one seed. `cached`: tokens that its last answer did not compute."""
 
     seed: int
     fault: str
@@ -112,7 +112,7 @@ class World:
         return self.engine
 
     def run(self, seed: int) -> Outcome:
-        """Run one seed; raises AssertionError with what is wrong."""
+        """Run one seed; raises AssertionError with the difference."""
         draw = random.Random(seed)
         fault, moment_s = draw.choice(FAULTS), draw.random() * 1.5
         begun_s = time.monotonic()
@@ -140,7 +140,7 @@ class World:
         return Outcome(seed, fault, is_restarted, sum(answer.cached), wall_s)
 
     def harm(self, fault: str, draw: random.Random) -> None:
-        """Do what is drawn."""
+        """Execute the drawn action."""
         acts: dict[str, Callable[[], None]] = {
             "kill engine": lambda: self._signal_engine(signal.SIGKILL),
             "kill engine core": self._kill_core,
@@ -198,7 +198,7 @@ class World:
         self._signal_service(signal.SIGCONT)
 
     def _flip(self, draw: random.Random) -> None:
-        """Change bytes of some slots, whatever is going on with them."""
+        """Change bytes of some slots, whatever their state."""
         try:
             segment = Segment(self.name, draw.randrange(self.num_ranks))
         except (AssertionError, ClusterError):  # it is gone with its service

@@ -20,7 +20,7 @@ MEMORY: dict[str, Any] = {"offload": {"host_memory_per_rank": "64MiB"}}
 HITS = [FULL_BLOCKS * BLOCK] * len(PROMPTS)
 
 REPETITIVE = [[10 + (i + k) % 7 for i in range(200)] for k in range(3)]
-"""Prompts with repeated n-grams, so that there are drafts."""
+"""Prompts with repeated n-grams, which lead to drafts."""
 
 SMALL_POOL = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128}
 """Room for five of the eight requests that run at a time: prefills in chunks, and preemptions."""

@@ -168,7 +168,7 @@ class RandomForwards:
         rng = self.rng
         accepted = rng.randint(0, request.num_drafts)
         request.computed = request.own_end + accepted
-        # Accepted drafts are the request's own from now on, rejected ones never were.
+        # Accepted drafts become the request's own tokens, rejected ones never were.
         del request.tokens[max(request.computed, self._num_own(request)) :]
         if request.computed == len(request.tokens):
             request.tokens.append(rng.randrange(100))

@@ -230,7 +230,7 @@ def test_a_checksum_is_of_what_has_arrived(bench: Bench) -> None:
     host = bench.worker.host_pool
     assert host is not None
     for tensor in host.tensors:
-        tensor[0].fill_(9)  # what is in the slot until the copy is over
+        tensor[0].fill_(9)  # the content of the slot until the copy is done
     bench.finish()
     assert loaded(bench, 0) == content
 

@@ -259,7 +259,7 @@ def test_one_thread_that_fails_ends_the_move(
     every = ids(*range(32))
     move = BlockMove(memories.device, memories.host, every, every, True)
     task = CopyTask(move, CpuCopyEngine(), takes_checksums=True)
-    # The others go on when what is left has been thrown away.
+    # The others continue when the remaining batches have been dropped.
     monkeypatch.setattr(copy_task, "deque", lambda items: Told(items, failed))
     result = run(task, pool)
     assert "no room" in result.problem

@@ -54,7 +54,7 @@ MAKERS: dict[str, Callable[[], CudaCopyEngine]] = {
 def engine(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CudaCopyEngine]:
-    """An engine that copies in one way only, where it can be chosen."""
+    """An engine that uses only one method, if it can be chosen."""
     if request.param == "runs":
         monkeypatch.setattr(cuda_engine_module, "loaded_cuda_runtime", lambda: None)
     if request.param == "kernel" and find_kernel(DEVICE).kernel is None:
@@ -129,7 +129,7 @@ def test_zeroes_leave_what_lies_between_rows(engine: CudaCopyEngine, width: int,
 def test_a_store_waits_for_the_forward_that_writes_its_blocks(engine: CudaCopyEngine) -> None:
     rows, host = torch.zeros((4, 4096), dtype=torch.uint8, device=DEVICE), pinned(4, 4096)
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream(DEVICE)  # not the one that is current where the copy is asked for
+    stream = torch.cuda.Stream(DEVICE)  # not the current stream of the copy's call
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG_CYCLES)
         rows.fill_(7)

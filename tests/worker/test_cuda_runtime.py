@@ -60,7 +60,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def shim(built: Path, tmp_path: Path) -> Shim:
-    """A copy of its own for every test: a library is loaded once, and counts on."""
+    """A separate copy for every test: a library is loaded once, and keeps its counters."""
     library = ctypes.CDLL(shutil.copy(built, tmp_path / built.name))
     return Shim(library, CudaRuntime(library))
 

@@ -358,11 +358,11 @@ def test_a_directory_that_cannot_be_listed_is_a_problem_of_the_scan(tmp_path: Pa
     assert store.statistics().problems == {"io": 1}
 
 
-# --- what others do to files
+# --- other processes change files
 
 
 def limited(directory: Path, num_files: int) -> tuple[FileStore, list[FileHead]]:
-    """A store with room for so many files of one size, all of which are there."""
+    """A store full of files of one size."""
     heads = []
     for seed in range(2 * num_files):
         head = random_head(np.random.default_rng(seed), PAYLOAD)

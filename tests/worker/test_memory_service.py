@@ -45,7 +45,7 @@ from tests.worker.tier_support import SHAPE, fill
 TIMEOUT_S = 60.0
 NUMBERS = itertools.count()
 OF_A_SERVICE = 2
-"""Descriptors of a memory service that keeps nothing: its socket, and what it waits with."""
+"""Descriptors of a memory service that keeps nothing: its socket and its selector."""
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ HOPPER = 90
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, where triton is. What it makes is interpreted."""
+    """The module, if triton is installed. Its kernels are interpreted."""
     pytest.importorskip("triton", reason="NO TRITON: the kernel for small pages is NOT TESTED")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from kvcache.worker.copies import triton_kernel
@@ -84,7 +84,7 @@ def test_nothing_to_copy_launches_nothing(engine: Any) -> None:
 def test_the_kernel_compiles_for_hopper_to_wide_loads_and_stores(
     element: str, unit: int, loads: str, stores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 16 bytes, although the compiler is told nothing of widths and strides."""
+    """Accesses have 16 bytes, although the compiler knows no widths and strides."""
     triton: Any = pytest.importorskip("triton", reason="NO TRITON: the kernel is NOT COMPILED")
     if "nvidia" not in triton.backends.backends:
         pytest.skip("NO NVIDIA BACKEND IN TRITON: the kernel is NOT COMPILED")

@@ -297,7 +297,7 @@ class _Later:
 
 
 class LateEngine(CpuCopyEngine):
-    """Transfers that end when they are told to."""
+    """Transfers that end on demand."""
 
     copies_at_once = False
 

@@ -1,4 +1,4 @@
-"""A copy engine whose transfers end when they are told to, in any order.
+"""A copy engine whose transfers end on demand, in any order.
 
 Like the slowest device: ids and source bytes are read at the very end, all at once.
 """
