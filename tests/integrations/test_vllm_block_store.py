@@ -127,6 +127,21 @@ class FakeRank:
         return failed
 
 
+class FakePool:
+    """vLLM's pool, as far as blocks are held."""
+
+    def __init__(self) -> None:
+        self.blocks = list(range(50))
+        self.held: list[int] = []
+
+    def touch(self, blocks: list[int]) -> None:
+        self.held += blocks
+
+    def free_blocks(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.held.remove(block)
+
+
 def keys_of(packed: bytes) -> list[bytes]:
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
@@ -148,6 +163,8 @@ class Cluster:
             rank.slots = {slot: rank.slots[slot] for slot in rank.sealed if slot in rank.slots}
             rank.running.clear()
         self.store = BlockStore(setting_of(**self.options), lambda: self.time_s)
+        self.pool = FakePool()
+        self.store.held_blocks.bind(self.pool)
         inventories = {rank.rank: rank.inventory(self.num_files) for rank in self.ranks}
         return self.store.adopt(inventories)
 
@@ -356,6 +373,61 @@ def test_a_store_that_is_not_answered_in_time_is_given_up() -> None:
     assert cluster.digests() == [set(), set()]
 
 
+def test_a_request_whose_load_hangs_is_computed_in_other_blocks() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    request = request_of("s", 13)
+    assert cluster.begin(request) == 12
+    commands = cluster.commands()
+    cluster.obey(commands)
+    cluster.store.reported(cluster.ranks[0].work())
+    overdue = RankReports(overdue_loads=(commands.loads[0].job_id,))
+    for _ in range(2):  # two ranks may say so
+        cluster.store.reported(overdue)
+        assert cluster.pool.held == [10, 11, 12]
+    cluster.store.received(["s"])
+    assert cluster.store.num_matched(request, 0) == 0
+    assert cluster.store.num_matched(request_of("t", 13), 0) == 0  # it would hang as well
+    cluster.store.reported(cluster.ranks[1].work())
+    assert cluster.pool.held == []
+    assert cluster.store.num_matched(request, 0) == 0
+    assert cluster.store.num_matched(request_of("t", 13), 0) == 12
+    cluster.store.check()
+
+
+def test_a_request_that_waits_for_its_load_no_more_keeps_blocks_that_a_store_reads() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 9))
+    cluster.settle()
+    request = request_of("s", 13)
+    assert cluster.begin(request) == 8
+    load = cluster.commands()
+    cluster.store.reported(RankReports(overdue_loads=(load.loads[0].job_id,)))
+    assert not cluster.store.finished("s")  # vLLM keeps them by itself
+    assert cluster.begin(request) == 0
+    cluster.store.received(["s"])
+    request.num_computed_tokens = 0
+    assert cluster.commands(request).store is not None
+    assert cluster.store.finished("s")
+
+
+def test_a_worker_that_stood_still_reports_late_and_loses_nothing() -> None:
+    cluster = Cluster(job_s=5.0)
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    request = request_of("s", 25)
+    assert cluster.begin(request) == 12
+    cluster.obey(cluster.commands(request))
+    cluster.time_s = 100.0
+    cluster.commands()
+    cluster.work()
+    cluster.settle()
+    assert cluster.pool.held == []
+    assert cluster.store.num_matched(request_of("t", 25), 0) == 12
+    cluster.store.check()
+
+
 def test_a_reset_forgets_everything_on_all_ranks() -> None:
     cluster = Cluster(num_files=NUM_FILES, spare_share=0.5)
     for content in "abc":
@@ -444,6 +516,9 @@ def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
         if draw.random() < 0.2:
             rank = draw.choice(cluster.ranks)
             rank.wrong.add(draw.choice([draw.randrange(NUM_SLOTS), *rank.files]))
+        loads = [job for _, job in cluster.ranks[0].running if isinstance(job, LoadCommand)]
+        if loads and draw.random() < 0.1:
+            cluster.store.reported(RankReports(overdue_loads=(draw.choice(loads).job_id,)))
         while draw.random() < 0.7:  # each loaded slot is looked at
             cluster.store.reported(draw.choice(cluster.ranks).work())
         cluster.store.finished(request.request_id)
@@ -454,6 +529,7 @@ def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
             cluster.restart()
     cluster.work()
     cluster.settle()
+    assert cluster.pool.held == []
     assert len({frozenset(digests) for digests in cluster.digests()}) == 1
     assert {frozenset(rank.files) for rank in cluster.ranks} == {
         frozenset(cluster.ranks[0].files) & frozenset(cluster.ranks[1].files)

@@ -200,6 +200,35 @@ def test_a_store_whose_blocks_are_used_before_it_ends_is_not_kept(
     memory.close()
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_load_whose_copy_hangs_is_given_up_once_and_reported_at_its_end(
+    name: str, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    memory = RankMemory(setting_of(name, job_s=0.05), 0, caches(1.0))
+    store(memory, (0, 1), (5, 6))
+    if is_damaged:
+        memory._host.segment.tensors[1][1, 17] ^= 1
+    may_go_on = threading.Event()
+    advance = CopyThread._advance
+    monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and advance(*args))
+    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), DIGESTS[:2]),)))
+    assert memory.take_finished() == (set(), set())
+    assert memory.take_reports() is None
+    time.sleep(0.1)
+    assert memory.take_finished() == (set(), {"r"})
+    assert memory.take_failed_requests() == {"r"}
+    told = memory.take_reports()
+    assert told is not None and (told.jobs, told.overdue_loads) == ((), (2,))
+    may_go_on.set()
+    memory._jobs.go_on()
+    assert report_of(memory).block_ids == ((1,) if is_damaged else ())
+    # The request is computed in other blocks by now, and may be over.
+    assert (memory.take_finished(), memory.take_failed_requests()) == ((set(), set()), set())
+    assert memory.take_invalid_blocks() == set()
+    assert memory.take_reports() is None
+    memory.close()
+
+
 def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))

@@ -292,3 +292,31 @@ def test_noise_in_loaded_blocks_changes_tokens(
     engine.kill()
     assert noisy.cached == HITS
     assert noisy.tokens != expected
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_load_that_hangs_and_writes_later_changes_no_token(
+    start: Starter,
+    new_name: Callable[[], str],
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hang = tmp_path / "hang"
+    monkeypatch.setenv("KVCACHE_TEST_HANG", str(hang))
+    engine = start(
+        {"name": new_name(), "offload": {"host_memory_per_rank": "64MiB", "job_s": 1.0}},
+        module="tests.vllm.hanging_connector",
+        num_gpu_blocks_override=60,
+    )
+    assert engine.generate(PROMPTS).tokens == expected
+    engine.reset()
+    hang.touch()
+    computed = engine.generate(PROMPTS)
+    assert (computed.tokens, computed.cached) == (expected, [0, 0, 0])
+    hang.unlink()
+    assert engine.generate(PROMPTS).tokens == expected
+    engine.reset()  # only possible when no block is held any more
+    loaded = engine.generate(PROMPTS)
+    assert (loaded.tokens, loaded.cached) == (expected, HITS)
+    engine.kill()

@@ -17,6 +17,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
+from kvcache.integrations.vllm.held_blocks import HeldBlocks
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
@@ -44,7 +45,8 @@ _GROUP = bytes(GROUP_BYTES)
 @dataclass
 class _Tracked:
     """A request that vLLM has told of. `next_block`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files."""
+    `wait_until_s`: until when it waits for what is pending or in files. `is_computed`: a load of it
+    was overdue, and there is no other."""
 
     request: Any
     keys: list[OffloadKey] = field(default_factory=list)
@@ -52,6 +54,7 @@ class _Tracked:
     num_local_blocks: int = 0
     wait_until_s: float | None = None
     has_fetched: bool = False
+    is_computed: bool = False
     hits: TierHits | None = None
 
     def keys_until(self, end: int) -> list[OffloadKey]:
@@ -69,6 +72,14 @@ class _Store:
     request_ids: frozenset[str]
     blocks: tuple[int, ...]
     is_doubtful: bool = False
+
+
+@dataclass(frozen=True)
+class _Load:
+    """An open load: for whom, into which blocks."""
+
+    request_id: str
+    blocks: tuple[int, ...]
 
 
 class BlockStore:
@@ -92,7 +103,9 @@ class BlockStore:
         self._kinds: dict[int, JobKind] = {}
         self._requests: dict[str, _Tracked] = {}
         self._stores: dict[int, _Store] = {}
-        self._loading: dict[int, str] = {}
+        self._loads: dict[int, _Load] = {}
+        self._waiting: set[str] = set()
+        self._held = HeldBlocks()
         self._kept: set[str] = set()
         self._next = StepCommands()
 
@@ -100,6 +113,11 @@ class BlockStore:
     def statistics(self) -> HierarchyStatistics | None:
         """Statistics of the tiers, None before `adopt`."""
         return None if self._tiers is None else self._tiers.statistics()
+
+    @property
+    def held_blocks(self) -> HeldBlocks:
+        """Blocks that overdue loads may still write."""
+        return self._held
 
     @property
     def has_unsent_commands(self) -> bool:
@@ -152,6 +170,8 @@ class BlockStore:
         tracked.num_local_blocks = first
         if self._tiers is None or last <= first or not self._has_whole_hashes(request):
             return 0
+        if tracked.is_computed or self._held:  # while a copy hangs, others would wait behind it
+            return 0
         keys = tracked.keys_until(last)[first:]
         tracked.hits = hits = self._tiers.look_up(keys)
         least = self._setting.options.offload.min_load_tokens
@@ -173,6 +193,8 @@ class BlockStore:
         if not num_external_tokens:
             return
         tracked.wait_until_s = None
+        if self._setting.options.is_asynchronous:
+            self._waiting.add(request.request_id)
         first = tracked.num_local_blocks
         end = first + num_external_tokens // self._setting.block_tokens
         keys = tracked.keys_until(end)[first:]
@@ -182,7 +204,7 @@ class BlockStore:
         following = self._next
         if job is not None:
             self._kinds[job.job_id] = JobKind.LOAD
-            self._loading[job.job_id] = request.request_id
+            self._loads[job.job_id] = _Load(request.request_id, blocks[:num_loaded])
             load = LoadCommand(
                 job.job_id,
                 request.request_id,
@@ -204,7 +226,7 @@ class BlockStore:
         is_read = any(request_id in store.request_ids for store in self._stores.values())
         if not is_read or not self._setting.options.is_asynchronous:
             return False
-        if request_id in self._loading.values():
+        if request_id in self._waiting:
             return False  # vLLM keeps the blocks until they are loaded, and stores end before
         self._kept.add(request_id)
         return True
@@ -246,8 +268,14 @@ class BlockStore:
             return following
         return replace(following, store=store, spills=tuple(spills), reused_blocks=reused)
 
+    def received(self, request_ids: Iterable[str]) -> None:
+        """On all ranks, these requests wait no longer for their loads."""
+        self._waiting.difference_update(request_ids)
+
     def reported(self, reports: RankReports) -> None:
         """Take note of what ranks have done."""
+        for job_id in reports.overdue_loads:
+            self._give_up(job_id)
         for rank, report in reports.jobs:
             ended = self._jobs.report(rank, report)
             if ended is not None:
@@ -449,13 +477,34 @@ class BlockStore:
         elif kind is JobKind.SPILL:
             tiers.spilled(job.job_id, ok=is_ok, failed=failed)
         else:
-            request_id = self._loading.pop(job.job_id, "")
+            load = self._loads.pop(job.job_id)
+            self._held.release(job.job_id)
             tiers.loaded(job.job_id, ok=is_ok, failed=failed)
             if not is_ok:
-                self._doubt(request_id)
+                self._doubt(load.request_id)
         if len(visible):
             sealed = self._next.sealed + tuple(visible.tolist())
             self._next = replace(self._next, sealed=sealed)
+
+    def _give_up(self, job_id: int) -> None:
+        """A rank waits no longer for a load: its request is computed, in other blocks.
+
+        The copy may still write into the old ones, so they are held until all ranks have reported.
+        """
+        load = self._loads.get(job_id)
+        if load is None:
+            return
+        logger.warning(
+            "load %d has not ended: request %s is computed, and its %d blocks are not used until "
+            "the load ends",
+            job_id,
+            load.request_id,
+            len(load.blocks),
+        )
+        self._held.hold(job_id, load.blocks)
+        if (tracked := self._requests.get(load.request_id)) is not None:
+            tracked.is_computed = True
+            tracked.next_block = 0
 
     def _doubt(self, request_id: str) -> None:
         """A load of a request has failed: what was lost is stored again when it has been computed.

@@ -19,6 +19,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.logger import init_logger
@@ -101,6 +102,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of what the ranks have done."""
+        self.store.received(connector_output.finished_recving or ())
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, RankReports):
             self.store.reported(reports)
@@ -122,8 +124,10 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self._store is not None and self._store.has_unsent_commands
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the device's pool, whose events say when every medium was cleared."""
+        """Take the device's pool: its events say when every medium was cleared, and overdue loads
+        hold its blocks."""
         self._block_pool = gpu_block_pool
+        self.store.held_blocks.bind(gpu_block_pool)
 
     def get_kv_connector_stats(self) -> None:
         """Have events follow the step. vLLM asks in each step, just before it takes the events of
@@ -185,9 +189,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Begin to store what the step has filled."""
         self.memory.store(self._commands)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose blocks are stored, and those that are loaded."""
-        return self.memory.take_finished()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose blocks are stored, those that wait for no load any more, and
+        those of them whose load is overdue."""
+        released, received = self.memory.take_finished()
+        return KVConnectorTransferResults(released, received, self.memory.take_failed_requests())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM has to compute again."""

@@ -101,13 +101,16 @@ class RegisteredPool(KVCachePool):
 @dataclass
 class RunningLoad:
     """A load that has begun. `wrong` are slots that hold something else than is wanted. From a
-    peer: its `reader`, the other `slots`, and the labels `rows` that they had before."""
+    peer: its `reader`, the other `slots`, and the labels `rows` that they had before. `is_overdue`:
+    the request waits for it no longer."""
 
     command: LoadCommand
+    deadline_s: float
     wrong: list[int] = field(default_factory=list)
     reader: SegmentReader | None = None
     slots: Int32Array = field(default_factory=lambda: _NO_SLOTS)
     rows: Rows | None = None
+    is_overdue: bool = False
 
 
 class RankMemory:
@@ -155,7 +158,9 @@ class RankMemory:
         address_of = partial(service_address, setting.options.name)
         self._peers = PeerReaders(address_of, self._host.segment.shape)
         self._loads: dict[int, RunningLoad] = {}
-        self._num_loads: Counter[str] = Counter()  # by request, those that have not ended
+        self._num_loads: Counter[str] = Counter()  # by request, those that it waits for
+        self._overdue_loads: list[int] = []
+        self._failed: set[str] = set()
         self._stores: dict[int, Int32Array] = {}
         self._spoilt: set[int] = set()
         self._has_failed_load = False
@@ -237,8 +242,11 @@ class RankMemory:
     def take_reports(self) -> RankReports | None:
         """Return which jobs have ended since the last call, None if there are none."""
         self._poll()
-        reports, self._reports = self._reports, []
-        return RankReports(tuple(reports)) if reports else None
+        if not self._reports and not self._overdue_loads:
+            return None
+        reports = RankReports(tuple(self._reports), tuple(self._overdue_loads))
+        self._reports, self._overdue_loads = [], []
+        return reports
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks are not needed any more, and those that wait no longer
@@ -249,6 +257,11 @@ class RankMemory:
         finished = self._released, self._received
         self._released, self._received = set(), set()
         return finished
+
+    def take_failed_requests(self) -> set[str]:
+        """Return those of the last `take_finished` that have to be computed in other blocks."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks whose load failed since the last call."""
@@ -268,8 +281,7 @@ class RankMemory:
         is_right = labels.are_readable(slots)
         held = split_digests(labels.labels_of(slots).digests)
         is_right &= np.array([a == b for a, b in zip(held, load.digests, strict=True)], np.bool_)
-        running = RunningLoad(load, slots[~is_right].tolist())
-        self._loads[load.job_id] = running
+        self._loads[load.job_id] = RunningLoad(load, self._deadline_s(), slots[~is_right].tolist())
         job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
         if is_right.any():
             self._jobs.start(job)
@@ -279,7 +291,8 @@ class RankMemory:
     def _start_peer_load(self, load: LoadCommand, peer: PeerMemory) -> None:
         """Load what slots of a peer hold as is said; the rest has failed."""
         slots, blocks = int32_array(load.slots), int32_array(load.blocks)
-        running = self._loads[load.job_id] = RunningLoad(load, list(load.slots))
+        running = RunningLoad(load, self._deadline_s(), list(load.slots))
+        self._loads[load.job_id] = running
         try:
             reader = self._peers.reader_of(peer)
             rows = reader.rows_at(slots)
@@ -296,6 +309,9 @@ class RankMemory:
             self._jobs.start_from(reader, job, running.rows["checksum"].astype(np.int64))
         else:
             self._jobs.refuse(job, _OTHER_BLOCKS)
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._setting.options.offload.job_s
 
     def _start_store(self, job: Store, store: StoreCommand) -> None:
         self._stores[job.job_id] = job.sources
@@ -314,14 +330,37 @@ class RankMemory:
                 self._spoilt.discard(ended.job_id)
                 report = JobReport(ended.job_id, ok=False, detail="its blocks were used again")
             self._reports.append((self.rank, report))
+        self._give_up_loads()
+
+    def _give_up_loads(self) -> None:
+        """Say which loads have taken too long, and all others of their requests. Their copies go
+        on, and are reported at their end.
+
+        A step that does its own copies has none that go on.
+        """
+        now_s = time.monotonic() if self._loads else 0.0
+        late = {
+            load.command.request_id
+            for load in self._loads.values()
+            if load.deadline_s <= now_s and not load.is_overdue
+        }
+        for job_id, load in self._loads.items() if late else ():
+            if load.command.request_id in late and not load.is_overdue:
+                load.is_overdue = True
+                self._overdue_loads.append(job_id)
+        for request_id in late:
+            del self._num_loads[request_id]
+        self._received |= late
+        self._failed |= late
 
     def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
         """Note what of a load is wrong; return the report of all of it."""
         command = load.command
-        self._num_loads[command.request_id] -= 1
-        if self._num_loads[command.request_id] <= 0:
-            del self._num_loads[command.request_id]
-            self._received.add(command.request_id)
+        if not load.is_overdue:
+            self._num_loads[command.request_id] -= 1
+            if self._num_loads[command.request_id] <= 0:
+                del self._num_loads[command.request_id]
+                self._received.add(command.request_id)
         if load.reader is not None and load.rows is not None:
             is_same = load.reader.are_unchanged(load.slots, load.rows)
             load.wrong += load.slots[~is_same].tolist()
@@ -329,12 +368,13 @@ class RankMemory:
             return report
         is_whole = not report.ok and not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
         wrong = set(command.slots) if is_whole else {*load.wrong, *report.block_ids}
-        self._has_failed_load = True
-        self._invalid_blocks |= {
-            block
-            for slot, block in zip(command.slots, command.blocks, strict=True)
-            if slot in wrong
-        }
+        if not load.is_overdue:
+            self._has_failed_load = True
+            self._invalid_blocks |= {
+                block
+                for slot, block in zip(command.slots, command.blocks, strict=True)
+                if slot in wrong
+            }
         detail = report.detail or _OTHER_BLOCKS
         logger.warning(
             "rank %d could not load %d of %d blocks, and they are computed again: %s",

@@ -84,13 +84,17 @@ class StepCommands:
 
 @dataclass(frozen=True)
 class RankReports:
-    """Jobs that have ended since the last report, each with its rank; of one rank or of several."""
+    """Jobs that have ended since the last report, each with its rank; of one rank or of several.
+
+    `overdue_loads` are jobs that a rank waits for no longer, although they go on.
+    """
 
     jobs: tuple[tuple[int, JobReport], ...] = ()
+    overdue_loads: tuple[int, ...] = ()
 
     def aggregate(self, other: RankReports) -> RankReports:
         """Return what both say together."""
-        return RankReports(self.jobs + other.jobs)
+        return RankReports(self.jobs + other.jobs, self.overdue_loads + other.overdue_loads)
 
 
 @dataclass(frozen=True)
