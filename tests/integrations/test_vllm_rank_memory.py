@@ -281,6 +281,21 @@ def test_replicas_have_memory_and_files_of_their_own(name: str, tmp_path: Path) 
     assert [len(each.file_keys) for each in found] == [2, 1]
 
 
+def test_files_of_another_revision_are_removed(name: str, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1), (5, 6))
+    move(memory, "spills", (0, 1))
+    memory.close()
+    after = RankMemory(setting_of(name, "2", disk=disk), 0, caches())
+    give_up_s = time.monotonic() + 20
+    while len(list(tmp_path.glob("*/*"))) > 1:
+        assert time.monotonic() < give_up_s, "old files stay"
+        time.sleep(0.01)
+    assert not list(tmp_path.rglob("*.kvb"))
+    after.close()
+
+
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}

@@ -58,6 +58,7 @@ from kvcache.worker.copies.engine import CpuCopyEngine
 from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
 from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.files.format import files_bound
+from kvcache.worker.files.old_layouts import RankPlace, remove_in_background
 from kvcache.worker.files.store import NUM_DIRECTORIES
 from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.host_pool import HostPool
@@ -461,7 +462,12 @@ def _open_files(
         max_bytes=files_bound(disk.capacity_per_rank, num_files, MAX_BLOCK_TOKENS),
         sync=disk.sync,
     )
-    tier = FileTier(settings, host.segment.shape, uuid.uuid4().hex, rule)
+    shape = host.segment.shape
+    tier = FileTier(settings, shape, uuid.uuid4().hex, rule)
+    root = location.root / location.below / setting.options.name
+    remove_in_background(
+        RankPlace(root, shape.layout_fingerprint, shape.rank, setting.num_ranks, setting.replica)
+    )
     pool = FilePool(
         tier.store,
         host.segment.slot_views,

@@ -40,6 +40,7 @@ from kvcache.worker.host_memory.segment import SegmentShape
 logger = get_logger(__name__)
 
 ABOUT = "about"
+ABOUT_PREFIX = b"blocks of kvcache"
 MAX_ABOUT_BYTES = 4096
 
 
@@ -245,7 +246,7 @@ class FileTier:
 
 def _about(shape: SegmentShape) -> bytes:
     text = (
-        f"blocks of kvcache, format {FORMAT_VERSION}, layout {shape.layout_fingerprint}, "
+        f"{ABOUT_PREFIX.decode()}, format {FORMAT_VERSION}, layout {shape.layout_fingerprint}, "
         f"rank {shape.rank}, {shape.slot_bytes} bytes each, keys of {shape.key_bytes} "
         "bytes\n"
     )

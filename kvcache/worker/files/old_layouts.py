@@ -1,0 +1,122 @@
+"""Removes files that no engine reads any more: those of a rank's earlier layouts.
+
+Each layout fingerprint has directories of its own (tier.py). Another model, weight revision or
+number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes
+what it has left itself, and rank 0 also what ranks have left that are no more. Other ranks may have
+other fingerprints, and other replicas may run, so theirs are not touched.
+
+A directory is moved out of the way first, under its lock: an engine that begins meanwhile with the
+old layout makes a new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcache.base.logs import get_logger
+from kvcache.worker.copies.copy_pool import take_priority
+from kvcache.worker.files.tier import ABOUT, ABOUT_PREFIX
+
+logger = get_logger(__name__)
+
+MAX_DIRECTORIES = 64
+"""Removed at one start. The next start goes on."""
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_RANK = re.compile(r"rank(\d+)")
+_REMOVED = "removed-"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Whose files: `root` has a directory for each layout, `fingerprint` is the one in use."""
+
+    root: Path
+    fingerprint: str
+    rank: int
+    num_ranks: int
+    replica: int = 0
+
+    @property
+    def below(self) -> str:
+        """Where the ranks' directories are below a layout's."""
+        return f"replica{self.replica}" if self.replica else ""
+
+    def may_remove(self, rank: int) -> bool:
+        """Say whether directories of a rank are this one's to remove."""
+        return rank == self.rank or (self.rank == 0 and rank >= self.num_ranks)
+
+
+def remove_old_layouts(place: RankPlace) -> int:
+    """Remove the old directories that are this rank's to remove and that no process uses; return
+    how many. Never raises for what the disk refuses: it is logged, and left."""
+    num_removed = 0
+    try:
+        for directory in _old_directories(place):
+            if num_removed == MAX_DIRECTORIES:
+                break
+            num_removed += _remove(directory, place)
+        for trash in place.root.glob(f"{_REMOVED}*"):  # of a process that was killed
+            shutil.rmtree(trash, ignore_errors=True)
+    except OSError as error:
+        logger.warning("old files below %s are left there: %s", place.root, error.strerror)
+    return num_removed
+
+
+def remove_in_background(place: RankPlace) -> threading.Thread:
+    """Do it in a thread of low priority, which ends with the process."""
+
+    def run() -> None:
+        take_priority("low")
+        remove_old_layouts(place)
+
+    thread = threading.Thread(target=run, name="kvcache-old-files", daemon=True)
+    thread.start()
+    return thread
+
+
+def _old_directories(place: RankPlace) -> Iterator[Path]:
+    for layout in sorted(place.root.iterdir()):
+        if layout.name == place.fingerprint or not _FINGERPRINT.fullmatch(layout.name):
+            continue
+        if layout.is_symlink() or not (layout / place.below).is_dir():
+            continue
+        for directory in sorted((layout / place.below).iterdir()):
+            found = _RANK.fullmatch(directory.name)
+            if found and not directory.is_symlink() and place.may_remove(int(found[1])):
+                yield directory
+
+
+def _remove(directory: Path, place: RankPlace) -> bool:
+    """Remove a directory unless a process has its lock, or it is none of ours."""
+    try:
+        lock = os.open(directory / ABOUT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.pread(lock, len(ABOUT_PREFIX), 0) != ABOUT_PREFIX:
+            return False
+        trash = place.root / f"{_REMOVED}{uuid.uuid4().hex}"
+        directory.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+    except OSError as error:  # in use; or the disk refuses
+        logger.info("old files in %s are left there: %s", directory, error.strerror)
+        return False
+    finally:
+        os.close(lock)
+    with suppress(OSError):  # others are left in it
+        directory.parent.rmdir()
+        if place.below:
+            directory.parent.parent.rmdir()
+    logger.info("rank %d: removed old files in %s", place.rank, directory)
+    return True
