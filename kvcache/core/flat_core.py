@@ -4,21 +4,20 @@
 and kernels carry them out. Arguments from outside are validated before any of them becomes an
 index. The core knows neither the meaning of tokens, nor workers, nor time.
 
-    look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      reserve_rows ─▶ serve
+    look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      run_rows, admit_rows
     complete_steps ─▶ seal ─▶ notify          fail_steps, evict ─▶ mark ─▶ forget
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from math import gcd, lcm
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError, RequestError
@@ -76,7 +75,6 @@ from kvcache.core.interface import (
     NewRows,
     ReferenceKind,
     Reservation,
-    RowBatch,
     RowsAdmitted,
     RowsReserved,
     TableChange,
@@ -87,33 +85,31 @@ from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all
 from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index
 from kvcache.core.rows import (
-    ALL,
-    BAD_ROW,
+    ALONE,
+    ASKING,
+    BUSY,
+    BY_TENANT,
     COUNT,
     DONE,
     GROW,
+    LATE,
     LONG,
+    NEEDS_ROOM,
     NEEDS_SPACE,
     NUM_PLACES,
-    SINGLE,
-    SINGLE_UNIT,
+    SINGLY,
     SKIP,
     admit_row,
     admit_rows,
     free_row,
     free_rows,
-    grant_rows,
-    inspect,
     merge_row,
-    note_forwards,
     publish_row,
-    publish_units,
     rewind_row,
     run_rows,
     serve_row,
-    serve_rows,
 )
-from kvcache.core.running import END_OF_OWN, RowTable, RunningRows
+from kvcache.core.running import END_OF_OWN, ROW, RowTable, RunningRows, note_row_ends
 from kvcache.core.steps import StepTable
 from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
@@ -124,7 +120,8 @@ from kvcache.requests.hashing import generate_block_hash_extra_keys
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
-from kvcache.tenants import TenantAccount, TenantLedger
+from kvcache.tenants import TenantAccount
+from kvcache.tenants.ledger import required
 
 NO_ROW = -1
 
@@ -186,9 +183,6 @@ class FlatCore:
         self.rows: dict[str, int] = {}
         self.requests: dict[int, str] = {}
         self._slots = settings.slots
-        self._row_of_slot: Int32Array = np.empty(0, np.int32)
-        self._slot_of_row: dict[int, int] = {}
-        self._unbound_rows: set[int] = set()  # rows whose slots are not known yet
         publishes_all = settings.publish_all_groups or not self.prefix_groups
         self.notifier = Notifier(
             store,
@@ -326,6 +320,8 @@ class FlatCore:
         if adopts_again or cached > reservation.num_slot_tokens or cached > request.num_tokens:
             self._require_possible(request, reservation, hit, r)
         if r != NO_ROW:
+            if self.store.keeps_states:
+                self._note_forward(r, reservation)
             return self._extend(r, request, reservation)
         return self._admit(request, reservation, hit)
 
@@ -374,12 +370,11 @@ class FlatCore:
             return None
         store.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        self._unbound_rows.add(r)
         if num_new > 0 and step is not None:
             step.rows.append([(r, store.columns.row.item(r, GENERATION), depth, end)])
         if not is_simple:
             self._make_room(needed)
-            serve_row(store.address, r, computed, wanted, GROW)
+            serve_row(store.address, r, computed, wanted, GROW, 0)
             self._count_taken()
             if num_new > 0:
                 self._count_room(request)
@@ -399,128 +394,47 @@ class FlatCore:
                 changes.append(_new_tuple(TableChange, (g, 0, ids)))
         return changes
 
-    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        """Do `reserve` for every running row of a step, in one call.
-
-        All rows skip before the first one gets blocks. If any of them share blocks that they may
-        write, the rows are served one by one instead.
-
-        Raises:
-            RequestError: `reserve` would raise it for a row; nothing was changed.
-        """
-        rows.require_columns()
-        is_reserved = np.ones(len(rows.slots), np.int32)
-        if not len(rows.slots) or not self.store.num_groups:
-            return RowsReserved(is_reserved, EMPTY_PATCH)
-        if rows.states is None and self.store.keeps_states:
-            raise RequestError(
-                "a batch of rows without states, but a KV cache group keeps states: say where each "
-                "row's forwards end"
-            )
-        slots, computed, wanted = rows.slots, rows.num_computed_tokens, rows.num_slot_tokens
-        cached, lines = rows.num_cached_tokens, np.empty(len(slots), np.int32)
-        self._reach_rows(len(slots))
-        store, places, bad, publishes = self.store, self._places, 0, self._may_publish()
-        while bad >= 0:
-            num_busy, num_late, num_filled, is_sharing, most, bad = inspect(
-                store.address, publishes, self._row_of_slot, slots, computed, wanted, cached, lines,
-                places,
-            )  # fmt: skip
-            if bad >= 0 and lines[bad] < 0:
-                self._bind_rows(slots, rows.requests)
-            elif bad >= 0:
-                raise _lacks_slots(rows.requests[bad], int(cached[bad]), int(wanted[bad]))
-        if not num_busy:
-            return RowsReserved(is_reserved, EMPTY_PATCH)
-        if num_filled and not rows.are_tokens_known:
-            self._require_filled(rows, places[2, :num_filled].astype(np.intp), cached)
-        self._last = None
-        if is_sharing:
-            patch = self._serve_singly(
-                rows, lines, places[0, :num_busy].copy(), places[1, :num_late].copy(), is_reserved
-            )
-            return RowsReserved(is_reserved, patch)
-        if most > store.num_reached * self.hash_block_size:
-            store.reach_units(-(-most // self.hash_block_size))
-        if (states := rows.states) is not None and store.keeps_states:
-            ends = int32_array(states.num_own_tokens), int32_array(states.num_last_own_tokens)
-            accepted = int32_array(states.num_accepted_drafts)
-            store.reach_changes(int(note_forwards(store.address, lines, *ends, accepted)))
-        if self.order is None and self.notifier.offload is None:
-            num_single, num_long = serve_rows(
-                store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
-                num_late, num_filled, ALL, is_reserved,
-            )  # fmt: skip
-        else:
-            if num_late:
-                serve_rows(
-                    store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
-                    num_late, num_filled, SKIP, is_reserved,
-                )  # fmt: skip
-                self._settle()
-            if self.tenants is not None:
-                busy = places[0, :num_busy].copy()
-                if not self._grow_by_tenant(rows, lines, busy, places, self.tenants):
-                    patch = self._serve_singly(rows, lines, busy, EMPTY_INT32, is_reserved)
-                    return RowsReserved(is_reserved, patch)
-            else:
-                needed = grant_rows(
-                    store.address, lines, computed, wanted, places, num_busy,
-                    self.num_free_blocks(), is_reserved,
-                )  # fmt: skip
-                self._make_room(needed)
-            num_single, num_long = serve_rows(
-                store.address, lines, rows.slots, computed, wanted, cached, places, num_busy,
-                num_late, num_filled, GROW, is_reserved,
-            )  # fmt: skip
-        patch = self._take_patch()
-        if num_single:
-            self._publish_units(rows, lines, places, num_single)
-        if num_long:
-            self._publish_long(rows, lines, places[LONG, :num_long].astype(np.intp), cached)
-        self._settle()
-        return RowsReserved(is_reserved, patch)
-
     def run_rows(
         self, table: RowTable, rows: RunningRows, computed: Int32Array, slot_tokens: Int32Array
-    ) -> RowsReserved | None:
-        """Run the rows of a step in one piece: append their tokens, reserve their blocks, note how
-        far they are computed. Blocks before `computed` tokens may be skipped; slots are wanted for
-        `slot_tokens` tokens.
+    ) -> RowsReserved:
+        """Run the rows of a step: append their tokens, reserve their blocks, note how far they are
+        computed. Blocks before `computed` tokens may be skipped; slots are wanted for `slot_tokens`
+        tokens.
 
-        Return None, unchanged, if that takes more than one piece; `reserve_rows` can do it.
+        All rows skip before the first one gets blocks, and all get blocks before the first one
+        publishes. But if some share blocks that they may write, or if there is no room for all
+        tenants' rows, they are served one by one.
         """
         store, slots = self.store, rows.slots
-        is_simple = self.order is None and self.notifier.offload is None
-        if not is_simple or store.keeps_states or not store.num_groups:
-            return None
-        count = len(slots)
-        self._reach_rows(count)
-        places, publishes = self._places, self.can_hit and not self.hits_stopped
-        is_reserved, lines = np.empty(count, np.int32), np.empty(count, np.int32)
-        self._last = None
-        if self._unbound_rows:
-            for r in self._unbound_rows:
-                slot = self._slots.get(self.requests.get(r, ""), NO_ROW)
-                if slot >= 0:
-                    self._bind_row(slot, r)
-            self._unbound_rows.clear()
-        while True:
-            code, first, second, _ = run_rows(
-                store.address, publishes, store.num_reached, self._row_of_slot, table.rows,
-                table.ring, slots, rows.offsets, rows.token_ids, rows.positions, computed,
-                slot_tokens, lines, places, is_reserved, self._published,
+        self._reach_rows(len(slots))
+        places, is_reserved = self._places, np.empty(len(slots), np.int32)
+        how = ALONE if self.order is None and self.notifier.offload is None else ASKING
+        if self.tenants is not None:
+            how = BY_TENANT
+        publishes, lacks_nodes = self._may_publish() and store.num_groups > 0, False
+        code, num_busy, self._last = NEEDS_SPACE, 0, None
+        while code != DONE:
+            code, first, second, third = run_rows(
+                store.address, publishes, how, lacks_nodes, num_busy, store.num_reached,
+                table.rows, table.ring, slots, rows.offsets, rows.token_ids, rows.positions,
+                computed, slot_tokens, places, is_reserved, self._published,
             )  # fmt: skip
-            if code == DONE:
-                break
-            if code == BAD_ROW and lines[first] < 0:
-                self._bind_rows(slots, table.requests[slots])
-            elif code == NEEDS_SPACE:
+            if code == NEEDS_SPACE:
                 store.reach_units(-(-first // self.hash_block_size))
-                if not self.reach_nodes(second):
-                    return None
-            else:
-                return None
+                store.reach_changes(third)
+                lacks_nodes = not self.reach_nodes(second)
+            elif code == NEEDS_ROOM and how == ASKING:
+                self._make_room(first)
+                num_busy = second
+            elif code != DONE:
+                num_busy, num_late = (first, second) if code == SINGLY else (second, 0)
+                columns = np.stack((computed, slot_tokens, rows.positions[END_OF_OWN]), axis=1)
+                busy, late = places[BUSY, :num_busy].tolist(), places[LATE, :num_late].tolist()
+                wanted = {i: Reservation(*columns[i].tolist()) for i in busy}
+                if code == SINGLY or not self._grow_by_tenant(table, slots, wanted):
+                    patch = self._serve_singly(table, slots, late, wanted, is_reserved)
+                    note_row_ends(table.rows, slots, rows.positions, is_reserved)
+                    return RowsReserved(is_reserved, patch)
         patch = self._take_patch()
         if first:
             self.steps.note_rows(self._published[:first].copy())
@@ -528,7 +442,7 @@ class FlatCore:
             slot = int(slots[place])
             table.sync(slot)
             num_cached = int(rows.positions[END_OF_OWN, place])
-            self._publish(int(lines[place]), table.requests[slot], num_cached)
+            self._publish(int(table.rows[slot, ROW]), table.requests[slot], num_cached)
         self._settle()
         return RowsReserved(is_reserved, patch)
 
@@ -554,8 +468,6 @@ class FlatCore:
         while len(store.free_rows) < len(slots):
             store.more_rows()
         self._reach_rows(count)
-        if slots:
-            self._reach_slot(slots[-1])
         self._last = None
         client = 0 if self.steps.current is None else self.steps.current.client
         lines, answers = store.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
@@ -579,7 +491,6 @@ class FlatCore:
             if slot >= 0:
                 r = next(left)
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
-                self._slot_of_row[r], self._row_of_slot[slot] = slot, r
         patch = self._take_patch()
         if num_published:
             self.steps.note_rows(self._published[:num_published].copy())
@@ -666,8 +577,6 @@ class FlatCore:
         if self.forks.shared:
             self.forks.forget(r)
         del self.requests[r]
-        if r in self._slot_of_row:
-            self._row_of_slot[self._slot_of_row.pop(r)] = NO_ROW
         self.store.free_rows.append(r)
         return r
 
@@ -676,6 +585,10 @@ class FlatCore:
         r = self.rows.get(request.request_id, NO_ROW)
         if r != NO_ROW:
             self.store.columns.row[r, FLAGS] |= NO_CACHING
+
+    def row_of(self, request_id: str) -> int:
+        """Return the number of a request's row, -1 if it has no blocks."""
+        return self.rows.get(request_id, NO_ROW)
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of the request's tables, one list per group, empty if it is unknown."""
@@ -1058,14 +971,6 @@ class FlatCore:
             if num_tokens // size > request.num_tokens // size:
                 raise _lacks_tokens(request, request.num_tokens, num_tokens)
 
-    def _require_filled(self, rows: RowBatch, places: Any, cached: Int32Array) -> None:
-        """Raise RequestError for rows that would fill units with tokens that they do not have."""
-        known, unit = rows.tokens.num_tokens(places), self.hash_block_size
-        lacking = cached[places] // unit > known // unit
-        if lacking.any():
-            i = int(lacking.argmax())
-            raise _lacks_tokens(rows.requests[places[i]], int(known[i]), int(cached[places[i]]))
-
     def _keys_of(
         self, request: Request, num_units: int, *, is_known: bool = False
     ) -> tuple[int, int, Int32Array]:
@@ -1107,7 +1012,6 @@ class FlatCore:
         row[r, FIRST_KEYS], row[r, OTHER_KEYS] = first, other
         store.columns.forward[r, :ENDS] = 0, -1, 0, 0
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        self._unbound_rows.add(r)
         return r
 
     def _room_of_tenant(self, request: Request, num_free: int) -> int:
@@ -1136,17 +1040,16 @@ class FlatCore:
             return []
         self._last = None
         if is_late:
-            serve_row(store.address, r, computed, wanted, SKIP)
+            serve_row(store.address, r, computed, wanted, SKIP, 0)
             self._settle()
         store.reach_units(-(-wanted // unit))
-        self._note_forward(r, reservation)
-        due = self.forks.due_copies(r, reservation)
-        needed = serve_row(store.address, r, computed, wanted, COUNT) + len(due)
+        due = self.forks.due_copies(r, wanted)
+        needed = serve_row(store.address, r, computed, wanted, COUNT, 0) + len(due)
         if not self._has_room(request, needed, reservation.num_spare_blocks):
             return None
         self._make_room(needed)
-        self.forks.copy(r, reservation, due)
-        serve_row(store.address, r, computed, wanted, GROW)
+        self.forks.copy(r, wanted, due)
+        serve_row(store.address, r, computed, wanted, GROW, 0)
         self._count_taken()
         changes = self._take_changes()
         if cached and self._publishes(r):
@@ -1156,11 +1059,10 @@ class FlatCore:
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
         """Note where a row's forward ends, and where the previous one did, for states."""
-        if self.store.keeps_states:
-            newest = reservation.newest_state or NewestState(-1, 0)
-            self.store.columns.forward[r, : ACCEPTED + 1] = (
-                reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
-            )  # fmt: skip
+        newest = reservation.newest_state or NewestState(-1, 0)
+        self.store.columns.forward[r, : ACCEPTED + 1] = (
+            reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
+        )  # fmt: skip
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
         """Publish a row's units up to `num_tokens` tokens. It has all blocks that they fill."""
@@ -1175,30 +1077,6 @@ class FlatCore:
         digests = self._known_digests(request, end)
         self._count_room(request)
         publish_row(store.address, r, end, request.all_token_ids, keys, digests)
-
-    def _publish_units(self, rows: RowBatch, lines: Any, places: Any, count: int) -> None:
-        """Publish the next unit of each of these rows."""
-        self.reach_nodes(count)
-        chosen = places[SINGLE, :count]
-        tokens = rows.tokens.newest_units(chosen, places[SINGLE_UNIT, :count])
-        published = np.empty((count, 4), np.int32)
-        if self.tenants is None:
-            publish_units(self.store.address, lines, chosen, tokens, published)
-            self.steps.note_rows(published)
-            return
-        owners = [self.tenants.account(rows.requests[i].namespace) for i in chosen.tolist()]
-        for owner in dict.fromkeys(owners):
-            part = [i for i, each in enumerate(owners) if each is owner]
-            self._count_room(rows.requests[chosen[part][0]])
-            published = np.empty((len(part), 4), np.int32)
-            publish_units(self.store.address, lines, chosen[part], tokens[part], published)
-            self.steps.note_rows(published)
-
-    def _publish_long(self, rows: RowBatch, lines: Any, places: Any, cached: Int32Array) -> None:
-        """Publish rows that fill several units, or have multimodal items, one by one."""
-        rows.tokens.sync(places)
-        for place in places.tolist():
-            self._publish(int(lines[place]), rows.requests[place], int(cached[place]))
 
     def _merge(self, published: list[Any]) -> None:
         """Replace rows' duplicate blocks by sealed ones; the forwards that wrote them are
@@ -1282,89 +1160,53 @@ class FlatCore:
         cells[NUM_CHANGES] = cells[NUM_IDS] = 0
 
     def _grow_by_tenant(
-        self, rows: RowBatch, lines: Any, busy: Any, places: Any, tenants: TenantLedger
+        self, table: RowTable, slots: Int32Array, wanted: Mapping[int, Reservation]
     ) -> bool:
-        """Give the busy rows the blocks that they lack, one tenant after the other. Return False,
-        unchanged, unless there is room for all."""
-        core, number = self.store.address, self.store.columns.number
-        computed, wanted = int32_array(rows.num_computed_tokens), int32_array(rows.num_slot_tokens)
+        """Give rows the blocks that they lack, one tenant after the other. Return False, unchanged,
+        unless there is room for all."""
+        core, tenants = self.store.address, required(self.tenants)
+        lines, slots_of = table.rows[slots, ROW].tolist(), slots.tolist()
         lacking: dict[TenantAccount, int] = {}
-        places_of: dict[TenantAccount, list[int]] = {}
-        for i in busy.tolist():
-            count = serve_row(core, int(lines[i]), int(computed[i]), int(wanted[i]), COUNT)
+        places: dict[TenantAccount, list[int]] = {}
+        for i, (computed, slot_tokens, *_) in wanted.items():
+            count = serve_row(core, lines[i], computed, slot_tokens, COUNT, 0)
             if count:
-                account = tenants.account(rows.requests[i].namespace)
+                account = tenants.account(table.requests[slots_of[i]].namespace)
                 lacking[account] = lacking.get(account, 0) + count
-                places_of.setdefault(account, []).append(i)
+                places.setdefault(account, []).append(i)
         if not tenants.has_room(lacking, self.num_free_blocks()):
             return False
         for account, count in lacking.items():
             tenants.serve(account)
             self._make_room(count)
-            first = int(number[NUM_IDS])
-            is_served = np.zeros(len(lines), np.int32)
-            is_served[places_of[account]] = 1
-            serve_rows(
-                core, lines, rows.slots, computed, wanted, wanted, places, len(busy), 0, 0, GROW,
-                is_served,
-            )  # fmt: skip
+            first = self.store.cells[NUM_IDS]
+            for i in places[account]:
+                computed, slot_tokens, *_ = wanted[i]
+                serve_row(core, lines[i], computed, slot_tokens, GROW, slots_of[i])
             self._count_taken(first)
         return True
 
     def _serve_singly(
-        self, rows: RowBatch, lines: Any, busy: Any, late: Any, is_reserved: Int32Array
+        self,
+        table: RowTable,
+        slots: Int32Array,
+        late: Sequence[int],
+        wanted: Mapping[int, Reservation],
+        is_reserved: Int32Array,
     ) -> BlockTablePatch:
-        """Serve rows one by one, because some share blocks that they may write."""
-        computed, states = rows.num_computed_tokens, rows.states
-        for i in late.tolist():
-            serve_row(self.store.address, int(lines[i]), int(computed[i]), 0, SKIP)
-            self._settle()
-        rows.tokens.sync(busy.astype(np.intp))
+        """Serve rows, named by their places in `slots`, one by one. Those in `late` skip first."""
+        lines = table.rows[slots, ROW].tolist()
+        for i in late:
+            serve_row(self.store.address, lines[i], wanted[i].num_computed_tokens, 0, SKIP, 0)
+        self._settle()
         changes: list[tuple[int, TableChange]] = []
-        for i in busy.tolist():
-            own_end = newest = None
-            if states is not None:
-                own_end = int(states.num_own_tokens[i])
-                last = int(states.num_last_own_tokens[i])
-                newest = NewestState(last, int(states.num_accepted_drafts[i]))
-            wanted, cached = int(rows.num_slot_tokens[i]), int(rows.num_cached_tokens[i])
-            reservation = Reservation(int(computed[i]), wanted, cached, 0, own_end, newest)
-            changed = self._extend(int(lines[i]), rows.requests[i], reservation)
+        for i, reservation in wanted.items():
+            slot = int(slots[i])
+            table.sync(slot)
+            changed = self._extend(lines[i], table.requests[slot], reservation)
             is_reserved[i] = changed is not None
-            changes += [(int(rows.slots[i]), change) for change in changed or ()]
+            changes += [(slot, change) for change in changed or ()]
         return patch_of(changes)
-
-    def _bind_rows(self, slots: Int32Array, requests: npt.NDArray[np.object_]) -> None:
-        """Remember in which slots these requests are.
-
-        Raises:
-            RequestError: one of them has no blocks.
-        """
-        self._reach_slot(max(0, int(slots.max())))
-        for place in np.flatnonzero((slots < 0) | (self._row_of_slot[slots] < 0)).tolist():
-            slot, request_id = int(slots[place]), requests[place].request_id
-            r = self.rows.get(request_id, NO_ROW)
-            if r == NO_ROW or slot < 0:
-                raise RequestError(
-                    f"request {request_id} in slot {slot} has no blocks: reserve for it before it "
-                    "runs on, and number slots from 0"
-                )
-            self._bind_row(slot, r)
-
-    def _bind_row(self, slot: int, r: int) -> None:
-        self._reach_slot(slot)
-        before = self._slot_of_row.get(r)
-        if before is not None:
-            self._row_of_slot[before] = NO_ROW
-        self._slot_of_row[r] = slot
-        self._row_of_slot[slot] = r
-
-    def _reach_slot(self, most: int) -> None:
-        """Make room for the rows of slots up to `most`."""
-        if most >= len(self._row_of_slot):
-            grown = np.full(2 * most + 2, NO_ROW, np.int32)
-            grown[: len(self._row_of_slot)] = self._row_of_slot
-            self._row_of_slot = grown
 
     def _slots_of(self, notes: Any) -> Int32Array:
         """Return the slots of the requests that made blocks hittable, -1 if they have ended."""

@@ -20,10 +20,11 @@ from kvcache.core.columns import (
     FLAGS,
     IS_SHARING,
     NODE,
+    OWN_END,
     REF,
     ColumnStore,
 )
-from kvcache.core.interface import ForkOrigin, Reservation, TableChange
+from kvcache.core.interface import ForkOrigin, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all, take_blocks
@@ -94,17 +95,18 @@ class RowForks:
             self._note(child, in_child)
         return changes
 
-    def due_copies(self, r: int, reservation: Reservation) -> list[Column]:
-        """Return the shared columns that a reserved forward writes. Each needs a block."""
+    def due_copies(self, r: int, slot_tokens: int) -> list[Column]:
+        """Return the shared columns that a forward with `slot_tokens` slots writes. Each needs a
+        block."""
         return [
             column
             for column, num_tokens in self.shared.get(r, {}).items()
-            if reservation.num_slot_tokens > num_tokens
-            and self._is_written(column, reservation)
+            if slot_tokens > num_tokens
+            and self._is_written(r, column)
             and self._is_read_elsewhere(self._block(r, column))
         ]
 
-    def copy(self, r: int, reservation: Reservation, due: list[Column]) -> None:
+    def copy(self, r: int, slot_tokens: int, due: list[Column]) -> None:
         """Put a new block into each of these columns; enough are free. Columns that the row may
         write without a copy are no longer shared."""
         if r not in self.shared:
@@ -124,8 +126,7 @@ class RowForks:
             {
                 column: num_tokens
                 for column, num_tokens in self.shared[r].items()
-                if reservation.num_slot_tokens <= num_tokens
-                or self._is_held_elsewhere(self._block(r, column))
+                if slot_tokens <= num_tokens or self._is_held_elsewhere(self._block(r, column))
             },
         )
 
@@ -147,12 +148,12 @@ class RowForks:
         newest, tokens = origin.newest_state, self._store.columns.group.item(g, COLUMN)
         return (newest.num_own_tokens - 1) // tokens + newest.num_accepted_drafts
 
-    def _is_written(self, column: Column, reservation: Reservation) -> bool:
+    def _is_written(self, r: int, column: Column) -> bool:
         """Return whether a forward that goes beyond the shared tokens writes this column."""
-        (g, i), group = column, self._store.columns.group
-        if group.item(g, KIND) != STATE:
+        (g, i), c = column, self._store.columns
+        if c.group.item(g, KIND) != STATE:
             return True
-        return i >= (reservation.own_end - 1) // group.item(g, COLUMN)
+        return i >= (c.forward.item(r, OWN_END) - 1) // c.group.item(g, COLUMN)
 
     def _note(self, r: int, columns: dict[Column, int]) -> None:
         row = self._store.columns.row

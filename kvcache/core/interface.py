@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arguments import quickly_made
-from kvcache.base.arrays import IndexArray, Int32Array
-from kvcache.base.errors import RequestError
+from kvcache.base.arrays import Int32Array
 from kvcache.core.columns import BlockAges
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
@@ -204,74 +203,6 @@ class TableChange(NamedTuple):
     group: int
     first_index: int
     block_ids: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class RowStates:
-    """Where the forwards of rows begin and end, for groups that keep states. Shapes `(n,)`.
-
-    `num_own_tokens` is as in `Reservation`; for a row without a forward it is where the last one
-    ended. The other two are the row's `newest_state`.
-    """
-
-    num_own_tokens: Int32Array
-    num_last_own_tokens: Int32Array
-    num_accepted_drafts: Int32Array
-
-
-class RowTokens(Protocol):
-    """The tokens of a batch's rows.
-
-    The newest tokens of a row may be only in arrays, not yet in its request. So a core reads a
-    row's tokens from its request only after `sync`. The requests of all other calls have all of
-    their tokens.
-    """
-
-    def sync(self, rows: IndexArray) -> None:
-        """Bring the requests of these rows of the batch up to date with all of their tokens."""
-
-    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
-        """Return how many tokens each of these rows has, shape `(k,)`."""
-
-    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
-        """Return the tokens of hash block `units[i]` of row `rows[i]`, shape `(k, unit_tokens)`.
-
-        Hash block `u` has the tokens `[u * unit_tokens, (u + 1) * unit_tokens)`, and the row has
-        all of them. `unit_tokens` divides every group's block size. No `sync` is needed. Fast for a
-        row's newest hash blocks; older ones are read from its request, one by one.
-        """
-
-
-class RowBatch(NamedTuple):
-    """Running requests that want slots for more tokens, in the order in which they are served.
-
-    Row `i` is `requests[i]` in slot `slots[i]`, each slot once; a request keeps its slot until it
-    is freed. The other fields are as in `Reservation`. `states` is required if a group keeps
-    states. `are_tokens_known`: each row is known to have the tokens to cache. Shapes: all `(n,)`.
-    """
-
-    requests: npt.NDArray[np.object_]
-    slots: Int32Array
-    num_computed_tokens: Int32Array
-    num_slot_tokens: Int32Array
-    num_cached_tokens: Int32Array
-    tokens: RowTokens
-    states: RowStates | None = None
-    are_tokens_known: bool = False
-
-    def require_columns(self) -> None:
-        """Raise RequestError unless every column has one entry per request."""
-        _, slots, computed, wanted, cached, _, states, _ = self
-        num_rows = len(self.requests)
-        fits = num_rows == len(slots) == len(computed) == len(wanted) == len(cached)
-        if fits and states is None:
-            return
-        of_states = [] if states is None else [*vars(states).values()]
-        lengths = list(map(len, [slots, computed, wanted, cached, *of_states]))
-        if lengths.count(num_rows) != len(lengths):
-            raise RequestError(
-                f"a batch of {num_rows} rows has columns of {lengths} entries: give one per row"
-            )
 
 
 class NewRows(NamedTuple):

@@ -21,6 +21,7 @@ from numba import types
 
 from kvcache.core.columns import (
     ACCEPTED,
+    BLANK,
     BLOCK,
     CAPACITY,
     COLUMNS,
@@ -81,6 +82,7 @@ from kvcache.core.machine import (
     NOTHING,
     address_of,
     copy,
+    inner,
     kernel,
     routine,
 )
@@ -89,9 +91,12 @@ from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 from kvcache.core.running import (
     CLIENT,
     COMPUTED,
+    END,
     END_OF_OWN,
     FIRST_IN_RING,
     OWN,
+    ROW,
+    SETTLED,
     SYNCED,
     TOKENS,
     append,
@@ -101,14 +106,13 @@ from kvcache.core.states import forget_ends, grow_states, lacking_states, note_e
 
 _types: Any = types
 
-BUSY, LATE, FILLED, SINGLE, SINGLE_UNIT, LONG, NUM_PLACES = range(7)
-"""Lines of `places`, which `inspect` and `serve_rows` fill with the positions of rows in a batch:
-rows that need anything; rows that skip; rows that fill a unit. The latter are then split into rows
-that fill exactly their next unit (SINGLE, and the unit's number in SINGLE_UNIT) and all others
-(LONG)."""
+BUSY, LATE, LONG, NUM_PLACES = range(4)
+"""Lines of `places`, which `run_rows` fills with the positions of rows in a batch: rows that need
+anything; rows that skip; rows whose full units Python must publish, because they have multimodal
+items, tokens that are no longer in the ring, or a tenant whose room must be counted."""
 
-SKIP, COUNT, GROW, ALL = range(4)
-"""What `serve_row` and `serve_rows` do. COUNT only counts the lacking blocks."""
+SKIP, COUNT, GROW = range(3)
+"""What `serve_row` does. COUNT only counts the lacking blocks."""
 
 
 @routine
@@ -416,15 +420,15 @@ def admit_row(
     return needed, columns_of(core).number[NUM_NOTES] | _has_news(core)
 
 
-@kernel(INT, CORE, INT, INT, INT, INT)
-def serve_row(core: Any, r: int, computed: int, slot_tokens: int, what: int) -> int:
-    """Let one row SKIP or GROW, or only COUNT; enough blocks are free. Return how many blocks it
-    lacked before it grew."""
+@kernel(INT, CORE, INT, INT, INT, INT, INT)
+def serve_row(core: Any, r: int, computed: int, slot_tokens: int, what: int, slot: int) -> int:
+    """Let the row in a slot SKIP or GROW, or only COUNT; enough blocks are free. Return how many
+    blocks it lacked before it grew."""
     if what == SKIP:
         skip(core, r, computed, np.int64(0))
     needed = growth(core, r, computed, slot_tokens)
     if what == GROW:
-        grow(core, r, np.int64(0), computed, slot_tokens)
+        grow(core, r, slot, computed, slot_tokens)
         note_end(core, r, computed)
     return needed
 
@@ -636,6 +640,7 @@ def admit_rows(
         running[slot, TOKENS] = running[slot, SYNCED] = num_tokens
         running[slot, COMPUTED] = running[slot, OWN] = end
         running[slot, CLIENT], running[slot, FIRST_IN_RING] = client_index, first
+        running[slot, ROW] = r
         for k in range(first, num_tokens):
             ring[slot, k % width] = these[k]
         answers[SLOT, i], answers[NUM_HIT, i] = slot, hit
@@ -644,76 +649,84 @@ def admit_rows(
     return count, num_published, none, none
 
 
+@inner
+def _fills(core: Any, r: int, publishes: int, cached: int) -> bool:
+    """Return whether a row has full units to publish when `cached` tokens become hittable."""
+    c = columns_of(core)
+    is_full = cached >= (np.int64(c.row[r, UNITS]) + 1) * c.tokens.shape[1]
+    return is_full and publishes != 0 and c.row[r, FLAGS] & NO_CACHING == 0
+
+
+@inner
+def _is_long(core: Any, r: int, running: Any, slot: int, width: int) -> bool:
+    """Return whether Python must publish the row in a slot; see LONG."""
+    c = columns_of(core)
+    oldest = max(running[slot, FIRST_IN_RING], running[slot, TOKENS] - width)
+    is_old = np.int64(c.row[r, UNITS]) * c.tokens.shape[1] < oldest
+    return is_old or c.row[r, FLAGS] & HAS_ITEMS != 0
+
+
+@routine
+def _note_forwards(core: Any, running: Any, slots: Any, positions: Any) -> int:
+    """Note where the forwards of the rows with states end, and where the previous ones did. A row
+    without a forward stays at the end of its last one. Return how many columns the tables of states
+    lack."""
+    c = columns_of(core)
+    s = search_of(core)
+    total = np.int64(0)
+    for g in range(len(c.group)):
+        if c.group[g, KIND] != STATE:
+            continue
+        for i in range(len(slots)):
+            r, last = np.int64(running[slots[i], ROW]), running[slots[i], OWN]
+            has_forward = positions[END, i] > positions[SETTLED, i]
+            s.forward[r, OWN_END] = positions[END_OF_OWN, i] if has_forward else last
+            s.forward[r, LAST_END] = last
+            s.forward[r, ACCEPTED] = positions[SETTLED, i] - last
+            lacking_columns = table_end(core, r, g, np.int64(0)) - c.row[r, COLUMNS + 2 * g]
+            total += max(np.int64(0), lacking_columns)
+    return total
+
+
 @routine
 def _inspect(
-    core: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
-    cached: Any, rows: Any, places: Any,
+    core: Any, publishes: int, running: Any, slots: Any, cached: Any, computed: Any,
+    slot_tokens: Any, places: Any,
 ) -> Any:  # fmt: skip
-    """Find the `rows` in slots, and those among them that need anything. Return how many need
-    anything, how many skip, how many fill a unit, whether one shares blocks that it may write, the
-    most slots that one wants, and the position of a bad row or -1. A row is bad if its slot has no
-    row, or if it would cache tokens for which it wants no slots. Changes nothing."""
+    """Find the BUSY and LATE rows. Return their numbers, how many units the rows fill, the most
+    slots that one wants, and whether one shares blocks that it may write."""
     c = columns_of(core)
-    unit = c.tokens.shape[1]
-    num_busy = num_late = num_filled = is_sharing = most = np.int64(0)
+    num_busy = num_late = num_units = most = is_sharing = np.int64(0)
     for i in range(len(slots)):
-        slot = slots[i]
-        r = np.int64(-1)
-        if 0 <= slot < len(row_of_slot):
-            r = np.int64(row_of_slot[slot])
-        rows[i] = r
-        if r < 0:
-            return num_busy, num_late, num_filled, is_sharing, most, np.int64(i)
-        is_late = computed[i] >= c.row[r, SKIP_AT]
-        is_filled = cached[i] >= (np.int64(c.row[r, UNITS]) + 1) * unit
-        if is_filled and (publishes == 0 or c.row[r, FLAGS] & NO_CACHING):
-            is_filled = False
-        if not (is_late or is_filled or slot_tokens[i] > c.row[r, CAPACITY]):
+        r = np.int64(running[slots[i], ROW])
+        is_late, fills = computed[i] >= c.row[r, SKIP_AT], _fills(core, r, publishes, cached[i])
+        if not (is_late or fills or slot_tokens[i] > c.row[r, CAPACITY]):
             continue
-        if cached[i] > slot_tokens[i]:
-            return num_busy, num_late, num_filled, is_sharing, most, np.int64(i)
         places[BUSY, num_busy] = i
         num_busy += 1
         most = max(most, np.int64(slot_tokens[i]))
         if is_late:
             places[LATE, num_late] = i
             num_late += 1
-        if is_filled:
-            places[FILLED, num_filled] = i
-            num_filled += 1
+        if fills:
+            num_units += cached[i] // c.tokens.shape[1] - np.int64(c.row[r, UNITS])
         if c.row[r, FLAGS] & IS_SHARING:
             is_sharing = np.int64(1)
-    return num_busy, num_late, num_filled, is_sharing, most, np.int64(-1)
-
-
-@kernel(_types.UniTuple(INT, 6), CORE, INT, INTS, INTS, INTS, INTS, INTS, NEW_INTS, NEW_INT_ROWS)
-def inspect(
-    core: Any, publishes: int, row_of_slot: Any, slots: Any, computed: Any, slot_tokens: Any,
-    cached: Any, rows: Any, places: Any,
-) -> Any:  # fmt: skip
-    """Do `_inspect`."""
-    return _inspect(
-        core, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
-    )
+    return num_busy, num_late, num_units, most, is_sharing
 
 
 @routine
-def _skip_rows(core: Any, rows: Any, computed: Any, places: Any, num_late: int) -> None:
-    front = np.int64(0)
-    for k in range(num_late):
-        i = places[LATE, k]
-        front = skip(core, np.int64(rows[i]), np.int64(computed[i]), front)
-
-
-@routine
-def _grant_rows(
-    core: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
-    num_free: int, is_reserved: Any,
+def _grant(
+    core: Any, running: Any, slots: Any, computed: Any, slot_tokens: Any, places: Any,
+    num_busy: int, is_reserved: Any,
 ) -> int:  # fmt: skip
-    total = np.int64(0)
+    """Decide, in order, which rows can get all their blocks: clear `is_reserved` of the others.
+    Return how many blocks these rows take."""
+    total, num_free = np.int64(0), columns_of(core).number[FREE]
     for k in range(num_busy):
         i = places[BUSY, k]
-        needed = growth(core, np.int64(rows[i]), np.int64(computed[i]), np.int64(slot_tokens[i]))
+        r = np.int64(running[slots[i], ROW])
+        needed = growth(core, r, np.int64(computed[i]), np.int64(slot_tokens[i]))
         if total + needed <= num_free:
             total += needed
         else:
@@ -721,166 +734,88 @@ def _grant_rows(
     return total
 
 
-@routine
-def _grow_rows(
-    core: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
-    num_busy: int, num_filled: int, is_reserved: Any,
-) -> Any:  # fmt: skip
-    c = columns_of(core)
-    unit = c.tokens.shape[1]
-    for k in range(num_busy):
-        i = places[BUSY, k]
-        if is_reserved[i] and slot_tokens[i] > c.row[rows[i], CAPACITY]:
-            grow(
-                core, np.int64(rows[i]), np.int64(slots[i]), np.int64(computed[i]),
-                np.int64(slot_tokens[i]),
-            )  # fmt: skip
-        if is_reserved[i]:
-            note_end(core, np.int64(rows[i]), np.int64(computed[i]))
-    num_single = num_long = np.int64(0)
-    for k in range(num_filled):
-        i = places[FILLED, k]
-        if is_reserved[i]:
-            r = rows[i]
-            is_single = cached[i] // unit == c.row[r, UNITS] + 1
-            if is_single and c.row[r, FLAGS] & HAS_ITEMS == 0:
-                places[SINGLE, num_single] = i
-                places[SINGLE_UNIT, num_single] = c.row[r, UNITS]
-                num_single += 1
-            else:
-                places[LONG, num_long] = i
-                num_long += 1
-    return num_single, num_long
+DONE, SINGLY, NEEDS_SPACE, NEEDS_ROOM = range(4)
+"""Results of `run_rows`: all is done; tokens are appended, but Python must serve the rows one by
+one; the columns are too small, and nothing has changed; Python must evict blocks."""
 
-
-@kernel(INT, CORE, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, NEW_INTS)
-def grant_rows(
-    core: Any, rows: Any, computed: Any, slot_tokens: Any, places: Any, num_busy: int,
-    num_free: int, is_reserved: Any,
-) -> int:  # fmt: skip
-    """Decide, in order, which rows can get all their blocks: clear `is_reserved` of the others.
-    Return how many blocks these rows take."""
-    return _grant_rows(core, rows, computed, slot_tokens, places, num_busy, num_free, is_reserved)
+ALONE, ASKING, BY_TENANT = range(3)
+"""How rows get blocks: from the free list; after Python has asked a policy or tiers; by Python."""
 
 
 @kernel(
-    _types.UniTuple(INT, 2), CORE, INTS, INTS, INTS, INTS, INTS, NEW_INT_ROWS, INT, INT, INT, INT,
-    NEW_INTS,
-)  # fmt: skip
-def serve_rows(
-    core: Any, rows: Any, slots: Any, computed: Any, slot_tokens: Any, cached: Any, places: Any,
-    num_busy: int, num_late: int, num_filled: int, what: int, is_reserved: Any,
-) -> Any:  # fmt: skip
-    """Let the rows that need anything SKIP, or GROW if `is_reserved` says so, or do ALL: skip,
-    decide which rows can get all their blocks, grow. Split the rows that fill units into SINGLE and
-    LONG; return both counts."""
-    c = columns_of(core)
-    if what != GROW:
-        _skip_rows(core, rows, computed, places, num_late)
-    if what == ALL:
-        _grant_rows(
-            core, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
-        )
-    if what == SKIP:
-        return np.int64(0), np.int64(0)
-    return _grow_rows(
-        core, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled, is_reserved
-    )
-
-
-@kernel(INT, CORE, INTS, INTS, INTS, INTS)
-def note_forwards(core: Any, rows: Any, own: Any, last: Any, accepted: Any) -> int:
-    """Note where the rows' reserved forwards end and where the previous ones did. Return how many
-    columns the tables of states lack."""
-    c = columns_of(core)
-    s = search_of(core)
-    total = np.int64(0)
-    for i in range(len(rows)):
-        r = rows[i]
-        s.forward[r, OWN_END], s.forward[r, LAST_END] = own[i], last[i]
-        s.forward[r, ACCEPTED] = accepted[i]
-        for g in range(len(c.group)):
-            if c.group[g, KIND] == STATE:
-                end = table_end(core, r, g, np.int64(0))
-                total += max(np.int64(0), end - c.row[r, COLUMNS + 2 * g])
-    return total
-
-
-@kernel(NOTHING, CORE, INTS, INTS, INT_ROWS, NEW_INT_ROWS)
-def publish_units(core: Any, rows: Any, places: Any, tokens: Any, published: Any) -> None:
-    """Publish the next unit of rows. `tokens[k]` are the tokens of the row at `places[k]`. Write
-    its row, its generation, the unit and the next unit to `published[k]`."""
-    c = columns_of(core)
-    for k in range(len(places)):
-        r = np.int64(rows[places[k]])
-        u = np.int64(c.row[r, UNITS])
-        published[k, 0], published[k, 1] = r, c.row[r, GENERATION]
-        published[k, 2], published[k, 3] = u, u + 1
-        publish(core, r, u + 1, u, address_of(tokens, k), rows[:0], 0)
-
-
-DONE, BAD_ROW, NEEDS_SPACE, SHARING = range(4)
-"""Results of `run_rows`: all is done; a row is bad (see `inspect`); units or nodes need more space;
-rows share blocks that they may write. Only DONE changes anything."""
-
-
-@kernel(
-    _types.UniTuple(INT, 4), CORE, INT, INT, INTS, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
-    INT_ROWS, INTS, INTS, NEW_INTS, NEW_INT_ROWS, NEW_INTS, NEW_INT_ROWS,
+    _types.UniTuple(INT, 4), CORE, *[INT] * 5, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
+    INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS, NEW_INT_ROWS,
 )  # fmt: skip
 def run_rows(
-    core: Any, publishes: int, num_reached: int, row_of_slot: Any, running: Any, ring: Any,
-    slots: Any, offsets: Any, token_ids: Any, positions: Any, computed: Any, slot_tokens: Any,
-    rows: Any, places: Any, is_reserved: Any, published: Any,
+    core: Any, publishes: int, how: int, lacks_nodes: int, num_busy: int, num_reached: int,
+    running: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any, positions: Any,
+    computed: Any, slot_tokens: Any, places: Any, is_reserved: Any, published: Any,
 ) -> Any:  # fmt: skip
     """Run the rows of a step: append their tokens, skip, grow the rows that can get all their
     blocks, publish the units that they fill, and note how far each row is computed.
 
-    Return DONE, the number of units published, each with a line in `published`, and the number of
-    LONG rows, which Python must publish one by one. Or return another result with the bad row's
-    position, or with the most slots that a row wants and the number of filled units.
+    Return DONE, the number of lines in `published`, the number of LONG rows, and 0; or SINGLY and
+    the numbers of BUSY and LATE rows, because some share blocks that they may write; or
+    NEEDS_SPACE, the most slots that a row wants, and the numbers of nodes (if there can be any: not
+    `lacks_nodes`) and table columns that must fit; or NEEDS_ROOM, the number of blocks that must be
+    blank, and `num_busy` for the call that then continues this one (else 0).
     """
     c = columns_of(core)
-    s = search_of(core)
-    cached, unit, none = positions[END_OF_OWN], c.tokens.shape[1], np.int64(0)
-    num_busy, num_late, num_filled, is_sharing, most, bad = _inspect(
-        core, publishes, row_of_slot, slots, computed, slot_tokens, cached, rows, places
-    )
-    if bad >= 0:
-        return np.int64(BAD_ROW), bad, none, none
-    if is_sharing:
-        return np.int64(SHARING), none, none, none
-    num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
-    needs_space = most > num_reached * unit or num_filled > num_spare
-    if needs_space or 2 * (c.number[NUM_INDEXED] + num_filled) > len(s.index):
-        return np.int64(NEEDS_SPACE), most, num_filled, none
-    append(running, ring, slots, offsets, token_ids)
-    for i in range(len(slots)):
-        is_reserved[i] = 1
-    num_single = num_long = none
-    if num_busy:
-        _skip_rows(core, rows, computed, places, num_late)
-        _grant_rows(
-            core, rows, computed, slot_tokens, places, num_busy, c.number[FREE], is_reserved
+    cached, unit, width, none = positions[END_OF_OWN], c.tokens.shape[1], ring.shape[1], np.int64(0)
+    if num_busy == 0:
+        num_busy, num_late, num_units, most, is_sharing = _inspect(
+            core, publishes, running, slots, cached, computed, slot_tokens, places
         )
-        num_single, num_long = _grow_rows(
-            core, rows, slots, computed, slot_tokens, cached, places, num_busy, num_filled,
-            is_reserved,
-        )  # fmt: skip
-    num_published, width = none, ring.shape[1]
-    for k in range(num_single):
-        i = np.int64(places[SINGLE, k])
-        slot, r, u = np.int64(slots[i]), np.int64(rows[i]), np.int64(places[SINGLE_UNIT, k])
-        oldest = max(running[slot, FIRST_IN_RING], running[slot, TOKENS] - width)
-        if u * unit < oldest:
+        num_columns = _note_forwards(core, running, slots, positions)
+        num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
+        needs_nodes = num_units > num_spare
+        needs_nodes |= 2 * (c.number[NUM_INDEXED] + num_units) > len(search_of(core).index)
+        needs_ids = num_columns and 2 * (num_columns + len(c.block)) > len(logs_of(core).ids)
+        if most > num_reached * unit or needs_ids or (needs_nodes and not lacks_nodes):
+            return np.int64(NEEDS_SPACE), most, num_units, num_columns
+        append(running, ring, slots, offsets, token_ids)
+        for i in range(len(slots)):
+            is_reserved[i] = 1
+        if is_sharing:
+            return np.int64(SINGLY), num_busy, num_late, none
+        front = none
+        for k in range(num_late):
+            i = places[LATE, k]
+            front = skip(core, np.int64(running[slots[i], ROW]), np.int64(computed[i]), front)
+        total = _grant(core, running, slots, computed, slot_tokens, places, num_busy, is_reserved)
+        if (how == ASKING and total > c.number[BLANK]) or (how == BY_TENANT and total):
+            return np.int64(NEEDS_ROOM), total, num_busy, none
+    for k in range(num_busy):
+        i = places[BUSY, k]
+        r, wanted = np.int64(running[slots[i], ROW]), np.int64(slot_tokens[i])
+        if is_reserved[i] and wanted > c.row[r, CAPACITY]:
+            grow(core, r, np.int64(slots[i]), np.int64(computed[i]), wanted)
+        if is_reserved[i]:
+            note_end(core, r, np.int64(computed[i]))
+    num_published = num_long = none
+    if how == BY_TENANT:
+        c.number[ROOM] = 0  # where room is needed, Python sets it for the row's tenant
+    for k in range(num_busy):
+        i = places[BUSY, k]
+        r, slot = np.int64(running[slots[i], ROW]), np.int64(slots[i])
+        if is_reserved[i] == 0 or not _fills(core, r, publishes, cached[i]):
+            continue
+        if _is_long(core, r, running, slot, width):
             places[LONG, num_long] = i
             num_long += 1
             continue
+        u, end = np.int64(c.row[r, UNITS]), np.int64(cached[i]) // unit
         published[num_published, 0], published[num_published, 1] = r, c.row[r, GENERATION]
-        published[num_published, 2], published[num_published, 3] = u, u + 1
+        published[num_published, 2], published[num_published, 3] = u, end
         num_published += 1
-        base = u - u % (width // unit)
-        publish(core, r, u + 1, base, address_of(ring, slot), slots[:0], 0)
+        while u < end and c.row[r, FLAGS] & NO_CACHING == 0:
+            base = u - u % (width // unit)
+            publish(core, r, u + 1, base, address_of(ring, slot), slots[:0], 0)
+            u += 1
+        if how == BY_TENANT and c.row[r, FLAGS] & NO_CACHING:
+            c.row[r, FLAGS] &= ~NO_CACHING
+            places[LONG, num_long] = i
+            num_long += 1
     note_ends(running, slots, positions, is_reserved)
     return np.int64(DONE), num_published, num_long, none
 

@@ -28,16 +28,15 @@ from kvcache.core.machine import (
     INT_ROWS,
     INTS,
     NEW_INT_ROWS,
-    NEW_INTS,
     NOTHING,
     kernel,
     routine,
 )
 
-TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, CONFIRMED, MARK, NUM_COLUMNS = range(9)
+TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, ROW, CONFIRMED, MARK, NUM_COLUMNS = range(10)
 """Columns of a row. OWN is where its last forward ended, drafts left out. Its request has SYNCED of
-its tokens. The ring has the tokens from FIRST_IN_RING on. CONFIRMED is scratch. MARK is the stamp
-of the last check that saw the row."""
+its tokens. The ring has the tokens from FIRST_IN_RING on. ROW is its number in the core. CONFIRMED
+is scratch. MARK is the stamp of the last check that saw the row."""
 
 BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_POSITIONS = range(7)
 """Lines of `positions`, all in tokens: COMPUTED and TOKENS before the step; COMPUTED without
@@ -178,12 +177,6 @@ def append(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any) -> No
         rows[slot, TOKENS] = count
 
 
-@kernel(NOTHING, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS)
-def append_tokens(rows: Any, ring: Any, slots: Any, offsets: Any, token_ids: Any) -> None:
-    """Do `append`."""
-    append(rows, ring, slots, offsets, token_ids)
-
-
 @routine
 def note_ends(rows: Any, slots: Any, positions: Any, has_run: Any) -> None:
     """Set COMPUTED and OWN of each row: to the end of its forward if it got its blocks."""
@@ -212,21 +205,3 @@ def note_confirmed(
         slot = slots[i]
         if generation[slot] == generations[i]:
             rows[slot, CONFIRMED] = min(positions[BEFORE_COMPUTED, i], positions[BEFORE_TOKENS, i])
-
-
-@kernel(INT, INT_ROWS, INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS)
-def read_units(rows: Any, ring: Any, slots: Any, units: Any, tokens: Any, missing: Any) -> int:
-    """Copy the tokens of row `i`'s unit `units[i]` to `tokens[i]`. Write the indices of units that
-    the ring no longer has to `missing`, and return how many there are."""
-    width, unit_tokens = ring.shape[1], tokens.shape[1]
-    num_missing = 0
-    for i in range(len(slots)):
-        slot, start = slots[i], units[i] * unit_tokens
-        if start < max(rows[slot, FIRST_IN_RING], rows[slot, TOKENS] - width):
-            missing[num_missing] = i
-            num_missing += 1
-            continue
-        column = start % width
-        for k in range(unit_tokens):
-            tokens[i, k] = ring[slot, column + k]
-    return num_missing

@@ -35,7 +35,8 @@ def seat_fork(
     num_own = table.num_own(parent.slot)
     newest = NewestState(num_own, num_tokens - num_own)
     changes = core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
-    known = table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens)
+    row = core.row_of(child.request_id)
+    known = table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens, row)
     child.num_computed_tokens = num_tokens
     return known, changes
 

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arguments import MAX_INT32
-from kvcache.base.arrays import IndexArray, Int32Array, int32_array
 from kvcache.base.errors import InvariantError, RequestError
 from kvcache.core.running import (
     CLIENT,
@@ -32,11 +31,10 @@ from kvcache.core.running import (
     MARK,
     NUM_COLUMNS,
     OWN,
+    ROW,
     SYNCED,
     TOKENS,
     RunningRows,
-    append_tokens,
-    read_units,
 )
 from kvcache.protocol.step import NO_SLOT
 from kvcache.requests.request import Request
@@ -102,7 +100,7 @@ class RequestTable:
         self._newest_generation = -1
         self._stamp = 0
         most = min(_RING_TOKENS, _MAX_RING_BYTES // (_TOKEN_BYTES * num_slots))
-        self._unit_tokens = unit_tokens
+        self.unit_tokens = unit_tokens
         self.width = max(2, most // unit_tokens) * unit_tokens
         # Pages that no row has reached are untouched, so they take no memory.
         self.ring: npt.NDArray[np.int32] = np.zeros((num_slots, self.width), dtype=np.int32)
@@ -139,16 +137,22 @@ class RequestTable:
         return [known for known in self.known.values() if known.client_index == client_index]
 
     def admit(
-        self, request: Request, client_index: int, num_computed: int, num_encoder_tokens: int = 0
+        self,
+        request: Request,
+        client_index: int,
+        num_computed: int,
+        num_encoder_tokens: int = 0,
+        row: int = 0,
     ) -> KnownRequest:
         """Give a new or preempted request the lowest free slot. One must be free.
 
-        `num_computed` of its positions are computed or scheduled, without drafts.
+        `num_computed` of its positions are computed or scheduled, without drafts. `row` is its
+        number in the core, which only steps need.
         """
         slot = self._take_slot()
         known = self.seat(request, slot, client_index, num_encoder_tokens)
         cells, at = self._cells, slot * NUM_COLUMNS
-        cells[at + CLIENT], cells[at + OWN] = client_index, num_computed
+        cells[at + CLIENT], cells[at + OWN], cells[at + ROW] = client_index, num_computed, row
         if client_index != CALLER:
             self._adopt(slot, num_computed)
         return known
@@ -242,29 +246,29 @@ class RequestTable:
             self._stamp = 1
         return self._stamp
 
-    def append(self, rows: RunningRows) -> None:
-        """Append tokens to running rows. Call `make_room` first."""
-        slots, offsets = rows.slots, rows.offsets
-        if rows.is_crowded and int((offsets[1:] - offsets[:-1]).max()) > self.width:
-            ends = offsets.tolist()
-            for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
-                self.sync(slot)
-                self.requests[slot].append_output_token_ids(rows.token_ids[start:end])
-                self._adopt(slot, self.num_computed(slot))
-        else:
-            append_tokens(self.rows, self.ring, slots, offsets, rows.token_ids)
-
-    def make_room(self, rows: RunningRows) -> bool:
-        """Make room in the ring for the tokens of these rows; return whether there is enough.
+    def make_room(self, rows: RunningRows) -> RunningRows:
+        """Make room in the ring for the tokens of these rows, and return the rows.
 
         A row that would fill more than half of its ring hands its tokens to its request, so it has
-        room for hundreds of steps.
+        room for hundreds of steps. If a row gets more tokens than the ring holds, the requests get
+        all of the tokens now, and the rows are returned without them.
         """
         counts = rows.offsets[1:] - rows.offsets[:-1]
         num_waiting = self.rows[rows.slots, TOKENS] + counts - self.rows[rows.slots, SYNCED]
         for slot in rows.slots[num_waiting > self.width // 2].tolist():
             self.sync(slot)
-        return int(counts.max()) <= self.width
+        if int(counts.max()) <= self.width:
+            return rows
+        self.append(rows)
+        return rows._replace(offsets=np.zeros_like(rows.offsets))
+
+    def append(self, rows: RunningRows) -> None:
+        """Append the tokens of these rows to their requests."""
+        ends = rows.offsets.tolist()
+        for slot, start, end in zip(rows.slots.tolist(), ends, ends[1:], strict=False):
+            self.sync(slot)
+            self.requests[slot].append_output_token_ids(rows.token_ids[start:end])
+            self._adopt(slot, self.num_computed(slot))
 
     def sync(self, slot: int) -> None:
         """Bring the request in `slot` up to date: its tokens and its computed tokens."""
@@ -281,21 +285,6 @@ class RequestTable:
                 request.append_checked_token_ids(self.ring[slot, : end - self.width])
             cells[at + SYNCED] = num_tokens
         request.num_computed_tokens = min(cells[at + COMPUTED], num_tokens)
-
-    def newest_units(self, slots: Int32Array, units: Int32Array) -> npt.NDArray[np.int32]:
-        """Return the tokens of unit `units[i]` of the row in slot `slots[i]`, `(k, unit_tokens)`.
-
-        Units that are not in the ring are read from the requests.
-        """
-        tokens = np.empty((len(slots), self._unit_tokens), dtype=np.int32)
-        missing = np.empty(len(slots), dtype=np.int32)
-        num_missing = read_units(self.rows, self.ring, slots, units, tokens, missing)
-        for row in missing[:num_missing].tolist():
-            slot, start = int(slots[row]), int(units[row]) * self._unit_tokens
-            self.sync(slot)
-            request: Request = self.requests[slot]
-            tokens[row] = request.all_token_ids[start : start + self._unit_tokens]
-        return tokens
 
     def roll_back(self, slot: int, num_computed: int, num_tokens: int) -> None:
         """Roll a row back to `num_tokens` tokens and `num_computed` computed positions."""
@@ -400,7 +389,7 @@ class RequestTable:
         """Set the row's columns and ring from its request, which has all its tokens."""
         request: Request = self.requests[slot]
         num_tokens = request.num_tokens
-        num_begun = num_tokens % self._unit_tokens
+        num_begun = num_tokens % self.unit_tokens
         first, at, cells = num_tokens - num_begun, slot * NUM_COLUMNS, self._cells
         cells[at + TOKENS] = cells[at + SYNCED] = num_tokens
         cells[at + COMPUTED], cells[at + FIRST_IN_RING] = num_computed, first
@@ -408,25 +397,3 @@ class RequestTable:
             column = first % self.width
             tokens = request.token_buffer[first:num_tokens]
             self.ring[slot, column : column + num_begun] = tokens
-
-
-@dataclass(frozen=True, eq=False)
-class BatchTokens:
-    """The tokens of the rows in `slots`, as `RowTokens`. Valid until the table changes."""
-
-    table: RequestTable
-    slots: Int32Array
-
-    def sync(self, rows: IndexArray) -> None:
-        """Bring the requests of these rows up to date with all their tokens."""
-        for slot in self.slots[rows].tolist():
-            self.table.sync(slot)
-
-    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
-        """Return how many tokens these rows have, with those that only the ring has."""
-        num_tokens: npt.NDArray[np.int32] = self.table.rows[self.slots[rows], TOKENS]
-        return num_tokens
-
-    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
-        """Return the tokens of full units, `(k, unit_tokens)`; see `RequestTable.newest_units`."""
-        return self.table.newest_units(self.slots[rows], int32_array(units))

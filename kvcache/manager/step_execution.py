@@ -24,23 +24,22 @@ from kvcache.core import (
     NewRows,
     OffloadAnswer,
     Reservation,
-    RowBatch,
     RowsAdmitted,
-    RowStates,
+    RowsReserved,
     TableChange,
     joined,
     patch_of,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.running import END, END_OF_OWN, OWN, SETTLED, RunningRows, note_row_ends
+from kvcache.core.running import END, END_OF_OWN, SETTLED, RunningRows
 from kvcache.manager.admission import Admission
 from kvcache.manager.forks import seat_copy
 from kvcache.manager.model_limits import ModelLimits
-from kvcache.manager.request_table import BatchTokens, KnownRequest, RequestTable
+from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback, SlotAssignment, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
-from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.protocol.commands import EMPTY_PATCH
 from kvcache.protocol.step import NO_SLOT, NewRequest, Refusal, StepResult
 from kvcache.requests.request import Request
 
@@ -84,7 +83,6 @@ class StepExecutor:
         self._admission = admission
         self._tiers = tiers
         self._max_model_len = limits.max_model_len
-        self._keeps_states = limits.keeps_states
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute the plan and return the result, whose `seq` is 0."""
@@ -218,31 +216,15 @@ class StepExecutor:
         answer.changes += [(known.slot, change) for change in changes]
         record.new.append(SlotAssignment(known, known.generation, known.request.num_tokens))
 
-    def _run_rows(self, plan: StepPlan, record: StepRecord) -> tuple[Int32Array, BlockTablePatch]:
+    def _run_rows(self, plan: StepPlan, record: StepRecord) -> RowsReserved:
         """Settle the rows and reserve their blocks; return which rows got them, and the patch."""
         rows, table = plan.rows, self._table
         record.rows = rows
-        slots, positions = rows.slots, rows.positions
         confirmed = plan.client.confirmed_tokens(rows, table)
-        wanted = self._slot_tokens(positions, plan.request.num_lookahead_tokens)
-        fits = not rows.is_crowded or table.make_room(rows)
-        reserved = self._core.run_rows(table, rows, confirmed, wanted) if fits else None
-        if reserved is None:
-            table.append(rows)
-            reserved = self._core.reserve_rows(
-                RowBatch(
-                    table.requests[slots],
-                    slots,
-                    confirmed,
-                    wanted,
-                    positions[END_OF_OWN],
-                    BatchTokens(table, slots),
-                    self._row_states(rows) if self._keeps_states else None,
-                    are_tokens_known=True,
-                )
-            )
-            note_row_ends(table.rows, slots, positions, reserved.is_reserved)
-        return reserved.is_reserved, reserved.patches
+        wanted = self._slot_tokens(rows.positions, plan.request.num_lookahead_tokens)
+        if rows.is_crowded:
+            rows = table.make_room(rows)
+        return self._core.run_rows(table, rows, confirmed, wanted)
 
     def _refuse_rows(self, rows: RunningRows, is_reserved: Int32Array, answer: _Answer) -> None:
         """Refuse the rows without room that exceed their tenant's limit."""
@@ -254,12 +236,6 @@ class StepExecutor:
             refusal = self._admission.refusal(request, num_tokens, is_counted=True)
             if refusal is not None:
                 answer.refused.append(refusal)
-
-    def _row_states(self, rows: RunningRows) -> RowStates:
-        """Return where each row's forward ends, if it has one, and where its last one ended."""
-        positions, last = rows.positions, self._table.rows[rows.slots, OWN]
-        ends = np.where(positions[END] > positions[SETTLED], positions[END_OF_OWN], last)
-        return RowStates(ends, last, positions[SETTLED] - last)
 
     def _slot_tokens(self, positions: npt.NDArray[np.int32], num_ahead: int) -> Int32Array:
         """Return how far each row needs slots; a row that only settles needs no lookahead."""
@@ -365,7 +341,8 @@ class StepExecutor:
             return
         if admission.counts:
             admission.record(request, num_hit)
-        known = self._table.admit(request, client_index, end, wish.num_encoder_tokens)
+        row = self._core.row_of(request.request_id)
+        known = self._table.admit(request, client_index, end, wish.num_encoder_tokens, row)
         answer.admitted.append((known.slot, num_hit, num_scheduled))
         for change in changes:
             answer.changes.append((known.slot, change))

@@ -22,7 +22,7 @@ from tests.agreement.prompts import Prompts
 from tests.agreement.side import Action, Facts, Side, Sizes
 from tests.agreement.step_choice import StepChoice
 from tests.audits import ONE_IN, Audits
-from tests.core.slow_core import SlowCore, make_slow_core
+from tests.core.slow_core import make_slow_core
 from tests.walks import random_walk
 
 FACTORIES: Mapping[str, CoreFactory] = {"flat": FlatCore, "slow": make_slow_core}
@@ -56,9 +56,6 @@ class Walk:
         self.title = f"{configuration.name!r} {family.name} {seed} {' '.join(cores)}"
         sizes = self._sizes()
         self.sides = [Side(configuration, core, sizes, factories) for core in cores]
-        for side in self.sides:
-            if isinstance(side.made, SlowCore):
-                side.made.followed = self.sides[0].made
         self.audits = Audits(self.title, self._audit, audit_one_in)
         self.engine = Engine(keeps_states=configuration.keeps_states)
         self.prompts = Prompts(configuration, self.rng)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvcache.base.arrays import IndexArray
 from kvcache.core import (
     CacheEvent,
     CacheHit,
+    NewestState,
     Reservation,
-    RowBatch,
-    RowStates,
+    RowsReserved,
     TableChange,
 )
 from kvcache.core.audit import free_list
+from kvcache.core.columns import FLAGS, IS_SHARING
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
+from kvcache.core.running import (
+    END,
+    END_OF_OWN,
+    FIRST_IN_RING,
+    NO_ROWS,
+    NUM_COLUMNS,
+    NUM_POSITIONS,
+    OWN,
+    ROW,
+    SETTLED,
+    TOKENS,
+    RowTable,
+    RunningRows,
+)
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import Request
 from kvcache.specs import (
@@ -108,28 +121,6 @@ def block_lists(hit: CacheHit) -> list[list[int]]:
     return [block_ids.tolist() for block_ids in hit.block_ids]
 
 
-class RequestTokens:
-    """The tokens of rows whose requests have all of them."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-
-    def sync(self, rows: IndexArray) -> None:
-        pass
-
-    def num_tokens(self, rows: IndexArray) -> npt.NDArray[np.integer]:
-        return np.array([self.requests[row].num_tokens for row in rows.tolist()], dtype=np.int32)
-
-    def newest_units(self, rows: IndexArray, units: IndexArray) -> npt.NDArray[np.int32]:
-        tokens = []
-        for row, unit in zip(rows.tolist(), units.tolist(), strict=True):
-            request = self.requests[row]
-            assert request.block_hasher is not None
-            size = request.block_hasher.block_size
-            tokens.append(request.all_token_ids[unit * size : (unit + 1) * size])
-        return np.array(tokens)
-
-
 class EventLog:
     """An event sink that keeps events until they are taken."""
 
@@ -152,10 +143,65 @@ def eviction_order(core: FlatCore) -> list[int]:
     return [block for block in free_list(core.store) if block in cached]
 
 
-def row_batch(
-    requests: Sequence[Request], *columns: Sequence[int], states: RowStates | None = None
-) -> RowBatch:
-    """Rows of `requests`; columns as in `RowBatch`, from the slots on."""
-    arrays = [np.array(column, dtype=np.int32) for column in columns]
-    rows = np.fromiter(requests, dtype=np.object_, count=len(requests))
-    return RowBatch(rows, *arrays, RequestTokens(requests), states)
+def append(table: RowTable, rows: RunningRows) -> None:
+    """Append the tokens of rows to the ring, one by one."""
+    for slot, start, end in zip(rows.slots, rows.offsets, rows.offsets[1:], strict=False):
+        for token in rows.token_ids[start:end]:
+            table.ring[slot, table.rows[slot, TOKENS] % table.ring.shape[1]] = token
+            table.rows[slot, TOKENS] += 1
+
+
+class FullRequests:
+    """A `RowTable` of requests that have all of their tokens. The ring of every second slot has
+    their tokens, too."""
+
+    def __init__(self, requests: Mapping[int, Request], unit: int) -> None:
+        count = 1 + max(requests, default=0)
+        self.rows = np.zeros((count, NUM_COLUMNS), np.int32)
+        self.ring = np.zeros((count, 16 * unit), np.int32)
+        self.requests = np.full(count, None, object)
+        for slot, request in requests.items():
+            self.requests[slot] = request
+            self.rows[slot, FIRST_IN_RING] = request.num_tokens if slot % 2 else 0
+            tokens = np.array(request.all_token_ids, np.int32)
+            offsets = np.array([0, len(tokens)], np.int32)
+            slots = np.array([slot], np.int32)
+            append(self, NO_ROWS._replace(slots=slots, offsets=offsets, token_ids=tokens))
+
+    def sync(self, slot: int) -> None:
+        pass
+
+
+def run(
+    core: Any, slots: Sequence[int], requests: Sequence[Request], rows: Sequence[Reservation]
+) -> RowsReserved:
+    """Run requests in slots as these reservations say."""
+    table = FullRequests(dict(zip(slots, requests, strict=True)), core.hash_block_size)
+    positions = np.zeros((NUM_POSITIONS, len(rows)), np.int32)
+    for i, (slot, request, row) in enumerate(zip(slots, requests, rows, strict=True)):
+        newest = row.newest_state or NewestState(0, 0)
+        settled = newest.num_own_tokens + newest.num_accepted_drafts
+        has_forward = row.own_end > newest.num_own_tokens
+        positions[SETTLED, i], positions[END_OF_OWN, i] = settled, row.num_cached_tokens
+        positions[END, i] = max(settled + 1, row.num_slot_tokens) if has_forward else settled
+        table.rows[slot, ROW] = core.row_of(request.request_id)
+        table.rows[slot, OWN] = newest.num_own_tokens
+    columns = [(row.num_computed_tokens, row.num_slot_tokens) for row in rows]
+    computed, wanted = np.array(columns, np.int32).reshape(-1, 2).T.copy()
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    running = NO_ROWS._replace(
+        slots=np.array(slots, np.int32), positions=positions, offsets=offsets
+    )
+    reserved: RowsReserved = core.run_rows(table, running, computed, wanted)
+    return reserved
+
+
+RUN_ROWS = FlatCore.run_rows
+
+
+def run_one_by_one(core: FlatCore, *args: Any) -> RowsReserved:
+    """Do `FlatCore.run_rows` as if the rows shared blocks that they may write."""
+    core.store.columns.row[:, FLAGS] |= IS_SHARING
+    reserved = RUN_ROWS(core, *args)
+    core.store.columns.row[:, FLAGS] &= ~IS_SHARING
+    return reserved

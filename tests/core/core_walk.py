@@ -18,8 +18,6 @@ from kvcache.core import (
     ForkOrigin,
     NewestState,
     Reservation,
-    RowBatch,
-    RowStates,
 )
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.commands import BlockTablePatch, Label, Unlabel
@@ -34,7 +32,7 @@ from tests.core.builders import (
     eviction_order,
     make_flat_core,
     make_request,
-    row_batch,
+    run,
 )
 from tests.core.model_group import ModelGroup, spec_of
 from tests.core.slow_core import SlowCore
@@ -106,7 +104,6 @@ class Walk:
         made: dict[str, Any] = {"none_hash": NONE_HASH, "hash_fn": HASH_FN, "events": slow_ear}
         made["block_bytes"] = max(spec.page_size_bytes for spec in specs)
         self.slow = SlowCore(num_blocks, groups, **made, **options)
-        self.slow.followed = self.flat
         self.cores = self.flat, self.slow
         self.unit = self.flat.hash_block_size
         self.twins = Twins()
@@ -297,8 +294,11 @@ class Walk:
             rows.append(self.more(self.requests[name], delays=False))
             free_slots = set(range(len(self.slots) + 1)) - set(self.slots.values())
             self.slots.setdefault(name, min(free_slots))
-        batch = self.batch(chosen, [wanted for wanted, _ in rows])
-        results = [core.reserve_rows(batch) for core in self.cores]
+        slots, requests = (
+            [names[name] for name in chosen] for names in (self.slots, self.requests)
+        )
+        wanted = [each for each, _ in rows]
+        results = [run(core, slots, requests, wanted) for core in self.cores]
         flat, slow = [result.is_reserved.tolist() for result in results]
         assert flat == slow
         for core, result in zip(self.cores, results, strict=True):
@@ -306,25 +306,6 @@ class Walk:
         for name, (wanted, num_drafts), is_reserved in zip(chosen, rows, flat, strict=True):
             if is_reserved:
                 self.note_ends(name, wanted, num_drafts)
-
-    def batch(self, names: list[str], rows: list[Reservation]) -> RowBatch:
-        def column(values: list[int]) -> np.ndarray:
-            return np.array(values, dtype=np.int32)
-
-        newest = [row.newest_state or NewestState(0, 0) for row in rows]
-        states = RowStates(
-            column([row.own_end for row in rows]),
-            column([state.num_own_tokens for state in newest]),
-            column([state.num_accepted_drafts for state in newest]),
-        )
-        return row_batch(
-            [self.requests[name] for name in names],
-            [self.slots[name] for name in names],
-            [row.num_computed_tokens for row in rows],
-            [row.num_slot_tokens for row in rows],
-            [row.num_cached_tokens for row in rows],
-            states=states if self.keeps_states else None,
-        )
 
     def reserve(
         self, request: Request, wanted: Reservation, hits: tuple[CacheHit | None, CacheHit | None]

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvcache.base.arrays import int32_array
+from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import BlockError, RequestError
 from kvcache.core import (
     AllBlocksCleared,
@@ -30,20 +28,29 @@ from kvcache.core import (
     ForkOrigin,
     NewestState,
     Reservation,
-    RowBatch,
     RowsReserved,
     TableChange,
     patch_of,
 )
-from kvcache.core.columns import NODE
-from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
+from kvcache.core.running import (
+    COMPUTED,
+    END,
+    END_OF_OWN,
+    FIRST_IN_RING,
+    OWN,
+    SETTLED,
+    TOKENS,
+    RowTable,
+    RunningRows,
+)
 from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.protocol.labels import SealedContents, extra_keys_bytes, sorted_contents
 from kvcache.requests.hash_algorithms import ExtraKeys, HashFn
 from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import namespace_name
+from tests.core.builders import append
 from tests.core.model_group import ModelGroup, group_of
 
 Unit = tuple[tuple[int, ...], ExtraKeys]
@@ -165,9 +172,6 @@ class SlowCore:
         self.changed: list[tuple[str, TableChange]] = []
         self.num_evicted = self.num_merged = self.num_published = 0
         self.digests: dict[Place, BlockHash] = {}
-        self.followed: FlatCore | None = None
-        """Does nothing: the fast core may defer this work, and shows the result by what it
-        cached."""
 
     # --- steps ---
 
@@ -489,67 +493,72 @@ class SlowCore:
         self.publish(row, wanted.num_cached_tokens)
         return changes
 
-    def run_rows(self, *_: object) -> None:
-        """Does nothing: `reserve_rows` does it."""
-
     def admit_rows(self, *_: object) -> None:
         """Does nothing: `look_up` and `reserve` do it."""
 
-    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
+    def row_of(self, request_id: str) -> int:
+        """Return any number: rows have none."""
+        return 0
+
+    def run_rows(
+        self, table: RowTable, rows: RunningRows, computed: Int32Array, slot_tokens: Int32Array
+    ) -> RowsReserved:
         """Serve rows that share what they may write one by one, the others together: all skip,
-        those who can have all they lack get it, and then contents are made hittable, first of rows
-        that fill only one hash block, if its tokens are known, and last those without known
-        tokens."""
-        rows.tokens.sync(np.arange(len(rows.slots)))
-        chosen = [self.rows[request.request_id] for request in rows.requests]
-        wanted = [self.reservation(rows, i) for i in range(len(chosen))]
-        for row, each in zip(chosen, wanted, strict=True):
-            self.skip(row, each.num_computed_tokens)
+        those who can have all they lack get it, and then contents are made hittable; last of all
+        what rows fill with items, or with tokens that are not in the ring."""
+        append(table, rows)
+        slots, positions = rows.slots.tolist(), rows.positions
+        chosen = [self.rows[table.requests[slot].request_id] for slot in slots]
+        is_long = [self.is_long(row, table, slot) for row, slot in zip(chosen, slots, strict=True)]
+        wanted = []
+        for i, (row, slot) in enumerate(zip(chosen, slots, strict=True)):
+            table.sync(slot)
+            wanted.append(self.reservation(i, table, rows, int(computed[i]), int(slot_tokens[i])))
+            self.skip(row, wanted[i].num_computed_tokens)
         is_reserved, changes = [True] * len(chosen), []
         if any(row.shared for row in chosen):
             for i, row in enumerate(chosen):
                 found = self.extend(row, wanted[i])
                 is_reserved[i] = found is not None
-                changes += [(int(rows.slots[i]), change) for change in found or ()]
-            return RowsReserved(int32_array(is_reserved), patch_of(changes))
-        total = 0
-        for i, row in enumerate(chosen):
-            needed = self.num_wanted(row, wanted[i], self.columns(row, wanted[i]))
-            is_reserved[i] = total + needed <= self.num_free_blocks()
-            total += needed * is_reserved[i]
-        self.make_room(total)
-        served = [i for i in range(len(chosen)) if is_reserved[i]]
-        for i in served:
-            found = self.grow(chosen[i], wanted[i], self.columns(chosen[i], wanted[i]))
-            changes += [(int(rows.slots[i]), change) for change in found]
-        for i in sorted(served, key=lambda i: self.turn(chosen[i], wanted[i])):
-            self.publish(chosen[i], wanted[i].num_cached_tokens)
+                changes += [(slots[i], change) for change in found or ()]
+        else:
+            total = 0
+            for i, row in enumerate(chosen):
+                needed = self.num_wanted(row, wanted[i], self.columns(row, wanted[i]))
+                is_reserved[i] = total + needed <= self.num_free_blocks()
+                total += needed * is_reserved[i]
+            self.make_room(total)
+            served = [i for i in range(len(chosen)) if is_reserved[i]]
+            for i in served:
+                found = self.grow(chosen[i], wanted[i], self.columns(chosen[i], wanted[i]))
+                changes += [(slots[i], change) for change in found]
+            for i in sorted(served, key=is_long.__getitem__):
+                self.publish(chosen[i], wanted[i].num_cached_tokens)
+        for i, slot in enumerate(slots):
+            table.rows[slot, COMPUTED] = positions[END if is_reserved[i] else SETTLED, i]
+            if is_reserved[i] and positions[END, i] > positions[SETTLED, i]:
+                table.rows[slot, OWN] = positions[END_OF_OWN, i]
         return RowsReserved(int32_array(is_reserved), patch_of(changes))
 
-    def reservation(self, rows: RowBatch, i: int) -> Reservation:
-        computed, slots, cached = (
-            int(column[i])
-            for column in (rows.num_computed_tokens, rows.num_slot_tokens, rows.num_cached_tokens)
+    def reservation(
+        self, i: int, table: RowTable, rows: RunningRows, computed: int, slot_tokens: int
+    ) -> Reservation:
+        last, positions = table.rows.item(rows.slots.item(i), OWN), rows.positions
+        settled, own_end = positions.item(SETTLED, i), positions.item(END_OF_OWN, i)
+        return Reservation(
+            computed,
+            slot_tokens,
+            own_end,
+            num_own_tokens=own_end if positions.item(END, i) > settled else last,
+            newest_state=NewestState(last, settled - last),
         )
-        if rows.states is None:
-            return Reservation(computed, slots, cached)
-        own, last, accepted = (int(column[i]) for column in vars(rows.states).values())
-        return Reservation(computed, slots, cached, 0, own, NewestState(last, accepted))
 
-    def turn(self, row: Row, wanted: Reservation) -> int:
-        num_units = wanted.num_cached_tokens // self.hash_block_size
-        fills_one = num_units == row.num_units + 1 and not row.request.mm_positions
-        if not fills_one or not self.may_cache:
-            return 1
-        if self.followed is None:
-            return 0
-        tables = self.followed.block_ids(row.request.request_id)
-        blocks = [
-            table[num_units * self.hash_block_size // group.block_size - 1]
-            for table, group in zip(tables, self.groups, strict=True)
-            if num_units * self.hash_block_size % group.block_size == 0
-        ]
-        return 0 if any(self.followed.store.columns.block[b, NODE] for b in blocks) else 2
+    def is_long(self, row: Row, table: RowTable, slot: int) -> bool:
+        oldest = max(
+            table.rows[slot, FIRST_IN_RING], table.rows[slot, TOKENS] - table.ring.shape[1]
+        )
+        is_old = row.num_units * self.hash_block_size < oldest
+        return bool(row.request.mm_positions) or bool(is_old)
 
     def skip(self, row: Row, computed: int) -> None:
         for g, group in enumerate(self.groups):

@@ -17,7 +17,6 @@ from kvcache.core import (
     ForkOrigin,
     NewestState,
     Reservation,
-    RowBatch,
 )
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.commands import Label, Unlabel, Zero
@@ -33,14 +32,9 @@ from tests.core.builders import (
     make_flat_core,
     make_request,
     mamba,
-    row_batch,
     run_request,
     window,
 )
-
-
-def rows(*columns: list[int], requests: list[Request]) -> RowBatch:
-    return row_batch(requests, *columns)
 
 
 def units(*numbers: int) -> list[int]:
@@ -152,12 +146,6 @@ def test_a_rebuild_drops_what_has_unreadable_extra_keys(keys: bytes) -> None:
     assert make_flat_core(20).restore([spoilt]) == 0
 
 
-def test_a_row_in_a_slot_below_zero_is_refused() -> None:
-    core = make_flat_core(20)
-    with pytest.raises(RequestError, match=r"slot -1 has no blocks.*number slots from 0"):
-        core.reserve_rows(rows([-1], [0], [4], [4], requests=[make_request("a", range(4))]))
-
-
 @pytest.mark.parametrize("spec", [chunked(8), mamba()])
 def test_eagle_is_refused_where_no_last_block_can_be_dropped(spec: KVCacheSpec) -> None:
     with pytest.raises(ConfigurationError) as error:
@@ -177,17 +165,6 @@ def forward(  # noqa: PLR0917
     newest = NewestState(last, start - last) if last else None
     wanted = Reservation(computed, own + drafts, own, 0, own, newest)
     return core.reserve(request, wanted, hit) is not None
-
-
-def test_rows_of_states_must_say_where_they_end() -> None:
-    core = make_flat_core(20, mamba())
-    forward(core, make_request("a", range(9)), 0, 8)
-    with pytest.raises(RequestError) as error:
-        core.reserve_rows(row_batch([make_request("a", range(9))], [0], [9], [9], [9]))
-    assert str(error.value) == (
-        "a batch of rows without states, but a KV cache group keeps states: say where each row's "
-        "forwards end"
-    )
 
 
 def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from kvcache.base.errors import ConfigurationError, RequestError
-from kvcache.core import ForkOrigin, NewestState, Reservation, RowStates, digesting
+from kvcache.core import ForkOrigin, NewestState, Reservation, digesting
 from kvcache.core.columns import NUM_STEPS
 from kvcache.core.digesting import BY_PYTHON
 from kvcache.protocol.commands import Label
@@ -24,7 +23,7 @@ from tests.core.builders import (
     make_flat_core,
     make_request,
     mamba,
-    row_batch,
+    run,
     run_request,
     window,
 )
@@ -234,9 +233,8 @@ def test_a_chunk_that_passes_many_columns_is_told_whole() -> None:
     for request in requests:
         core.reserve(request, Reservation(0, 8, 8, 0, 8))
         request.append_output_token_ids(list(range(900)))
-    ends = [np.full(5, end, np.int32) for end in (900, 8, 0)]
-    rows = row_batch(requests, range(5), *[[end] * 5 for end in (8, 900, 900)])
-    reserved = core.reserve_rows(rows._replace(states=RowStates(*ends)))
+    wanted = Reservation(8, 900, 900, newest_state=NewestState(8, 0))
+    reserved = run(core, range(5), requests, [wanted] * 5)
     assert reserved.is_reserved.tolist() == [1] * 5
     assert reserved.patches.counts.tolist() == [223] * 5
     ids = reserved.patches.block_ids.reshape(5, 223)

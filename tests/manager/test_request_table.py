@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvcache.base.arrays import EMPTY_INT32, index_array, int32_array
-from kvcache.core.running import NO_ROWS, SYNCED, TOKENS
-from kvcache.manager.request_table import CALLER, BatchTokens, RequestTable
+from kvcache.base.arrays import int32_array
+from kvcache.core.running import FIRST_IN_RING, NO_ROWS, SYNCED, TOKENS
+from kvcache.manager.request_table import CALLER, RequestTable
 from kvcache.requests.request import Request
+from tests.core.builders import append as append_to_ring
 from tests.walks import random_walk
 
 CLIENT = 1
@@ -32,8 +32,8 @@ def append(table: RequestTable, tokens: dict[int, list[int]]) -> None:
         is_crowded=any(np.add(num_waiting, counts) > table.width),
     )
     if rows.is_crowded:
-        table.make_room(rows)
-    table.append(rows)
+        rows = table.make_room(rows)
+    append_to_ring(table, rows)
 
 
 def no_blocks(request_id: str) -> tuple[list[int], ...]:
@@ -47,11 +47,17 @@ def request_in(table: RequestTable, slot: int) -> Request:
 
 
 def units(table: RequestTable, pairs: list[tuple[int, int]]) -> list[list[int]]:
-    """Tokens of the given units (slot, unit), read through a batch of two rows per slot."""
-    slots = int32_array([slot for slot, _ in pairs])
-    batch = BatchTokens(table, slots)
-    rows = index_array(range(len(pairs)))
-    newest: list[list[int]] = batch.newest_units(rows, index_array([u for _, u in pairs])).tolist()
+    """Tokens of the given units (slot, unit): from the ring, if it has them."""
+    newest = []
+    for slot, unit in pairs:
+        start = unit * table.unit_tokens
+        if start >= max(table.rows[slot, FIRST_IN_RING], table.rows[slot, TOKENS] - table.width):
+            column = start % table.width
+            newest.append(table.ring[slot, column : column + table.unit_tokens].tolist())
+        else:
+            table.sync(slot)
+            tokens = request_in(table, slot).all_token_ids
+            newest.append(tokens[start : start + table.unit_tokens].tolist())
     return newest
 
 
@@ -98,11 +104,12 @@ def test_requests_get_tokens_once_in_hundreds_of_steps() -> None:
     assert request.all_token_ids.tolist() == [*range(20), *range(1000)]
 
 
-def test_sync_brings_the_named_rows_of_a_batch_up_to_date_and_no_others() -> None:
+def test_sync_brings_one_row_up_to_date_and_no_other() -> None:
     table = RequestTable(4, unit_tokens=4)
     slots = [seated(table, name, 5, num_computed=5) for name in "abc"]
     append(table, {slot: [7, 8] for slot in slots})
-    BatchTokens(table, int32_array(slots[::-1])).sync(index_array([0, 2]))
+    table.sync(slots[0])
+    table.sync(slots[2])
     assert [request_in(table, slot).num_tokens for slot in slots] == [7, 5, 7]
     assert request_in(table, slots[0]).num_computed_tokens == 5
 
@@ -192,8 +199,8 @@ class SlotWalk:
 
     def sync(self) -> None:
         slots = [slot for slot in self.rows if self.random.random() < 0.2]
-        BatchTokens(self.table, int32_array(slots)).sync(index_array(range(len(slots))))
         for slot in slots:
+            self.table.sync(slot)
             row = self.rows[slot]
             assert row.request.all_token_ids.tolist() == row.tokens
 
@@ -223,10 +230,3 @@ def test_rows_have_the_tokens_that_were_appended(seed: int) -> None:
         walk.sync: 1,
     }
     random_walk(f"seed {seed}", walk.random, operations, 250, walk.compare)
-
-
-def test_no_units_of_no_rows_are_an_empty_matrix() -> None:
-    table = RequestTable(2, unit_tokens=4)
-    nothing: npt.NDArray[np.int32] = table.newest_units(EMPTY_INT32, EMPTY_INT32)
-    assert nothing.shape == (0, 4)
-    table.append(NO_ROWS._replace(offsets=int32_array([0])))

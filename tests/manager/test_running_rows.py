@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from kvcache.base.errors import RequestError
-from kvcache.core import RowBatch, RowsReserved
-from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
-from kvcache.manager import KVCacheManager
-from tests.core.slow_core import make_slow_core
-from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_config, make_manager
+from tests.manager.managers_under_test import FULL, make_manager
 from tests.manager.steps import Engine, ints, new, resume, row, running
 
 
@@ -83,51 +76,6 @@ def test_an_engine_may_use_its_arrays_again() -> None:
     assert patches.slots.tolist() == [0]
     a = manager.get_request("a")
     assert a is not None and a.all_token_ids.tolist() == [1] * 5 + [9] + [3] * 8
-
-
-class TokenReader:
-    """A core that reads the newest full unit of each row before and after its core serves them."""
-
-    def __init__(self, core: FlatCore) -> None:
-        self.core = core
-        self.num_read = 0
-        self.num_behind = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.core, name)
-
-    def reserve_rows(self, rows: RowBatch) -> RowsReserved:
-        indices = np.flatnonzero(rows.num_cached_tokens >= 4)
-        units = rows.num_cached_tokens[indices] // 4 - 1
-        before = rows.tokens.newest_units(indices, units).tolist()
-        lengths = [request.num_tokens for request in rows.requests[indices]]
-        reserved = self.core.reserve_rows(rows)
-        assert rows.tokens.newest_units(indices, units).tolist() == before
-        rows.tokens.sync(indices)
-        for request, unit, ids in zip(rows.requests[indices], units, before, strict=True):
-            assert ids == request.all_token_ids[4 * unit : 4 * unit + 4].tolist()
-        self.num_read += len(indices)
-        longer = zip(rows.requests[indices], lengths, strict=True)
-        self.num_behind += sum(request.num_tokens > length for request, length in longer)
-        return reserved
-
-
-@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
-def test_a_core_reads_full_units_whether_or_not_requests_are_up_to_date(shape: Shape) -> None:
-    readers: list[TokenReader] = []
-
-    def make_reader(settings: CoreSettings) -> Any:
-        readers.append(TokenReader(make_slow_core(settings)))
-        return readers[0]
-
-    manager = KVCacheManager(make_config(shape, 80), shape.max_model_len, core_factory=make_reader)
-    engine = Engine(manager)
-    engine.step(new=tuple(new(name, range(i + 1, 2 * i + 4), 3) for i, name in enumerate("abcd")))
-    for step in range(2, 40):
-        rows = [row(slot, [step, step + 1][: 1 + (slot + step) % 2]) for slot in range(4)]
-        engine.step(*rows, completed_step=step - 1)
-    assert readers[0].num_read > 100
-    assert readers[0].num_behind > 50
 
 
 def test_a_row_may_use_the_whole_length_of_the_model_and_no_token_more() -> None:

@@ -10,6 +10,7 @@ from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import EMPTY_RUNNING, Fork
+from tests.core.builders import run_one_by_one
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.manager.steps import Engine, new, row
 
@@ -135,7 +136,7 @@ def test_what_many_steps_have_filled_is_found_by_forks_and_others(shape: Shape) 
     manager.check()
 
 
-def test_rows_that_run_in_one_piece_after_others_in_pieces_are_taken_back(
+def test_rows_that_run_together_after_others_one_by_one_are_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The changes of a step are kept in case it fails, however many rows ran."""
@@ -143,7 +144,7 @@ def test_rows_that_run_in_one_piece_after_others_in_pieces_are_taken_back(
     engine = Engine(manager)
     engine.step(new=tuple(new(name, [i, i, i]) for i, name in enumerate("abcd")))
     with monkeypatch.context() as patch:
-        patch.setattr(FlatCore, "run_rows", lambda *args: None)
+        patch.setattr(FlatCore, "run_rows", run_one_by_one)
         engine.step(*[row(slot, [7], num_new=1) for slot in range(4)], completed_step=1)
     engine.step(completed_step=2)
     engine.step(*[row(slot, [8], num_new=1) for slot in range(4)])

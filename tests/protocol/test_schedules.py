@@ -17,12 +17,14 @@ from kvcache.coordinator import Coordinator
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core import CacheHit, Reservation, flat_core
-from kvcache.core.columns import OPENED
+from kvcache.core.columns import ACCEPTED, OPENED
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.running import ROW
 from kvcache.protocol.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.protocol.messages import Ack, FromClient, StepCommands
 from kvcache.protocol.step_delivery import StepReceiver
 from kvcache.requests.request import Request
+from tests.core.builders import run_one_by_one
 from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
@@ -209,17 +211,15 @@ def test_commands_applied_as_they_come_turn_the_simulation_red(
 def test_a_state_one_column_off_turns_the_simulation_red(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_off(self: FlatCore, r: int, reservation: Reservation) -> None:
-        newest = reservation.newest_state
-        if newest is not None:
-            newest = replace(newest, num_own_tokens=newest.num_own_tokens + 1)
-        own_end = reservation.own_end + 1
-        note_forward(self, r, replace(reservation, num_own_tokens=own_end, newest_state=newest))
+    """The rows of a step are served one by one, each after its forward is noted one token off."""
 
-    note_forward = FlatCore._note_forward
-    note_forwards = one_token_later(flat_core.note_forwards, 2, 3)
-    monkeypatch.setattr(FlatCore, "_note_forward", one_off)
-    monkeypatch.setattr(flat_core, "note_forwards", note_forwards)
+    def one_off(self: FlatCore, table: Any, slots: Any, *rest: Any) -> Any:
+        self.store.columns.forward[table.rows[slots, ROW], :ACCEPTED] += 1
+        return serve(self, table, slots, *rest)
+
+    serve = FlatCore._serve_singly
+    monkeypatch.setattr(FlatCore, "run_rows", run_one_by_one)
+    monkeypatch.setattr(FlatCore, "_serve_singly", one_off)
     assert turns_red(model=model)
 
 
@@ -227,7 +227,7 @@ def test_a_state_one_column_off_turns_the_simulation_red(
 def test_a_chunk_dropped_one_token_early_turns_the_simulation_red(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, place in (("inspect", 4), ("run_rows", 10), ("serve_rows", 3), ("serve_row", 2)):
+    for name, place in (("run_rows", 12), ("serve_row", 2)):
         kernel = one_token_later(getattr(flat_core, name), place)
         monkeypatch.setattr(flat_core, name, kernel)
     assert turns_red(60, model, first_seed=29 if model == "chunk" else 5)
@@ -237,7 +237,7 @@ def test_an_encoder_block_too_few_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def too_few(self: FlatCore, request: Request, wanted: Reservation, hit: Any) -> Any:
-        fewer = replace(wanted, num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
+        fewer = wanted._replace(num_encoder_tokens=max(0, wanted.num_encoder_tokens - 1))
         return admit(self, request, fewer, hit)
 
     admit = FlatCore._admit
