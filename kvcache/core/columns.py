@@ -35,6 +35,7 @@ tokens as bytes. They do not check indices: callers validate whatever comes from
 from __future__ import annotations
 
 import os
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -174,46 +175,6 @@ class Columns(NamedTuple):
     ages: Any  # float64 (3, bounds + 2): see BlockAges
 
 
-class State(NamedTuple):
-    """The columns that nearly every function needs."""
-
-    number: Any
-    block: Any
-    node: Any
-    tokens: Any
-    row: Any
-    table: Any
-    group: Any
-
-
-class Search(NamedTuple):
-    """The columns that find nodes, say which client sees them, and record ends of forwards."""
-
-    digest: Any
-    mark: Any
-    index: Any
-    client: Any
-    found: Any
-    path: Any
-    forward: Any
-
-
-class Logs(NamedTuple):
-    """The logs that Python reads, and the inputs of digests."""
-
-    change: Any
-    ids: Any
-    note: Any
-    gone: Any
-    gone_digest: Any
-    moved: Any
-    tail: Any
-    tail_at: Any
-    word: Any
-    since: Any
-    ages: Any
-
-
 _LINES = ("number", "mark", "index", "client", "path", "ids", "tail", "word", "since")
 _DTYPES = {
     **dict.fromkeys(("number", "tail_at", "word"), "int64"),
@@ -222,8 +183,9 @@ _DTYPES = {
 }
 
 
-def _part(part: Any) -> Any:
-    """Return a function that gives kernels some of the columns behind an address."""
+def _part(name: str, columns: str) -> Any:
+    """Return a function that gives kernels these columns behind an address, as a named tuple."""
+    part = namedtuple(name, columns)  # type: ignore[misc]
     places = [
         (Columns._fields.index(name), _DTYPES.get(name, "int32"), 1 if name in _LINES else 2)
         for name in part._fields
@@ -235,10 +197,16 @@ def _same(core: Any) -> Any:
     return core
 
 
-columns_of: Any = _same if IS_PLAIN else _part(State)
-search_of: Any = _same if IS_PLAIN else _part(Search)
-logs_of: Any = _same if IS_PLAIN else _part(Logs)
-"""The columns behind an address, in three parts, because each costs compile time."""
+columns_of: Any = _same
+search_of: Any = _same
+logs_of: Any = _same
+"""The columns behind an address, in three parts, because each costs compile time: those that nearly
+every function needs; those that find nodes, say which client sees them, and record ends of
+forwards; and the logs that Python reads, with the inputs of digests."""
+if not IS_PLAIN:
+    columns_of = _part("State", "number block node tokens row table group")
+    search_of = _part("Search", "digest mark index client found path forward")
+    logs_of = _part("Logs", "change ids note gone gone_digest moved tail tail_at word since ages")
 
 
 class ColumnStore:

@@ -20,7 +20,6 @@ from kvcache.core.interface import CacheHit, Reservation
 from kvcache.core.single_type_managers import (
     MANAGERS,
     SingleTypeKVCacheManager,
-    check_request_id,
     get_manager_for_kv_cache_spec,
 )
 from kvcache.requests.hashing import BlockHash
@@ -78,8 +77,6 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, reservation: Reservation, hit: CacheHit | None = None
     ) -> int:
         """Return how many free blocks the request takes in all groups. Changes nothing."""
-        check_request_id(request_id)
-        check_kind("reservation", reservation, Reservation, RequestError)
         check_kind("hit", hit, (CacheHit, type(None)), RequestError)
         found = hit.block_ids if hit else (EMPTY_INT32,) * len(self.managers)
         counts = [
@@ -92,16 +89,12 @@ class KVCacheCoordinator(ABC):
         self, request_id: str, hit: CacheHit, num_computed_tokens: int = 0
     ) -> None:
         """Adopt a hit in every group; raises RequestError if the request has blocks."""
-        check_request_id(request_id)
         check_kind("hit", hit, CacheHit, RequestError)
-        as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         for manager, block_ids in zip(self.managers, hit.block_ids, strict=True):
             manager.save_new_computed_blocks(request_id, block_ids, num_computed_tokens)
 
     def allocate_new_blocks(self, request_id: str, reservation: Reservation) -> list[list[int]]:
         """Extend all tables as reserved; return what entered each. Enough blocks are free."""
-        check_request_id(request_id)
-        check_kind("reservation", reservation, Reservation, RequestError)
         return [manager.allocate_new_blocks(request_id, reservation) for manager in self.managers]
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
@@ -110,8 +103,6 @@ class KVCacheCoordinator(ABC):
         Raises:
             RequestError: the request has fewer tokens or blocks; nothing was changed.
         """
-        check_kind("request", request, Request, RequestError)
-        as_int("num_tokens", num_tokens, error=RequestError)
         for manager in self.managers:
             manager.require_cacheable(request, num_tokens)
         for manager in self.managers:
@@ -119,8 +110,6 @@ class KVCacheCoordinator(ABC):
 
     def remove_skipped_blocks(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the blocks that no later token reads, in every group."""
-        check_request_id(request_id)
-        as_int("num_computed_tokens", num_computed_tokens, error=RequestError)
         for manager in self.managers:
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
@@ -145,8 +134,6 @@ class KVCacheCoordinator(ABC):
 
     def get_num_common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
-        check_request_id(request_id)
-        as_int("num_running_requests", num_running_requests, error=RequestError)
         return [
             manager.get_num_common_prefix_blocks(request_id, num_running_requests)
             for manager in self.managers
@@ -154,7 +141,6 @@ class KVCacheCoordinator(ABC):
 
     def get_blocks(self, request_id: str) -> tuple[list[int], ...]:
         """Return copies of a request's tables; empty lists if the request is unknown."""
-        check_request_id(request_id)
         return tuple(list(manager.table(request_id)) for manager in self.managers)
 
 
@@ -172,20 +158,6 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         """Check the arguments and cache nothing."""
         check_kind("request", request, Request, RequestError)
         as_int("num_tokens", num_tokens, error=RequestError)
-
-
-class UnitaryKVCacheCoordinator(KVCacheCoordinator):
-    """One group: its manager's hit is the hit."""
-
-    def find_longest_cache_hit(
-        self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
-    ) -> CacheHit:
-        """Return the group's longest hit."""
-        (manager,) = self.managers
-        (match,) = manager.find_longest_cache_hit(
-            block_hashes, max_length, [0], self.pool, manager.spec, self.use_eagle, namespace
-        )
-        return CacheHit((int32_array(match),), len(match) * manager.block_size)
 
 
 class HybridKVCacheCoordinator(KVCacheCoordinator):
@@ -228,6 +200,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         tables = zip(matches, self.specs, strict=True)
         ids = tuple(int32_array(match[: length // spec.block_size]) for match, spec in tables)
         return CacheHit(ids, length)
+
+
+class UnitaryKVCacheCoordinator(HybridKVCacheCoordinator):
+    """One group: its longest hit is the hit."""
 
 
 def check_look_up(block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace) -> int:

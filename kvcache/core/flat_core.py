@@ -65,7 +65,7 @@ from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
-from kvcache.core.hits import look_up, match_hit
+from kvcache.core.hits import look_up
 from kvcache.core.interface import (
     CacheHit,
     CoreSettings,
@@ -1109,25 +1109,17 @@ class FlatCore:
         many units have nodes.
 
         Raises:
-            RequestError: the hit is gone, or is not a prefix of this request.
+            RequestError: the hit is not what a look-up finds now.
         """
         last = self._last
-        if last is not None and last[0] is hit and last[1] is request:
-            return last[2]
-        store, depth, num_tokens = self.store, -1, hit.num_tokens
-        covered = [num_tokens // size for size in self.sizes]
-        if [*map(len, hit.block_ids)] == covered and num_tokens <= request.num_tokens:
-            root = self.roots.get(request.namespace, 0)
-            num_units = num_tokens // self.hash_block_size
-            keys = self._keys_of(request, num_units, is_known=True)
-            ids = np.concatenate((EMPTY_INT32, *hit.block_ids))
-            depth = match_hit(store.address, root, *keys, request.token_buffer, num_tokens, ids)
-        if depth < 0:
-            raise RequestError(
-                f"request {request.request_id}: its {num_tokens} computed tokens are not "
-                "cached in these blocks any more: look it up again"
-            )
-        return depth
+        if last is None or last[0] is not hit or last[1] is not request:
+            is_found, last = self.look_up(request) == hit, self._last
+            if not is_found or last is None:
+                raise RequestError(
+                    f"request {request.request_id}: its {hit.num_tokens} computed tokens are not "
+                    "cached in these blocks any more: look it up again"
+                )
+        return last[2]
 
     def _take_changes(self) -> list[TableChange]:
         """Return what entered the tables of one row."""

@@ -153,33 +153,3 @@ def look_up(
         depth = walk(core, root, client, first, other, keys, tokens, num_units)
     length = fit(core, depth, limit, client)
     return length, min(depth, length // c.tokens.shape[1])
-
-
-@kernel(INT, CORE, INT, INT, INT, INTS, INTS, INT, INTS)
-def match_hit(
-    core: Any, root: int, first: int, other: int, keys: Any, tokens: Any, num_tokens: int, ids: Any
-) -> int:
-    """Find a known hit again. Write the nodes of the first `num_tokens` tokens to `path`, as far as
-    there are any, and the blocks `ids`, group by group, to `found`. Return the number of nodes, or
-    -1 if a block is not its node's, or a block of full attention is null. Ignores whether and for
-    whom the blocks are hittable."""
-    c = columns_of(core)
-    s = search_of(core)
-    unit, n, u, at = c.tokens.shape[1], np.int64(root), np.int64(0), np.int64(0)
-    while n and u < num_tokens // unit:
-        own = np.int64(keys[u]) if len(keys) else (first if u == 0 else other)
-        n = find_child(core, n, own, address_of(tokens, u * unit))
-        if n:
-            s.path[u] = n
-            u += 1
-    for g in range(len(c.group)):
-        length = np.int64(c.group[g, LENGTH])
-        for i in range(num_tokens // c.group[g, SIZE]):
-            b, end = np.int64(ids[at]), (i + 1) * length
-            if b == 0 and c.group[g, KIND] == FULL:
-                return np.int64(-1)
-            if b and (end > u or c.node[s.path[end - 1], BLOCK + 2 * g] != b):
-                return np.int64(-1)
-            s.found[g, i] = b
-            at += 1
-    return u

@@ -190,11 +190,11 @@ def make_blank(core: Any, b: int) -> None:
 
 
 @routine
-def take(core: Any, line: int, first: int, count: int) -> None:
-    """Take the next `count` free blocks, drop their contents, and write them to table line `line`
-    from column `first` on. Each gets one reference. The free list has as many."""
+def take(core: Any, taken: Any, first: int, count: int) -> None:
+    """Take the next `count` free blocks, drop their contents, and write them to `taken` from index
+    `first` on. Each gets one reference. The free list has as many."""
     c = columns_of(core)
-    block, table, num_evicted = c.block, c.table, np.int64(0)
+    block, num_evicted = c.block, np.int64(0)
     b = np.int64(block[0, NEXT])
     for i in range(first, first + count):
         if block[b, NODE]:
@@ -202,7 +202,7 @@ def take(core: Any, line: int, first: int, count: int) -> None:
             forget_content(core, b)
             num_evicted += 1
         block[b, REF] = 1
-        table[line, i] = b
+        taken[i] = b
         b = np.int64(block[b, NEXT])
     block[0, NEXT] = b
     block[b, PREV] = 0
@@ -214,19 +214,7 @@ def take(core: Any, line: int, first: int, count: int) -> None:
 @kernel(NOTHING, CORE, NEW_INTS)
 def take_blocks(core: Any, taken: Any) -> None:
     """Fill `taken` with the next free blocks, which enter no table yet."""
-    c = columns_of(core)
-    for i in range(len(taken)):
-        b = np.int64(c.block[0, NEXT])
-        if c.block[b, NODE]:
-            count_age(core, b, AT_EVICTION)
-            forget_content(core, b)
-            c.number[EVICTED] += 1
-        else:
-            c.number[BLANK] -= 1
-        remove(core, b)
-        c.number[FREE] -= 1
-        c.block[b, REF] = 1
-        taken[i] = b
+    take(core, taken, np.int64(0), np.int64(len(taken)))
 
 
 @kernel(NOTHING, CORE, INTS)

@@ -52,35 +52,6 @@ NO_CHAIN = -1
 """Stands for the number of a chain if there is none."""
 
 
-@dataclass(frozen=True, eq=False)
-class Chains:
-    """Unbroken chains of rows. A chain comes after the chain that it continues.
-
-        rows  0 ── 1 ──┬── 2 ── 3        `rows`    0 1 | 2 3 | 4 5
-                       └── 4 ── 5        `starts`  0     2     4    6
-                                         `above`   -1    0     0
-                                         `depths`  0     2     2
-
-    `rows` has the rows of all chains, each chain from its first row to its last. Chain `i` is
-    `rows[starts[i]:starts[i + 1]]`. It continues the last row of chain `above[i]`, and `depths[i]`
-    rows precede it. A chain ends at a row that no row, or more than one, continues.
-    """
-
-    rows: IndexArray
-    starts: IndexArray
-    above: IndexArray
-    depths: IndexArray
-
-    def __len__(self) -> int:
-        return len(self.above)
-
-    def of_rows(self, num_rows: int) -> IndexArray:
-        """Return the chain of each of `num_rows` rows, `NO_CHAIN` for rows in none."""
-        chains = np.full(num_rows, NO_CHAIN, dtype=np.intp)
-        chains[self.rows] = np.repeat(np.arange(len(self)), np.diff(self.starts))
-        return chains
-
-
 def depths_of(above: IndexArray) -> IndexArray:
     """Return how many rows precede each one; `NO_ROW` for rows that no first block precedes.
 
@@ -103,8 +74,15 @@ def depths_of(above: IndexArray) -> IndexArray:
     return np.where(target[:count] == first, steps[:count] - 1, NO_ROW)
 
 
-def chains_of(above: IndexArray, depths: IndexArray) -> Chains:
-    """Return the chains of all rows with a depth, sorted by the depth of their first row."""
+def chains_of(above: IndexArray, depths: IndexArray) -> tuple[IndexArray, IndexArray]:
+    """Return all rows with a depth, chain by chain, and the chain of each row (`NO_CHAIN`: none).
+
+        rows  0 ── 1 ──┬── 2 ── 3        three chains: 0 1 | 2 3 | 4 5
+                       └── 4 ── 5
+
+    A chain ends at a row that no row, or more than one, continues. Chains are numbered by the
+    depths of their first rows.
+    """
     count = len(above)
     is_kept = depths != NO_ROW
     has_row_above = is_kept & (above != FIRST_BLOCK)
@@ -115,20 +93,11 @@ def chains_of(above: IndexArray, depths: IndexArray) -> Chains:
     while not np.array_equal(further := heads[heads], heads):
         heads = further
     firsts = np.flatnonzero(is_kept & ~is_inside)
-    firsts = firsts[np.argsort(depths[firsts], kind="stable")]
     ranks = np.zeros(count, dtype=np.intp)
-    ranks[firsts] = np.arange(len(firsts))
+    ranks[firsts[np.argsort(depths[firsts], kind="stable")]] = np.arange(len(firsts))
+    chains = np.where(is_kept, ranks[heads], NO_CHAIN)
     kept = np.flatnonzero(is_kept)
-    places = ranks[heads[kept]] * (count + 1) + depths[kept]
-    order = np.argsort(places)
-    lengths = np.bincount(ranks[heads[kept]], minlength=len(firsts))
-    before = above[firsts]
-    return Chains(
-        kept[order],
-        np.concatenate(([0], np.cumsum(lengths))).astype(np.intp),
-        np.where(before == FIRST_BLOCK, NO_CHAIN, ranks[heads[np.maximum(before, 0)]]),
-        depths[firsts],
-    )
+    return kept[np.lexsort((depths[kept], chains[kept]))], chains
 
 
 DigestRows: TypeAlias = npt.NDArray[np.uint8]
@@ -151,8 +120,8 @@ _UNREADABLE = -1
 class GroupLabels:
     """The contents of one group, each in one block, in order of block ids. Immutable.
 
-    `namespaces` and `keys` are indices into the lists of `FittingLabels`. `names` identify contents
-    by namespace and digest, in all groups; `rows` maps a name to its row here.
+    `namespaces` and `keys` are indices into the lists of `FittingLabels`. `rows` has the row of
+    each content by its name; see `content_names`.
     """
 
     block_ids: IndexArray
@@ -161,52 +130,15 @@ class GroupLabels:
     parents: DigestRows
     tokens: TokenRows
     keys: Int32Array
-    names: list[bytes]
     rows: dict[bytes, int]
-
-    @classmethod
-    def first_of_each(
-        cls,
-        block_ids: IndexArray,
-        *,
-        namespaces: Int32Array,
-        digests: DigestRows,
-        parents: DigestRows,
-        tokens: TokenRows,
-        keys: Int32Array,
-    ) -> GroupLabels:
-        """Return these rows, but only the first one of each content."""
-        names = content_names(namespaces, digests)
-        rows = dict(zip(reversed(names), range(len(names) - 1, -1, -1), strict=True))
-        every = cls(block_ids, namespaces, digests, parents, tokens, keys, names, rows)
-        if len(rows) == len(names):
-            return every
-        return every.only(np.sort(np.fromiter(rows.values(), np.intp, len(rows))))
 
     def __len__(self) -> int:
         return len(self.block_ids)
 
-    def only(self, rows: IndexArray) -> GroupLabels:
-        """Return some of these rows, in the given order."""
-        names = [self.names[row] for row in rows.tolist()]
-        return GroupLabels(
-            self.block_ids[rows],
-            self.namespaces[rows],
-            self.digests[rows],
-            self.parents[rows],
-            self.tokens[rows],
-            self.keys[rows],
-            names,
-            {name: row for row, name in enumerate(names)},
-        )
-
-    def rows_of(self, names: Sequence[bytes]) -> IndexArray:
-        """Return the rows of contents by their names, `NO_ROW` for names that are not here."""
-        return np.fromiter(map(self.rows.get, names, repeat(NO_ROW)), np.intp, len(names))
-
     def parent_rows(self, none_hash: bytes) -> IndexArray:
         """Return the row before each one; `FIRST_BLOCK` if its parent digest is the none hash."""
-        above = self.rows_of(content_names(self.namespaces, self.parents))
+        names = content_names(self.namespaces, self.parents)
+        above = np.fromiter(map(self.rows.get, names, repeat(NO_ROW)), np.intp, len(names))
         above[(self.parents == np.frombuffer(none_hash, np.uint8)).all(axis=1)] = FIRST_BLOCK
         return above
 
@@ -271,14 +203,20 @@ def _read(
     parents = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, digest_bytes)
     for group, block_size in enumerate(block_sizes):
         here = rows[label.groups[rows] == group]
+        names = content_names(numbers[here], digests[here])
+        firsts: dict[bytes, int] = {}  # the first block of each content
+        for place, name in enumerate(names):
+            firsts.setdefault(name, place)
+        here = here[[*firsts.values()]]
         groups.append(
-            GroupLabels.first_of_each(
+            GroupLabels(
                 index_array(label.block_ids[here]),
                 namespaces=numbers[here],
                 digests=digests[here],
                 parents=parents[here],
                 tokens=label.token_ids[ends[here, None] + np.arange(-block_size, 0)],
                 keys=keys[here],
+                rows={name: row for row, name in enumerate(firsts)},
             )
         )
     return FittingLabels(tuple(groups), namespaces, extra_keys)
@@ -393,18 +331,14 @@ def prune_all(core: Any, nodes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The kept blocks of one group: chains of label rows, the node of each row, and how many rows
-    precede each row (`NO_ROW`: the row is not kept)."""
+    """The kept blocks of one group: the rows of their labels, chain by chain. By row: its chain,
+    its node, and how many rows precede it (`NO_ROW`: the row is not kept)."""
 
     group: int
-    chains: Chains
+    rows: IndexArray
+    chains: IndexArray
     nodes: Any
     depths: IndexArray
-
-    @property
-    def rows(self) -> IndexArray:
-        """All kept rows, chain by chain."""
-        return self.chains.rows
 
 
 def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
@@ -514,7 +448,7 @@ def _rebuild_group(
     is_kept[rows] = True
     above = np.where(is_kept[np.maximum(above, NO_ROW)], above, FIRST_BLOCK)
     depths = np.where(is_kept[:count], depths_of(above), NO_ROW)
-    return _Kept(g, chains_of(above, depths), nodes, depths)
+    return _Kept(g, *chains_of(above, depths), nodes, depths)
 
 
 def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
@@ -565,7 +499,7 @@ def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> 
         return EMPTY_INT32
     group = core.store.columns.group
     leading = found[0]
-    chain_of = np.append(leading.chains.of_rows(len(leading.depths)), NO_CHAIN)
+    chain_of = np.append(leading.chains, NO_CHAIN)
     lead_depths = np.append(leading.depths, NO_ROW)
     row_of_node = {int(leading.nodes[row]): row for row in leading.rows.tolist()}
     blocks, ranks, kinds, depths = [], [], [], []

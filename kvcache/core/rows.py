@@ -194,7 +194,7 @@ def grow(core: Any, r: int, slot: int, computed: int, slot_tokens: int) -> None:
                 first = max(held, min(num_skipped(c.group[g], computed), total))
                 for i in range(held, first):
                     c.table[line, i] = 0
-                take(core, line, first, total - first)
+                take(core, c.table[line], first, total - first)
             c.row[r, COLUMNS + 2 * g] = total
             note_change(core, slot, g, line, held, total - held)
             for i in range(held, total if c.group[g, KIND] == STATE else held):

@@ -95,9 +95,9 @@ def grow_states(core: Any, r: int, g: int, held: int, computed: int, total: int)
         to = to + 1 if to >= first else first
         i = next_spare(core, r, g, i + 1)
     if to < first:
-        take(core, line, to, np.int64(1))
+        take(core, c.table[line], to, np.int64(1))
         to = first
-    take(core, line, to, total - to)
+    take(core, c.table[line], to, total - to)
 
 
 @routine

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from kvcache.base.errors import RequestError
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import RequestTable
+from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.protocol.step import Refusal
 from kvcache.requests.request import Request
@@ -23,21 +24,20 @@ class Admission:
     def __init__(
         self,
         table: RequestTable,
-        watermark_blocks: int,
         model: ModelLimits,
         *,
-        log_stats: bool,
-        tenants: TenantLedger | None = None,
+        settings: ManagerSettings,
+        tenants: TenantLedger | None,
     ) -> None:
-        """Check limits against `tenants`; count look-ups if `log_stats`. While another request
-        runs, admitting one must leave `watermark_blocks` free."""
+        """Check limits against `tenants`; count look-ups if the settings say so. While another
+        request runs, admitting one must leave `watermark_blocks` free."""
         self._tenants = tenants
         self._table = table
-        self.watermark_blocks = watermark_blocks
+        self.watermark_blocks = settings.num_watermark_blocks
         self._model = model
-        self.counts = log_stats
+        self.counts = settings.log_stats
         """Whether look-ups are counted."""
-        self._stats = PrefixCacheStats() if log_stats else None
+        self._stats = PrefixCacheStats() if settings.log_stats else None
         self.num_asked_tokens = 0
         self.num_hit_tokens = 0
         """Over all counted look-ups, except those after a preemption."""

@@ -23,6 +23,7 @@ from kvcache.core.flat_core import FlatCore
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable, held_blocks
 from kvcache.manager.request_table import RequestTable
+from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_plan import make_request
 from kvcache.protocol.commands import Command, Reset
 from kvcache.protocol.step import NewRequest, checked_new
@@ -45,26 +46,21 @@ class CacheControl:
         admission: Admission,
         clock: Clock,
         *,
-        max_pinned_blocks: int,
-        model_epoch: int,
-        has_workers: bool,
-        tenants: TenantLedger | None = None,
+        settings: ManagerSettings,
+        tenants: TenantLedger | None,
     ) -> None:
-        """Control `core`; pins hold at most `max_pinned_blocks` blocks.
-
-        Without workers no commands are kept.
-        """
+        """Control `core`. Without workers no commands are kept."""
         self._core = core
         self._table = table
         self._admission = admission
         self._clock = clock
-        self._pins = PinTable(max_pinned_blocks, tenants)
+        self._pins = PinTable(settings.max_pinned_blocks, tenants)
         self.pinned = self._pins.hits
         """The live pins, by id: while there are any, callers must call `refresh`."""
         self._commands: list[Command] = []
-        self._has_workers = has_workers
+        self._has_workers = settings.has_workers
         self.state_number = 0
-        self.model_epoch = model_epoch
+        self.model_epoch = settings.model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
 

@@ -13,8 +13,8 @@ steps those of calls. One owner, one thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import mul
 
 import numpy as np
@@ -46,7 +46,6 @@ from kvcache.core import (
     patch_of,
 )
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import CacheControl, PrefixHolds, prefix_request
@@ -209,61 +208,29 @@ class KVCacheManager:
                 f"core_factory has to be a function that makes a core, not {shown(core_factory)}"
             )
         self._limits = limits = ModelLimits.of(kv_cache_config, settings.max_model_len)
+        hash_fn = get_hash_fn(settings.caching_hash_algo)
         self._hasher = hasher = get_request_block_hasher(
-            settings.hash_block_size, get_hash_fn(settings.caching_hash_algo), settings.hash_seed
+            settings.hash_block_size, hash_fn, settings.hash_seed
         )
         self._events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
-        is_heard = settings.enable_kv_cache_events or event_sink is not None
         self._table = table = RequestTable(settings.max_num_seqs, settings.hash_block_size)
-        ledger = settings.tenant_ledger()
-        self._core = core = core_factory(
-            CoreSettings(
-                kv_cache_config,
-                hasher.none_hash,
-                hasher.hash_fn,
-                settings.enable_caching,
-                settings.use_eagle,
-                settings.eviction_policy,
-                events=self._events if is_heard else None,
-                offload=hooks,
-                slots=table.slot_by_request,
-                zero_new_blocks=settings.zero_new_blocks,
-                has_workers=settings.has_workers,
-                merge_duplicates=settings.merge_duplicates,
-                publish_all_groups=settings.publish_all_groups,
-                tenants=ledger,
-            )
+        self._ledger = ledger = StepLedger()
+        tenants = settings.tenant_ledger()
+        is_heard = settings.enable_kv_cache_events or event_sink is not None
+        made = settings.core_settings(hasher)
+        made = replace(made, events=self._events if is_heard else None, offload=hooks)
+        made = replace(made, slots=table.slot_by_request, tenants=tenants)
+        self._core = core = core_factory(made)
+        self._admission = admission = Admission(table, limits, settings=settings, tenants=tenants)
+        self.control = control = CacheControl(
+            core, table, admission, clock, settings=settings, tenants=tenants
         )
-        self._ledger = StepLedger()
-        watermark_blocks = int(settings.watermark * kv_cache_config.num_blocks)
-        self._admission = Admission(
-            table, watermark_blocks, limits, log_stats=settings.log_stats, tenants=ledger
-        )
-        self.control = CacheControl(
-            core,
-            table,
-            self._admission,
-            clock,
-            max_pinned_blocks=settings.max_pinned_blocks,
-            model_epoch=settings.model_epoch,
-            has_workers=settings.has_workers,
-            tenants=ledger,
-        )
-        self._block_sizes = sizes = settings.block_sizes
-        num_dropped = math.lcm(*sizes) if settings.use_eagle else 0
-        loads = PrefixLoads(
-            core,
-            self.control,
-            hasher,
-            self._ledger,
-            table,
-            block_sizes=sizes,
-            num_dropped_tokens=num_dropped,
-        )
-        self.tiers = TierLink(hooks, loads, self._events, sizes, hasher.none_hash)
-        self.holds = PrefixHolds(core, self.control, hasher)
+        loads = PrefixLoads(core, control, hasher, ledger, table, settings=settings)
+        self._block_sizes = settings.block_sizes
+        self.tiers = TierLink(hooks, loads, self._events, self._block_sizes, hasher.none_hash)
+        self.holds = PrefixHolds(core, control, hasher)
         self._planner = StepPlanner(table, limits, MAX_UNFINISHED_STEPS, hasher)
-        self._executor = StepExecutor(table, core, self._admission, self.tiers, limits)
+        self._executor = StepExecutor(table, core, admission, self.tiers, limits)
         self._has_workers = settings.has_workers
         # By slot: per group the first column that workers do not know yet. Cleared by a patch.
         self._changed_columns: dict[int, list[int | None]] = {}

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from math import lcm
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from kvcache.core import ForkOrigin, NewestState, Reservation, TableChange
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
+from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
 from kvcache.requests.request import BlockHasher, Request, copy_request
 from kvcache.specs import NULL_BLOCK_ID, ceil_div
@@ -88,18 +90,17 @@ class PrefixLoads:
         ledger: StepLedger,
         table: RequestTable,
         *,
-        block_sizes: tuple[int, ...],
-        num_dropped_tokens: int = 0,
+        settings: ManagerSettings,
     ) -> None:
-        """Begin without loads. `block_sizes` are tokens per block of each group. A hit on a loaded
-        prefix is shorter by `num_dropped_tokens`, and reads the blocks before its own end."""
+        """Begin without loads. With EAGLE, a hit on a loaded prefix is shorter, and reads the
+        blocks before its own end."""
         self._core = core
         self._hasher = hasher
         self._ledger = ledger
         self._table = table
         self._control = control
-        self._block_sizes = block_sizes
-        self._num_dropped_tokens = num_dropped_tokens
+        self._block_sizes = sizes = settings.block_sizes
+        self._num_dropped_tokens = lcm(*sizes) if settings.use_eagle else 0
         self._placeholders: dict[int, _Placeholder] = {}
         self._held: dict[str, int] = {}
         self._numbers = count(1)

@@ -8,6 +8,7 @@ of the pool. Callers pass the time in.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,25 +39,28 @@ class Pin:
 class PinTable:
     """The pins of one manager.
 
-    Invariants: `_holders[b]` is the number of live pins that hold block `b`, `num_blocks` counts
-    those that have any, and is at most `_max_blocks`. Blocks behind the end of the array have none.
-    `hits` are the live pins by id, each with its hit. Each tenant's account counts the blocks that
-    its pins hold; no two tenants pin the same block.
+    Invariants: `_holders[b]` is the number of live pins that hold block `b`. At most `_max_blocks`
+    blocks have any. `hits` are the live pins by id, each with its hit. Each tenant's account counts
+    the blocks that its pins hold; no two tenants pin the same block.
     """
 
     def __init__(self, max_blocks: int, tenants: TenantLedger | None = None) -> None:
         """Let all pins together hold at most `max_blocks` different blocks."""
-        self.num_blocks = 0
         self._tenants = tenants
         self._accounts: dict[int, TenantAccount] = {}
         self._max_blocks = max_blocks
         self.hits: dict[int, tuple[Pin, CacheHit]] = {}
-        self._holders: Int32Array = np.zeros(0, dtype=np.int32)
+        self._holders: Counter[int] = Counter()
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 1
 
     def __len__(self) -> int:
         return len(self.hits)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks pins hold."""
+        return len(self._holders)
 
     def require_room(self, hit: CacheHit) -> None:
         """Raise `PinLimitError` if pinning `hit` would exceed the limit. Changes nothing."""
@@ -93,14 +97,11 @@ class PinTable:
         self._next_id += 1
         self.hits[pin.pin_id] = (pin, hit)
         num_new = self._num_unheld(held)
-        self.num_blocks += num_new
         if self._tenants is not None and namespace is not None:
             account = self._accounts[pin.pin_id] = self._tenants.account(namespace)
             account.num_pinned += num_new
             account.num_ties += 1
-        if len(held) and held[-1] >= len(self._holders):
-            self._holders = np.pad(self._holders, (0, int(held[-1]) + 1 - len(self._holders)))
-        self._holders[held] += 1
+        self._holders.update(held.tolist())
         heapq.heappush(self._expiries, (expires_at_s, pin.pin_id))
         return pin
 
@@ -110,9 +111,8 @@ class PinTable:
             return None
         _, hit = self.hits.pop(pin_id)
         held = held_blocks(hit)
-        self._holders[held] -= 1
+        self._holders -= Counter(held.tolist())
         num_gone = self._num_unheld(held)
-        self.num_blocks -= num_gone
         if (account := self._accounts.pop(pin_id, None)) is not None:
             account.num_pinned -= num_gone
             account.num_ties -= 1
@@ -138,20 +138,19 @@ class PinTable:
             account.num_ties -= 1
         self._accounts.clear()
         self.hits.clear()
-        self._holders[:] = self.num_blocks = 0
+        self._holders.clear()
         self._expiries.clear()
         return hits
 
     def check(self) -> None:
         """Raise `InvariantError` if the counts do not match the pins."""
-        counted = np.zeros_like(self._holders)
+        counted: Counter[int] = Counter()
         for _, hit in self.hits.values():
-            counted[held_blocks(hit)] += 1
-        num_counted = np.count_nonzero(counted)
-        if num_counted != self.num_blocks or (counted != self._holders).any():
+            counted.update(held_blocks(hit).tolist())
+        if counted != self._holders:
             raise InvariantError(
-                f"pins hold {counted.sum()} times {num_counted} blocks, counted are "
-                f"{self._holders.sum()} times {self.num_blocks}"
+                f"pins hold {counted.total()} times {len(counted)} blocks, counted are "
+                f"{self._holders.total()} times {self.num_blocks}"
             )
         if self._tenants is not None:
             num_of_tenants = sum(account.num_pinned for account in self._tenants.accounts())
@@ -173,9 +172,8 @@ class PinTable:
         ]
 
     def _num_unheld(self, block_ids: Int32Array) -> int:
-        """Return how many of these blocks, in rising order, no pin holds."""
-        known = block_ids[: np.searchsorted(block_ids, len(self._holders))]
-        return len(block_ids) - int(np.count_nonzero(self._holders[known]))
+        """Return how many of these blocks no pin holds."""
+        return sum(block_id not in self._holders for block_id in block_ids.tolist())
 
 
 def held_blocks(hit: CacheHit) -> Int32Array:

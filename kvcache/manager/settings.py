@@ -16,6 +16,8 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
+from kvcache.core.interface import CoreSettings
+from kvcache.requests.request import BlockHasher
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares
 from kvcache.tenants.shares import DEVICE_TIER
@@ -79,6 +81,26 @@ class ManagerSettings:
         """Tokens per block of each KV cache group."""
         groups = self.kv_cache_config.kv_cache_groups
         return tuple(group.kv_cache_spec.block_size for group in groups)
+
+    def core_settings(self, hasher: BlockHasher) -> CoreSettings:
+        """Return the settings of the manager's core, which makes digests as `hasher` does."""
+        return CoreSettings(
+            self.kv_cache_config,
+            hasher.none_hash,
+            hasher.hash_fn,
+            self.enable_caching,
+            self.use_eagle,
+            self.eviction_policy,
+            zero_new_blocks=self.zero_new_blocks,
+            has_workers=self.has_workers,
+            merge_duplicates=self.merge_duplicates,
+            publish_all_groups=self.publish_all_groups,
+        )
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        """How many blocks must stay free when a request joins running ones."""
+        return int(self.watermark * self.kv_cache_config.num_blocks)
 
     @property
     def max_pinned_blocks(self) -> int:
