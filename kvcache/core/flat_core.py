@@ -1,8 +1,9 @@
 """`FlatCore`: the core of one pool of blocks. Its state is a few columns; kernels do its loops.
 
 `KVCacheManager` uses it, and owns requests, slots and statistics. Python makes the decisions here,
-and kernels carry them out. Arguments from outside are validated before any of them becomes an
-index. The core knows neither the meaning of tokens, nor workers, nor time.
+and kernels carry them out. The manager validates requests; the core validates what becomes an index
+and can be wrong: blocks that a caller names, hits, and shared tokens. The core knows neither the
+meaning of tokens, nor workers, nor time.
 
     look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      run_rows, admit_rows
     complete_steps ─▶ seal ─▶ notify          fail_steps, evict ─▶ mark ─▶ forget
@@ -53,7 +54,6 @@ from kvcache.core.columns import (
     OTHER_KEYS,
     OWNER,
     PARENT,
-    REF,
     ROOM,
     ROWS,
     SEALED_BELOW,
@@ -312,13 +312,9 @@ class FlatCore:
         blocks up to `num_cached_tokens` become hittable.
 
         Raises:
-            RequestError: the request would cache tokens that it does not have or has no slots for,
-                or it adopts a hit although it has blocks; nothing was changed.
+            RequestError: the hit is not what a look-up finds now; nothing was changed.
         """
-        r, cached = self.rows.get(request.request_id, NO_ROW), reservation.num_cached_tokens
-        adopts_again = hit is not None and r != NO_ROW
-        if adopts_again or cached > reservation.num_slot_tokens or cached > request.num_tokens:
-            self._require_possible(request, reservation, hit, r)
+        r = self.rows.get(request.request_id, NO_ROW)
         if r != NO_ROW:
             if self.store.keeps_states:
                 self._note_forward(r, reservation)
@@ -507,12 +503,11 @@ class FlatCore:
         """Make the request's full blocks up to `num_tokens` hittable.
 
         Raises:
-            RequestError: it has fewer tokens or blocks; nothing was changed.
+            RequestError: it has fewer blocks; nothing was changed.
         """
         r = self.rows.get(request.request_id, NO_ROW)
         if r == NO_ROW or not self._publishes(r):
             return
-        self._require_tokens(request, num_tokens)
         c = self.store.columns
         for g in range(self.store.num_groups):
             columns, size = c.row.item(r, COLUMNS + 2 * g), c.group.item(g, SIZE)
@@ -536,12 +531,6 @@ class FlatCore:
         """
         r = self.rows.get(parent.request_id, NO_ROW)
         self.forks.require_blocks(r, parent.request_id, origin)
-        if child.request_id in self.rows:
-            raise RequestError(
-                f"request {child.request_id} has blocks already: fork into a request without any"
-            )
-        if r == NO_ROW:
-            raise RequestError(f"request {parent.request_id} has no blocks to share")
         self._last = None
         num_units = origin.num_tokens // self.hash_block_size
         if self.store.columns.row.item(r, UNITS) > num_units:
@@ -627,34 +616,18 @@ class FlatCore:
         return sorted_contents(blocks, groups, digests, c.digest.shape[1])
 
     def pin(self, hit: CacheHit) -> None:
-        """Add a pin reference to the blocks of `hit`; raises BlockError if one is gone."""
+        """Add a pin reference to the blocks of `hit`, which was just looked up."""
         ids = self._tail_first(hit)
-        c = self.store.columns
-        if len(ids) and (int(ids.max()) >= len(c.block) or int(ids.min()) < 0):
-            raise BlockError(f"blocks {ids[:5].tolist()} do not all exist: pin what was looked up")
-        gone = ids[(c.block[ids, REF] == 0) & (c.block[ids, NODE] == 0)]
-        if len(gone):
-            raise BlockError(
-                f"blocks {gone[:5].tolist()} are free and hold nothing: look the prefix up again"
-            )
         self._last = None
         acquire_all(self.store.address, ids)
         self.pins.update(ids.tolist())
         self._settle()
 
     def unpin(self, hit: CacheHit) -> None:
-        """Drop one pin reference per block of `hit`; raises BlockError, unchanged, if one lacks
-        it."""
+        """Drop one pin reference per block of `hit`."""
         ids = self._tail_first(hit)
-        wanted = Counter(ids.tolist())
-        lacking = [b for b, count in wanted.items() if self.pins[b] < count]
-        if lacking:
-            raise BlockError(
-                f"a prefix of {hit.num_tokens} tokens is unpinned, but no pin holds blocks "
-                f"{lacking[:5]}: unpin what was pinned, once"
-            )
         self._last = None
-        self.pins -= wanted
+        self.pins -= Counter(ids.tolist())
         release_all(self.store.address, ids)
         self._settle()
 
@@ -950,27 +923,6 @@ class FlatCore:
         """Return whether further blocks of a row become hittable."""
         return self._may_publish() and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
 
-    def _require_possible(
-        self, request: Request, reservation: Reservation, hit: CacheHit | None, r: int
-    ) -> None:
-        cached = reservation.num_cached_tokens
-        if cached > reservation.num_slot_tokens:
-            raise _lacks_slots(request, cached, reservation.num_slot_tokens)
-        if cached > request.num_tokens and (
-            self._may_publish() if r == NO_ROW else self._publishes(r)
-        ):
-            self._require_tokens(request, cached)
-        if hit is not None and r != NO_ROW:
-            raise RequestError(
-                f"request {request.request_id} has blocks already: only a request without blocks "
-                "adopts a hit"
-            )
-
-    def _require_tokens(self, request: Request, num_tokens: int) -> None:
-        for size in self.store.columns.group[:, SIZE].tolist():
-            if num_tokens // size > request.num_tokens // size:
-                raise _lacks_tokens(request, request.num_tokens, num_tokens)
-
     def _keys_of(
         self, request: Request, num_units: int, *, is_known: bool = False
     ) -> tuple[int, int, Int32Array]:
@@ -1232,17 +1184,3 @@ class FlatCore:
         used = [c.node[: c.number[NEXT_NODE], KEYS] >> 1, *c.row[:, FIRST_KEYS : OTHER_KEYS + 1].T]
         self.digester.keep_only(set(np.unique(np.concatenate(used)).tolist()))
         self._keys_at_most = max(_FEW_KEYS, 2 * self.digester.num_keys)
-
-
-def _lacks_slots(request: Request, num_cached: int, num_slots: int) -> RequestError:
-    return RequestError(
-        f"request {request.request_id}: {num_cached} tokens to cache, but slots for {num_slots}: "
-        "reserve slots for all of them"
-    )
-
-
-def _lacks_tokens(request: Request, num_known: int, num_tokens: int) -> RequestError:
-    return RequestError(
-        f"request {request.request_id} has {num_known} tokens, blocks up to token {num_tokens} "
-        "cannot be full: append its tokens first"
-    )

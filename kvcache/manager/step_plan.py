@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, int32_array
 from kvcache.base.errors import BacklogFullError, InvariantError, RequestError, shown
 from kvcache.core.running import (
     CLIENT,
@@ -330,6 +331,7 @@ _COLUMNS = (
     "token_ids",
     "draft_token_ids",
 )
+_columns_of = attrgetter(*_COLUMNS)
 
 
 def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
@@ -352,15 +354,7 @@ def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
     gone = EMPTY_INT32
     if leaving:
         gone = int32_array([known.slot for known in leaving if known.is_running])
-    columns = (
-        running.slots,
-        running.num_new_tokens,
-        running.num_draft_tokens,
-        running.num_rejected_tokens,
-        running.token_offsets,
-        running.token_ids,
-        running.draft_token_ids,
-    )
+    columns = _columns_of(running)
     try:
         count = len(columns[0]) if isinstance(columns[0], np.ndarray) else 0
         positions, generations = (
@@ -416,22 +410,44 @@ def _explain(  # noqa: PLR0917 - a step and the state to check it against
 ) -> NoReturn:
     """Raise the error of the first rule that the compiled check found broken."""
     counts = _token_counts(where, running)
-    _require_token_ids(where, running)
-    _check_slots(where, running.slots, rows, client)
+    slots = running.slots
+    if len(outside := slots[(slots < 0) | (slots >= len(rows))]):
+        raise RequestError(
+            f"{where}: slot {int(outside[0])} does not exist: slots are 0 to {len(rows) - 1}"
+        )
+    times = np.bincount(slots, minlength=1)
+    if int(times.max()) > 1:
+        raise RequestError(
+            f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
+            "slot once"
+        )
+    if len(strange := slots[rows[slots, CLIENT] != client.index]):
+        raise RequestError(
+            f"{where}: slot {int(strange[0])} does not run a request of this client: "
+            "name slots of its running requests only"
+        )
     for known in leaving:
-        if known.is_running and known.slot in running.slots:
+        if known.is_running and known.slot in slots:
             raise RequestError(
                 f"{where}: request {known.request.request_id} is finished or preempted and "
                 f"also runs on in slot {known.slot}: leave its row out"
             )
-    computed, tokens = rows[running.slots, COMPUTED], rows[running.slots, TOKENS]
-    _check_counts(where, running, computed, tokens, limits)
-    _check_lengths(where, running, computed - running.num_rejected_tokens, tokens + counts, limits)
+    columns = (
+        slots,
+        running.num_new_tokens,
+        running.num_draft_tokens,
+        running.num_rejected_tokens,
+        rows[slots, COMPUTED],
+        rows[slots, TOKENS],
+        counts,
+    )
+    for slot, *numbers in zip(*[column.tolist() for column in columns], strict=True):
+        _explain_row(f"{where}: slot {slot}", *numbers, limits=limits)
     raise InvariantError(f"{where}: its running rows were refused, but no rule is broken")
 
 
 def _token_counts(where: str, running: RunningRequests) -> npt.NDArray[np.int64]:
-    """Return how many tokens each row appends; refuse inconsistent counts."""
+    """Return how many tokens each row appends; refuse inconsistent counts and negative tokens."""
     offsets, token_ids = running.token_offsets.astype(np.int64), running.token_ids
     counts = offsets[1:] - offsets[:-1]
     first, last = int(offsets[0]), int(offsets[-1])
@@ -446,11 +462,6 @@ def _token_counts(where: str, running: RunningRequests) -> npt.NDArray[np.int64]
             f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} "
             "drafts: pass one per draft or none"
         )
-    return counts
-
-
-def _require_token_ids(where: str, running: RunningRequests) -> None:
-    """Refuse negative token ids."""
     for name in ("token_ids", "draft_token_ids"):
         ids = getattr(running, name)
         if np.count_nonzero(ids < 0):
@@ -458,88 +469,45 @@ def _require_token_ids(where: str, running: RunningRequests) -> None:
             raise RequestError(
                 f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
             )
+    return counts
 
 
-def _check_slots(
-    where: str, slots: Int32Array, rows: npt.NDArray[np.int32], client: ClientSteps
-) -> None:
-    """Refuse slots that do not exist, appear twice, or do not run a request of this client."""
-    outside = slots[(slots < 0) | (slots >= len(rows))]
-    if len(outside):
-        raise RequestError(
-            f"{where}: slot {int(outside[0])} does not exist: slots are 0 to {len(rows) - 1}"
-        )
-    times = np.bincount(slots, minlength=1)
-    if int(times.max()) > 1:
-        raise RequestError(
-            f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
-            "slot once"
-        )
-    strange = slots[rows[slots, CLIENT] != client.index]
-    if len(strange):
-        raise RequestError(
-            f"{where}: slot {int(strange[0])} does not run a request of this client: "
-            "name slots of its running requests only"
-        )
-
-
-def _check_counts(
+def _explain_row(  # noqa: PLR0917 - the columns of a row
     where: str,
-    running: RunningRequests,
-    num_computed: Int32Array,
-    num_tokens: Int32Array,
+    new: int,
+    drafts: int,
+    rejected: int,
+    computed: int,
+    tokens: int,
+    count: int,
+    *,
     limits: ModelLimits,
 ) -> None:
-    """Refuse new, draft and rejected tokens that contradict each other or their row."""
-    slots, num_new, num_draft = running.slots, running.num_new_tokens, running.num_draft_tokens
-    _refuse(where, slots, num_new < 0, "num_new_tokens", num_new, "pass 0 or more")
-    bad = (num_draft < 0) | (num_draft > num_new)
-    _refuse(where, slots, bad, "num_draft_tokens", num_draft, "pass 0 to num_new_tokens")
-    if (most := limits.max_draft_tokens) is not None:
-        remedy = draft_remedy(most)
-        _refuse(where, slots, num_draft > most, "num_draft_tokens", num_draft, remedy)
-    rejected = running.num_rejected_tokens
-    bad = (rejected < 0) | (rejected > np.maximum(num_computed - num_tokens, 0))
-    remedy = "pass 0 to the number of drafts that were scheduled last"
-    _refuse(where, slots, bad, "num_rejected_tokens", rejected, remedy)
-
-
-def _check_lengths(
-    where: str,
-    running: RunningRequests,
-    settled: Int32Array,
-    tokens: npt.NDArray[np.int64],
-    limits: ModelLimits,
-) -> None:
-    """Refuse rows longer than `max_model_len`, and forwards beyond a row's own tokens."""
-    slots, num_new, most = running.slots, running.num_new_tokens, limits.max_model_len
-    remedy = f"the model takes {most} tokens, schedule fewer"
-    _refuse(where, slots, num_new > most - settled, "num_new_tokens", num_new, remedy)
-    own_ends = settled + (num_new - running.num_draft_tokens)
-    short = np.flatnonzero(own_ends > tokens)
-    if len(short):
-        i = int(short[0])
+    """Refuse a row whose counts contradict each other or its state, or that is too long."""
+    settled, after, most = computed - rejected, tokens + count, limits.max_model_len
+    own_end, most_rejected = settled + new - drafts, max(0, computed - tokens)
+    if new < 0:
+        raise RequestError(f"{where} has num_new_tokens {new}: pass 0 or more")
+    if not 0 <= drafts <= new:
+        raise RequestError(f"{where} has num_draft_tokens {drafts}: pass 0 to num_new_tokens")
+    if limits.max_draft_tokens is not None and drafts > limits.max_draft_tokens:
+        remedy = draft_remedy(limits.max_draft_tokens)
+        raise RequestError(f"{where} has num_draft_tokens {drafts}: {remedy}")
+    if not 0 <= rejected <= most_rejected:
         raise RequestError(
-            f"{where}: slot {int(slots[i])} would have {int(own_ends[i])} "
-            f"computed tokens, but has {int(tokens[i])} tokens: append the tokens first, or "
-            "schedule fewer"
+            f"{where} has num_rejected_tokens {rejected}: pass 0 to the number of drafts that were "
+            "scheduled last"
         )
-    if int(tokens.max()) > most:
-        i = int(tokens.argmax())
+    if new > most - settled:
         raise RequestError(
-            f"{where}: slot {int(slots[i])} would have {int(tokens[i])} tokens, the model "
-            f"takes {most}: finish the request"
+            f"{where} has num_new_tokens {new}: the model takes {most} tokens, schedule fewer"
         )
-
-
-def _refuse(  # noqa: PLR0917
-    where: str,
-    slots: Int32Array,
-    bad: npt.NDArray[np.bool_],
-    name: str,
-    values: Int32Array,
-    remedy: str,
-) -> None:
-    if np.count_nonzero(bad):
-        i = int(np.flatnonzero(bad)[0])
-        raise RequestError(f"{where}: slot {int(slots[i])} has {name} {int(values[i])}: {remedy}")
+    if own_end > after:
+        raise RequestError(
+            f"{where} would have {own_end} computed tokens, but has {after} tokens: append the "
+            "tokens first, or schedule fewer"
+        )
+    if after > most:
+        raise RequestError(
+            f"{where} would have {after} tokens, the model takes {most}: finish the request"
+        )
