@@ -187,8 +187,8 @@ def _part(name: str, columns: str) -> Any:
     """Return a function that gives kernels these columns behind an address, as a named tuple."""
     part = namedtuple(name, columns)  # type: ignore[misc]
     places = [
-        (Columns._fields.index(name), _DTYPES.get(name, "int32"), 1 if name in _LINES else 2)
-        for name in part._fields
+        (Columns._fields.index(column), _DTYPES.get(column, "int32"), 1 if column in _LINES else 2)
+        for column in columns.split()
     ]
     return columns_at(part, places)
 

@@ -153,22 +153,6 @@ def _make_all(core: Any, nodes: Any, buffer: Any, words: Any, way: Any) -> None:
             _make(core, np.int64(way[i]), buffer, words)
 
 
-@kernel(INT, CORE, INTS, NEW_INTS)
-def _lacking_digests(core: Any, nodes: Any, found: Any) -> int:
-    """Write nodes without digests to `found`, as many as fit, each with a parent that has one;
-    return how many there are. The caller asks again until there are none."""
-    c = columns_of(core)
-    count = 0
-    for k in range(len(nodes)):
-        n = np.int64(nodes[k])
-        while c.node[n, KEYS] & 1 == 0 and c.node[c.node[n, PARENT], KEYS] & 1 == 0:
-            n = np.int64(c.node[n, PARENT])
-        if c.node[n, KEYS] & 1 == 0 and count < len(found):
-            found[count] = n
-            count += 1
-    return count
-
-
 @kernel(
     NOTHING, CORE, NEW_INT_ROWS, INT, NEW_INTS, NEW_BYTE_ROWS, NEW_BYTE_ROWS, NEW_INT_ROWS,
     NEW_INT_ROWS, NEW_INTS,
@@ -256,10 +240,14 @@ class Digester:
         if store.columns.word[0] != BY_PYTHON:
             _make_in(store, nodes)
             return
-        found = np.empty(len(nodes), np.int32)
-        while count := _lacking_digests(store.address, nodes, found):
-            for n in dict.fromkeys(found[:count].tolist()):
-                self._make_one(n)
+        node = store.columns.node
+        for n in nodes.tolist():
+            way = []
+            while not node.item(n, KEYS) & 1:
+                way.append(n)
+                n = node.item(n, PARENT)  # noqa: PLW2901
+            for each in reversed(way):
+                self._make_one(each)
 
     def set_root(self, n: int, digest: bytes) -> None:
         """Give a root the digest that precedes every first block."""

@@ -70,7 +70,6 @@ from kvcache.core.interface import (
     CacheHit,
     CoreSettings,
     CoreStatistics,
-    ForkOrigin,
     NewestState,
     NewRows,
     ReferenceKind,
@@ -520,8 +519,11 @@ class FlatCore:
         self._publish(r, request, num_tokens)
         self._settle()
 
-    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
-        """Let `child`, which has no blocks, share those of `parent`; return its tables.
+    def fork(
+        self, parent: Request, child: Request, num_tokens: int, newest: NewestState
+    ) -> list[TableChange]:
+        """Let `child`, which has no blocks, share those of the first `num_tokens` tokens of
+        `parent`; return its tables. `newest` locates the parent's state after these tokens.
 
         Before one of them writes a block that both reference, `reserve` gives it a block of its own
         and queues a copy command.
@@ -530,16 +532,16 @@ class FlatCore:
             RequestError: the parent has no blocks for so many tokens; nothing was changed.
         """
         r = self.rows.get(parent.request_id, NO_ROW)
-        self.forks.require_blocks(r, parent.request_id, origin)
+        self.forks.require_blocks(r, parent.request_id, num_tokens, newest)
         self._last = None
-        num_units = origin.num_tokens // self.hash_block_size
+        num_units = num_tokens // self.hash_block_size
         if self.store.columns.row.item(r, UNITS) > num_units:
             # When the parent writes, the partly filled block may be freed before later blocks.
             rewind_row(self.store.address, r, num_units)
             self.store.cells[HAS_GAPS] = 1
         row = self._open_row(child)
         self.store.columns.row[row, FLAGS] |= self.store.columns.row[r, FLAGS] & NO_CACHING
-        changes = self.forks.fork(r, row, origin)
+        changes = self.forks.fork(r, row, num_tokens, newest)
         self._settle()
         return changes
 

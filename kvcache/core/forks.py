@@ -24,7 +24,7 @@ from kvcache.core.columns import (
     REF,
     ColumnStore,
 )
-from kvcache.core.interface import ForkOrigin, TableChange
+from kvcache.core.interface import NewestState, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all, take_blocks
@@ -46,14 +46,16 @@ class RowForks:
         self.shared: dict[int, dict[Column, int]] = {}
         self.copied: Counter[int] = Counter()
 
-    def require_blocks(self, parent: int, request_id: str, origin: ForkOrigin) -> None:
+    def require_blocks(
+        self, parent: int, request_id: str, num_tokens: int, newest: NewestState
+    ) -> None:
         """Raise RequestError if the parent lacks slots for tokens that it counts as computed."""
-        c, num_tokens = self._store.columns, origin.num_tokens
+        c = self._store.columns
         for g in range(self._store.num_groups):
             columns = 0 if parent < 0 else c.row.item(parent, COLUMNS + 2 * g)
             capacity = (columns - c.group.item(g, EXTRA)) * c.group.item(g, COLUMN)
             if c.group.item(g, KIND) == STATE:  # its table does not count accepted drafts
-                has_state = not num_tokens or 0 <= self._newest_column(g, origin) < columns
+                has_state = not num_tokens or 0 <= self._newest_column(g, newest) < columns
                 capacity = num_tokens if has_state else max(0, capacity)
             if capacity < num_tokens:
                 raise RequestError(
@@ -62,17 +64,19 @@ class RowForks:
                     "are computed"
                 )
 
-    def fork(self, parent: int, child: int, origin: ForkOrigin) -> list[TableChange]:
+    def fork(
+        self, parent: int, child: int, num_tokens: int, newest: NewestState
+    ) -> list[TableChange]:
         """Let row `child`, which is open and empty, share the parent's blocks of
-        `origin.num_tokens` tokens. Return its tables. A state moves to the column that it would
+        `num_tokens` tokens. Return its tables. A state moves to the column that it would
         have if the child had computed it."""
-        c, num_groups, num_tokens = self._store.columns, self._store.num_groups, origin.num_tokens
+        c, num_groups = self._store.columns, self._store.num_groups
         ends, columns = np.zeros(num_groups, np.int32), []
         for g, (size, kind) in enumerate(c.group[:, [SIZE, KIND]].tolist()):
             ends[g] = ceil_div(num_tokens, size)
             of_parent = of_child = num_tokens // size
             if kind == STATE and num_tokens:
-                of_parent = self._newest_column(g, origin)
+                of_parent = self._newest_column(g, newest)
                 of_child = (num_tokens - 1) // c.group.item(g, COLUMN)
                 ends[g] = of_child + 1
             elif kind == ENCODER:  # they are never written again
@@ -143,9 +147,9 @@ class RowForks:
         release_all(self._store.address, held)
         return True
 
-    def _newest_column(self, g: int, origin: ForkOrigin) -> int:
+    def _newest_column(self, g: int, newest: NewestState) -> int:
         """Return the parent's column with its newest state."""
-        newest, tokens = origin.newest_state, self._store.columns.group.item(g, COLUMN)
+        tokens = self._store.columns.group.item(g, COLUMN)
         return (newest.num_own_tokens - 1) // tokens + newest.num_accepted_drafts
 
     def _is_written(self, r: int, column: Column) -> bool:

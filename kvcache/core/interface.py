@@ -160,15 +160,6 @@ class NewestState:
     num_accepted_drafts: int
 
 
-@dataclass(frozen=True)
-class ForkOrigin:
-    """A fork leaves its parent after `num_tokens` tokens. In groups that keep states,
-    `newest_state` locates the state after these tokens in the parent's table."""
-
-    num_tokens: int
-    newest_state: NewestState
-
-
 class Reservation(NamedTuple):
     """How far a request's block tables must reach, in tokens from position 0.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.base.errors import RequestError
-from kvcache.core import ForkOrigin, NewestState, TableChange
+from kvcache.core import NewestState, TableChange
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.requests.request import Request, copy_request
@@ -34,7 +34,7 @@ def seat_fork(
         return None
     num_own = table.num_own(parent.slot)
     newest = NewestState(num_own, num_tokens - num_own)
-    changes = core.fork(parent.request, child, ForkOrigin(num_tokens, newest))
+    changes = core.fork(parent.request, child, num_tokens, newest)
     row = core.row_of(child.request_id)
     known = table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens, row)
     child.num_computed_tokens = num_tokens

@@ -215,15 +215,15 @@ class KVCacheManager:
         self._events = EventBuffer(event_sink, keeps_events=settings.enable_kv_cache_events)
         self._table = table = RequestTable(settings.max_num_seqs, settings.hash_block_size)
         self._ledger = ledger = StepLedger()
-        tenants = settings.tenant_ledger()
+        accounts = settings.tenant_ledger()
         is_heard = settings.enable_kv_cache_events or event_sink is not None
         made = settings.core_settings(hasher)
         made = replace(made, events=self._events if is_heard else None, offload=hooks)
-        made = replace(made, slots=table.slot_by_request, tenants=tenants)
+        made = replace(made, slots=table.slot_by_request, tenants=accounts)
         self._core = core = core_factory(made)
-        self._admission = admission = Admission(table, limits, settings=settings, tenants=tenants)
+        self._admission = admission = Admission(table, limits, settings=settings, tenants=accounts)
         self.control = control = CacheControl(
-            core, table, admission, clock, settings=settings, tenants=tenants
+            core, table, admission, clock, settings=settings, tenants=accounts
         )
         loads = PrefixLoads(core, control, hasher, ledger, table, settings=settings)
         self._block_sizes = settings.block_sizes

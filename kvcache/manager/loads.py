@@ -25,7 +25,7 @@ import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import RequestError
-from kvcache.core import ForkOrigin, NewestState, Reservation, TableChange
+from kvcache.core import NewestState, Reservation, TableChange
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
@@ -228,12 +228,12 @@ class PrefixLoads:
         if placeholder is None or self._held.get(request.request_id) != load_id:
             raise RequestError(f"load {load_id} holds nothing for request {request.request_id}")
         core, placeholder_request = self._core, placeholder.request
-        origin = ForkOrigin(placeholder.num_tokens, NewestState(placeholder.num_tokens, 0))
+        origin = placeholder.num_tokens, NewestState(placeholder.num_tokens, 0)
         self._control.changed()
-        core.fork(placeholder_request, request, origin)
+        core.fork(placeholder_request, request, *origin)
         core.free(placeholder_request)  # first: shared blocks would be copied
         if core.reserve(request, reservation) is None:
-            core.fork(request, placeholder_request, origin)
+            core.fork(request, placeholder_request, *origin)
             core.free(request)
             return None
         del self._held[request.request_id]

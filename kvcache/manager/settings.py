@@ -17,7 +17,7 @@ from kvcache.base.arguments import (
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
 from kvcache.core.interface import CoreSettings
-from kvcache.requests.request import BlockHasher
+from kvcache.requests.hashing import RequestBlockHasher
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares
 from kvcache.tenants.shares import DEVICE_TIER
@@ -82,7 +82,7 @@ class ManagerSettings:
         groups = self.kv_cache_config.kv_cache_groups
         return tuple(group.kv_cache_spec.block_size for group in groups)
 
-    def core_settings(self, hasher: BlockHasher) -> CoreSettings:
+    def core_settings(self, hasher: RequestBlockHasher) -> CoreSettings:
         """Return the settings of the manager's core, which makes digests as `hasher` does."""
         return CoreSettings(
             self.kv_cache_config,

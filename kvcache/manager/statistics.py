@@ -98,11 +98,7 @@ class PrefixCachingMetrics:
         """
         what = "max_recent_requests"
         self._max_recent_requests = as_int(what, max_recent_requests, 1, error=ConfigurationError)
-        # Invariant: the three sums are those of the intervals in the queue.
         self._intervals: deque[tuple[int, int, int]] = deque()
-        self._num_requests = 0
-        self._num_queries = 0
-        self._num_hits = 0
 
     def observe(self, stats: PrefixCacheStats) -> None:
         """Add one interval. If the cache was emptied in it, first forget the earlier ones.
@@ -119,22 +115,16 @@ class PrefixCachingMetrics:
         if stats.requests == 0:
             return
         self._intervals.append((stats.requests, stats.queries, stats.hits))
-        self._add(stats.requests, stats.queries, stats.hits)
-        while len(self._intervals) > 1 and self._num_requests > self._max_recent_requests:
-            requests, queries, hits = self._intervals.popleft()
-            self._add(-requests, -queries, -hits)
+        num_requests = sum(requests for requests, _, _ in self._intervals)
+        while len(self._intervals) > 1 and num_requests > self._max_recent_requests:
+            num_requests -= self._intervals.popleft()[0]
 
     def reset(self) -> None:
         """Forget everything."""
         self._intervals.clear()
-        self._num_requests = self._num_queries = self._num_hits = 0
 
     @property
     def hit_rate(self) -> float:
         """Hit tokens per queried token; 0.0 without queries."""
-        return self._num_hits / self._num_queries if self._num_queries else 0.0
-
-    def _add(self, requests: int, queries: int, hits: int) -> None:
-        self._num_requests += requests
-        self._num_queries += queries
-        self._num_hits += hits
+        num_queries = sum(queries for _, queries, _ in self._intervals)
+        return sum(hits for _, _, hits in self._intervals) / num_queries if num_queries else 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -331,7 +331,7 @@ _COLUMNS = (
     "token_ids",
     "draft_token_ids",
 )
-_columns_of = attrgetter(*_COLUMNS)
+_columns_of: Any = attrgetter(*_COLUMNS)
 
 
 def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
@@ -354,16 +354,17 @@ def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
     gone = EMPTY_INT32
     if leaving:
         gone = int32_array([known.slot for known in leaving if known.is_running])
-    columns = _columns_of(running)
+    slots, new, drafts, rejected, offsets, ids, draft_ids = _columns_of(running)
     try:
-        count = len(columns[0]) if isinstance(columns[0], np.ndarray) else 0
+        count = len(slots) if isinstance(slots, np.ndarray) else 0
         positions, generations = (
             np.empty((NUM_POSITIONS, count), np.int32),
             np.empty(count, np.int64),
         )
         seen = check_rows(
-            rows, table.generation, *columns, gone, positions, generations, table.next_stamp(),
-            client.index, limits.max_model_len, limits.most_drafts, table.width,
+            rows, table.generation, slots, new, drafts, rejected, offsets, ids, draft_ids, gone,
+            positions, generations, table.next_stamp(), client.index, limits.max_model_len,
+            limits.most_drafts, table.width,
         )  # fmt: skip
     except TypeError:
         check_columns(where, running)

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvcache.core import (
     CacheHit,
-    ForkOrigin,
     NewestState,
     Reservation,
 )
@@ -276,9 +275,9 @@ class Walk:
         tokens = [*parent.all_token_ids[:num_tokens], self.random.randint(1, 2)]
         salt = parent.namespace.salt
         child = make_request(name, tokens, self.unit, cache_salt=salt)
-        origin = ForkOrigin(num_tokens, NewestState(ends.num_own, accepted))
+        origin = num_tokens, NewestState(ends.num_own, accepted)
         for core in self.cores:
-            changes = core.fork(parent, child, origin)
+            changes = core.fork(parent, child, *origin)
             for change in changes:
                 table = core.block_ids(name)[change.group]
                 assert table[change.first_index :] == change.block_ids.tolist()

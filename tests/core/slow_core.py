@@ -25,7 +25,6 @@ from kvcache.core import (
     BlocksStored,
     CacheHit,
     CoreStatistics,
-    ForkOrigin,
     NewestState,
     Reservation,
     RowsReserved,
@@ -692,8 +691,10 @@ class SlowCore:
 
     # --- forks ---
 
-    def fork(self, parent: Request, child: Request, origin: ForkOrigin) -> list[TableChange]:
-        source, num_tokens = self.rows[parent.request_id], origin.num_tokens
+    def fork(
+        self, parent: Request, child: Request, num_tokens: int, newest: NewestState
+    ) -> list[TableChange]:
+        source = self.rows[parent.request_id]
         units = num_tokens // self.hash_block_size
         if source.num_units > units:
             self.rewind(source, units)
@@ -706,9 +707,7 @@ class SlowCore:
                 tables.append(list(table))
                 continue
             if group.states and num_tokens:
-                assert origin.newest_state is not None
-                column = group.column(origin.newest_state.num_own_tokens)
-                column += origin.newest_state.num_accepted_drafts
+                column = group.column(newest.num_own_tokens) + newest.num_accepted_drafts
                 of_child = group.column(num_tokens)
                 tables.append([None] * of_child + [table[column]])
             else:

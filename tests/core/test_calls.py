@@ -14,7 +14,6 @@ from kvcache.base.errors import BlockError, ConfigurationError, RequestError
 from kvcache.core import (
     BlocksStored,
     CacheHit,
-    ForkOrigin,
     NewestState,
     Reservation,
 )
@@ -216,7 +215,7 @@ def forked(core: FlatCore) -> tuple[Request, Request]:
     """Return parent and child, which share a half-filled block."""
     parent, child = make_request("parent", range(6)), make_request("child", range(6))
     assert core.reserve(parent, Reservation(0, 6, 6), core.look_up(parent)) is not None
-    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    core.fork(parent, child, 6, NewestState(6, 0))
     core.take_commands()
     return parent, child
 
@@ -337,7 +336,7 @@ def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays:
     core = make_flat_core(60)
     parent, child = request("parent", *range(8)), request("child", *range(8))
     assert core.reserve(parent, Reservation(0, 32, 0)) is not None
-    core.fork(parent, child, ForkOrigin(32, NewestState(32, 0)))
+    core.fork(parent, child, 32, NewestState(32, 0))
     other = request("other", 0, 1, 2, 99)
     run_request(core, other)
     core.commit(child, 32)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from kvcache.base.errors import ConfigurationError, RequestError
-from kvcache.core import ForkOrigin, NewestState, Reservation, digesting
+from kvcache.core import NewestState, Reservation, digesting
 from kvcache.core.columns import NUM_STEPS
 from kvcache.core.digesting import BY_PYTHON
 from kvcache.protocol.commands import Label
@@ -103,7 +103,7 @@ def test_a_parent_that_published_more_than_its_fork_shares_copies_before_it_writ
     parent, child = make_request("parent", range(8)), make_request("child", range(8))
     core.open_step("engine", 1)
     assert core.reserve(parent, Reservation(0, 8, 8)) is not None
-    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    core.fork(parent, child, 6, NewestState(6, 0))
     core.check()
     assert core.reserve(parent, Reservation(6, 8, 8)) is not None
     core.check()
@@ -149,7 +149,7 @@ def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(poli
     core = make_flat_core(8, eviction_policy=policy)
     parent, child = make_request("parent", [1] * 6), make_request("child", [1] * 6)
     core.reserve(parent, Reservation(0, 6, 6))
-    core.fork(parent, child, ForkOrigin(6, NewestState(6, 0)))
+    core.fork(parent, child, 6, NewestState(6, 0))
     child.append_output_token_ids([1, 1])
     core.reserve(child, Reservation(6, 8, 8))  # into a copy, which is cached then
     core.free(child)
@@ -247,7 +247,7 @@ def test_what_a_fork_holds_is_forgotten_where_what_comes_before_it_is_taken() ->
     core = make_flat_core(16)
     parent, child = make_request("parent", range(16)), make_request("child", range(16))
     core.reserve(parent, Reservation(0, 16, 0))
-    core.fork(parent, child, ForkOrigin(16, NewestState(16, 0)))
+    core.fork(parent, child, 16, NewestState(16, 0))
     other = make_request("other", [*range(8), 99])
     run_request(core, other)
     core.commit(parent, 16)  # the first two blocks are the other's, the child shares those behind

@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds.rule import NEVER, SIZE, SPAN
 from kvcache.core.machine import inner
-from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec
 
 
 @inner
@@ -54,12 +52,3 @@ def num_skipped(rule: Any, num_computed: int) -> int:
 def next_skip(rule: Any, num_kept: int) -> int:
     """Return the number of computed tokens at which the next block after `num_kept` is skipped."""
     return min(np.int64(NEVER), (num_kept * rule[SIZE] // rule[SPAN] + 1) * rule[SPAN])
-
-
-def chunk_tokens(spec: KVCacheSpec) -> int:
-    """Return a spec's chunk, in tokens; raises ConfigurationError for another kind."""
-    if not isinstance(spec, ChunkedLocalAttentionSpec):
-        raise ConfigurationError(
-            f"a spec of kind {spec.kind!r} has no chunks: use it with its own manager"
-        )
-    return spec.attention_chunk_size

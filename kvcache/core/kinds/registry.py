@@ -21,7 +21,6 @@ from kvcache.core.kinds import (
     mamba,
     sliding_window,
 )
-from kvcache.core.kinds.chunked_local_attention import chunk_tokens
 from kvcache.core.kinds.rule import (
     CHUNK,
     COLUMN,
@@ -37,7 +36,6 @@ from kvcache.core.kinds.rule import (
     STATE,
     WINDOW,
 )
-from kvcache.core.kinds.sliding_window import window_tokens
 from kvcache.core.machine import INT, INTS, inner, kernel, routine
 from kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 
@@ -152,9 +150,9 @@ def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
     if spec.reads_whole_prefix:
         rule[KIND] = FULL
     elif isinstance(spec, SlidingWindowSpec):
-        rule[KIND], rule[SPAN] = WINDOW, min(window_tokens(spec), NEVER)
+        rule[KIND], rule[SPAN] = WINDOW, min(spec.sliding_window, NEVER)
     elif isinstance(spec, ChunkedLocalAttentionSpec):
-        rule[KIND], rule[SPAN] = CHUNK, min(chunk_tokens(spec), NEVER)
+        rule[KIND], rule[SPAN] = CHUNK, min(spec.attention_chunk_size, NEVER)
     elif isinstance(spec, MambaSpec):
         rule[KIND], rule[EXTRA] = STATE, spec.num_speculative_blocks
         if spec.mamba_cache_mode == "none":

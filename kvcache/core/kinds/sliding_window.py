@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds.rule import NEVER, SIZE, SPAN
 from kvcache.core.machine import inner
-from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 
 
 @inner
@@ -58,12 +56,3 @@ def next_skip(rule: Any, num_kept: int) -> int:
 def _num_blocks(rule: Any) -> int:
     """Return how many cached blocks a hit must end with."""
     return max(np.int64(1), (np.int64(rule[SPAN]) - 1 + rule[SIZE] - 1) // rule[SIZE])
-
-
-def window_tokens(spec: KVCacheSpec) -> int:
-    """Return a spec's window, in tokens; raises ConfigurationError for another kind."""
-    if not isinstance(spec, SlidingWindowSpec):
-        raise ConfigurationError(
-            f"a spec of kind {spec.kind!r} has no window: use it with its own manager"
-        )
-    return spec.sliding_window
