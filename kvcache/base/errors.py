@@ -18,7 +18,6 @@ Every module may raise these. A message says what happened, with the values, and
     ├── ProtocolError                       a message that must not be obeyed
     │   ├── MalformedMessageError           not decodable, wrong shape, too large
     │   ├── VersionMismatchError            another version of the format
-    │   ├── FingerprintMismatchError        another plan
     │   └── StaleEpochError                 an epoch that is not the present one
     ├── ClusterError                        a process of the running cluster
     │   ├── StartupError                    start-up failed (rank, cause); nothing is left running
@@ -103,10 +102,6 @@ class MalformedMessageError(ProtocolError):
 
 class VersionMismatchError(ProtocolError):
     """A message or label set of another format version. The message names both."""
-
-
-class FingerprintMismatchError(ProtocolError):
-    """A message made for another plan."""
 
 
 class StaleEpochError(ProtocolError):

@@ -34,10 +34,10 @@ from kvcache.base.errors import ClusterError, DeadlineError, InvariantError
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.coordinator import Coordinator
 from kvcache.planner import Plan, plan_kv_cache, plan_options
-from kvcache.protocol.state_store import FileStateStore
 from tests.chaos.control import Control
 from tests.chaos.fault_trigger import FaultTrigger, FaultyPeer, FaultyServer
 from tests.chaos.game import Dealt, play_game
+from tests.protocol.file_state_store import FileStateStore
 
 HERE = NodeAddress("here", "127.0.0.1")
 ENDPOINT_FILE = "endpoint"

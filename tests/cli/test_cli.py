@@ -30,9 +30,10 @@ from kvcache.base.errors import (
 )
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.messages import FailedForward
-from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper
+from kvcache.replay import EngineLimits, ForwardProgress
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from tests.cli.commands import KVCACHE
+from tests.replay.manager_stepper import ManagerStepper
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TP2 = ROOT / "configs" / "cpu_tp2.yaml"

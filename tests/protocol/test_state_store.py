@@ -14,7 +14,8 @@ from kvcache.base.errors import (
     SupersededError,
     VersionMismatchError,
 )
-from kvcache.protocol.state_store import FileStateStore, MemoryStateStore, SmallState, StateStore
+from kvcache.protocol.state_store import MemoryStateStore, SmallState, StateStore
+from tests.protocol.file_state_store import FileStateStore
 
 STATE = SmallState(epoch=7, model_epoch=2, next_event_chunk=4096, hash_seed="seed")
 

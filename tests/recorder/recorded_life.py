@@ -34,9 +34,10 @@ from kvcache.protocol.messages import Call
 from kvcache.protocol.step import NewRequest, StepRequest, StepResult
 from kvcache.recorder import FileStepRecorder, ManagerConfig, RecorderLimits, RecordingOrigin
 from kvcache.recorder.segments import OpenFile, SegmentLimits, create_file
-from kvcache.replay import EngineLimits, ManagerStepper, ModelTraits, ReplayEngine
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.requests.request import Request
 from tests.protocol.scenario import config_of
+from tests.replay.manager_stepper import ManagerStepper
 from tests.replay.test_replay_engine import random_workload
 
 T = TypeVar("T")

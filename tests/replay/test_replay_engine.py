@@ -17,7 +17,7 @@ from kvcache.base.errors import OutOfBlocksError, RequestError, WrongBytesError
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.messages import FailedForward
 from kvcache.protocol.step import StepRequest, StepResult
-from kvcache.replay import EngineLimits, ForwardProgress, ManagerStepper, ReplayEngine
+from kvcache.replay import EngineLimits, ForwardProgress, ReplayEngine
 from kvcache.simulate import Conversations, ConversationShape, WorkloadRequest
 from kvcache.simulate.tokens import answer_token_ids
 from kvcache.specs import (
@@ -27,6 +27,7 @@ from kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from tests.replay.manager_stepper import ManagerStepper
 
 BLOCK_SIZE = 4
 LIMITS = EngineLimits(max_model_len=4096, max_num_batched_tokens=64, max_num_seqs=8)
