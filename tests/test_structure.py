@@ -37,6 +37,19 @@ def test_a_module_has_one_importer_whatever_the_form_of_the_import(tree: Path) -
     assert structure.modules_with_one_importer(tree) == ["actors.pair", "kvcache.lonely"]
 
 
+def test_large_classes_and_wide_constructors_are_named(tree: Path) -> None:
+    methods = "\n".join(f"    def m{i}(self): ..." for i in range(25))
+    (tree / "kvcache" / "shared.py").write_text(
+        f"class Small:\n{methods}\n    def _own(self): ...\n"
+        f"class Large:\n{methods}\n    async def more(self): ...\n"
+        "class Narrow:\n    def __init__(self, a, b, c, d, *, e, f): ...\n"
+        "class Wide:\n    def __init__(self, a, /, b, c, d, *, e, f, g): ...\n",
+        encoding="utf-8",
+    )
+    assert structure.large_classes(tree) == ["Large"]
+    assert structure.wide_constructors(tree) == ["Wide"]
+
+
 def test_the_decision_path_holds_packages_and_modules(tree: Path) -> None:
     names = [path.relative_to(tree).as_posix() for path in structure.decision_path(tree)]
     assert names == ["kvcache/manager/__init__.py", "kvcache/core.py"]

@@ -39,6 +39,9 @@ PACKAGES = ("kvcache", "actors")
 DECISION_PATH = ("manager", "core")
 """Parts of `kvcache/` that decide which request gets which block."""
 SMALL_LINES = 60
+LARGE_METHODS = 25
+WIDE_PARAMETERS = 6
+"""Beyond these, a class has many public methods and a constructor many parameters."""
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 2_000
@@ -76,6 +79,8 @@ class Structure:
     step: Depth
     one_importer: int
     small_files: int
+    large_classes: int
+    wide_constructors: int
     loose_modules: int
     import_ranks: int
     product_lines: int
@@ -92,6 +97,8 @@ LABELS: Mapping[str, str] = {
     "step": f"files / frames of a step of {NUM_ROWS} decodes that seals and takes blocks",
     "one_importer": "modules with exactly one importer",
     "small_files": f"files under {SMALL_LINES} lines",
+    "large_classes": f"classes with more than {LARGE_METHODS} public methods",
+    "wide_constructors": f"constructors with more than {WIDE_PARAMETERS} parameters",
     "loose_modules": "loose modules in kvcache/",
     "import_ranks": "ranks of the import order",
     "product_lines": "lines of kvcache/ and actors/",
@@ -113,6 +120,8 @@ def measure(root: Path = ROOT) -> Structure:
         depth_of_step(),
         len(modules_with_one_importer(root)),
         sum(num_lines(path) < SMALL_LINES for path in product_sources(root)),
+        len(large_classes(root)),
+        len(wide_constructors(root)),
         len(list((root / "kvcache").glob("*.py"))),
         num_import_ranks(root),
         sum(map(num_lines, product_sources(root))),
@@ -167,6 +176,40 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def large_classes(root: Path) -> list[str]:
+    """Return the classes with many public methods. Properties count."""
+    return [
+        found.name
+        for found in classes(root)
+        if sum(not method.name.startswith("_") for method in methods_of(found)) > LARGE_METHODS
+    ]
+
+
+def wide_constructors(root: Path) -> list[str]:
+    """Return the classes whose own `__init__` has many parameters. `self` does not count."""
+    wide = []
+    for found in classes(root):
+        for method in methods_of(found):
+            arguments = method.args.posonlyargs + method.args.args + method.args.kwonlyargs
+            if method.name == "__init__" and len(arguments) - 1 > WIDE_PARAMETERS:
+                wide.append(found.name)
+    return wide
+
+
+def classes(root: Path) -> Iterator[ast.ClassDef]:
+    """Yield the classes of the product, also those inside functions."""
+    for path in product_sources(root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                yield node
+
+
+def methods_of(found: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [
+        node for node in found.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
 
 
 def num_import_ranks(root: Path) -> int:
