@@ -114,11 +114,12 @@ class _PlainHashFn(HashFn):
     ) -> list[BlockHash]:
         if num_blocks > _FEW_BLOCKS and extra_keys is None and self.name in quick_chains:
             return self._chain_at_once(parent, token_bytes, block_size, num_blocks)
-        digest = self.digest
-        above: bytes = parent
         pieces = _pieces(token_bytes, block_size, num_blocks, extra_keys)
-        hashes = [above := digest(above + piece) for piece in pieces]
-        return cast("list[BlockHash]", hashes)
+        return cast("list[BlockHash]", self._digests_after(parent, pieces))
+
+    @abstractmethod
+    def _digests_after(self, above: bytes, pieces: list[bytes]) -> list[bytes]:
+        """Digests of pieces, each of which follows the digest before it."""
 
     def _chain_at_once(
         self, parent: bytes, token_bytes: bytes, block_size: int, num_blocks: int
@@ -133,12 +134,20 @@ class _Sha256(_PlainHashFn):
     def digest(self, data: bytes) -> bytes:
         return hashlib.sha256(data).digest()
 
+    def _digests_after(self, above: bytes, pieces: list[bytes]) -> list[bytes]:
+        sha256 = hashlib.sha256
+        return [above := sha256(above + piece).digest() for piece in pieces]
+
 
 class _Xxh3(_PlainHashFn):
     """XXH3, 128 bits: fast, but not safe against attacks."""
 
     def digest(self, data: bytes) -> bytes:
         return xxhash.xxh3_128_digest(data)
+
+    def _digests_after(self, above: bytes, pieces: list[bytes]) -> list[bytes]:
+        xxh3 = xxhash.xxh3_128_digest
+        return [above := xxh3(above + piece) for piece in pieces]
 
 
 class _Sha256Cbor(HashFn):
