@@ -121,9 +121,9 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "metrics": (
         ("metric",),
         ("declarations",),
-        ("ages", "step_meter", "worker_samples"),
-        ("coordinator_samples", "metered_coordinator"),
-        ("inspection",),
+        ("ages", "step_meter", "tier_samples", "worker_samples"),
+        ("coordinator_samples", "engine_samples", "metered_coordinator"),
+        ("engine_socket", "inspection"),
     ),
     "recorder": (
         (

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import JsonOption, NameOption, command
+from actors.cli.command import JsonOption, NameOption, VllmOption, command
 from actors.cli.tables import print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -131,9 +131,15 @@ def clear(
         float,
         typer.Option(help="With --drain: seconds to wait. The drain itself has no limit.", min=0),
     ] = 600.0,
+    vllm: VllmOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Empty the prefix cache of a running cluster; asks first."""
+    if vllm is not None:
+        from actors.cli.engines import clear_engine
+
+        clear_engine(vllm, yes, as_json)
+        return
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import ExhaustedError
 
@@ -265,15 +271,19 @@ def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
 def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
     """Ask on the terminal. Raises ConfigurationError unless the answer is yes, and if there is no
     terminal."""
+    more = ", ends all pins, and advances the model epoch" if drain else ""
+    ask_on_terminal(name, f"{manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
+
+
+def ask_on_terminal(name: str, what: str) -> None:
+    """Ask whether to drop `what`. Raises ConfigurationError as `confirm` does."""
     from kvcache.base.errors import ConfigurationError
 
     if not sys.stdin.isatty():
         raise ConfigurationError(
-            f"clearing {name} drops {manager.core.num_cached_blocks:,} blocks, and there is no "
-            "terminal to ask on: pass --yes"
+            f"clearing {name} drops {what}, and there is no terminal to ask on: pass --yes"
         )
-    more = ", ends all pins, and advances the model epoch" if drain else ""
-    say(f"this drops {manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
+    say(f"this drops {what}")
     print("continue? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
         raise ConfigurationError(f"{name} is unchanged: the answer was not yes")

@@ -51,6 +51,14 @@ NameOption = Annotated[
     str | None,
     typer.Option("--name", "-n", help="Name of the cluster (default: the only running one)."),
 ]
+VllmOption = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm",
+        help="Instead of a cluster: the vLLM engine of this name on this node; NAME/1 is its "
+        "replica 1.",
+    ),
+]
 SecondsOption = Annotated[
     float | None, typer.Option("--for", help="Stop after this many seconds.", min=0)
 ]

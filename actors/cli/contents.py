@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from actors.cli.command import JsonOption, NameOption, command
+from actors.cli.command import JsonOption, NameOption, VllmOption, command
 from actors.cli.status import tenant_usage_table, tenants_of
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 
@@ -41,8 +41,13 @@ MAX_DEPTH = 8
 
 
 @command
-def usage(name: NameOption = None, as_json: JsonOption = False) -> None:
+def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption = False) -> None:
     """Count a running cluster's blocks by state, group, tenant and tier."""
+    if vllm is not None:
+        from actors.cli.engines import show_usage
+
+        show_usage(vllm, as_json)
+        return
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import NotRunningError
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import EXIT_STUCK, JsonOption, NameOption, command
+from actors.cli.command import EXIT_STUCK, JsonOption, NameOption, VllmOption, command
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
 
 if TYPE_CHECKING:
@@ -33,9 +33,18 @@ def status(
         bool,
         typer.Option("--stuck", help="Show pending work; exit code 1 if any of it is stuck."),
     ] = False,
+    vllm: VllmOption = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="With --vllm: print metrics as Prometheus reads them.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a running cluster: ranks, epoch, blocks, steps, clients."""
+    if vllm is not None:
+        from actors.cli.engines import show_metrics, show_status
+
+        show_metrics(vllm) if metrics else show_status(vllm, as_json)
+        return
     from actors.cli.clusters import named_cluster, ray_session
 
     if stuck:

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from actors.cli.command import NameOption, SecondsOption, command
+from actors.cli.command import NameOption, SecondsOption, VllmOption, command
 from actors.cli.tables import bytes_text
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ BAR_CELLS = 30
 def top(
     name: NameOption = None,
     *,
+    vllm: VllmOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and stop.")] = False,
     interval: Annotated[
         float, typer.Option("--interval", "-i", help="Seconds between updates.", min=0.1)
@@ -39,6 +40,12 @@ def top(
     ] = False,
 ) -> None:
     """Show a cluster live: steps, hit rate, blocks, tiers, ranks."""
+    if vllm is not None:
+        from actors.cli.engines import watch
+
+        limit_s = 0.0 if once else float("inf") if seconds is None else seconds
+        watch(vllm, interval, lambda elapsed_s: elapsed_s >= limit_s, as_json)
+        return
     from actors.cli.clusters import open_cluster
     from kvcache.base.errors import DeadlineError
 

@@ -20,7 +20,18 @@ from kvcache.base.errors import (
     MalformedMessageError,
     NotRunningError,
 )
-from kvcache.memory_service.protocol import is_trusted, make_socket, receive, send, socket_name
+from kvcache.memory_service.protocol import (
+    ADDRESS_SCHEME,
+    is_trusted,
+    lock_owner,
+    make_socket,
+    receive,
+    send,
+    socket_name,
+)
+
+MAX_LISTED_REPLICAS = 64
+"""Replicas of an engine whose memory `kept_memory` looks for."""
 
 RETRY_S = 0.01
 """Pause after an attempt to connect that found no room."""
@@ -41,6 +52,18 @@ class MemoryServiceAddress:
     def name_of(self, rank: int) -> str:
         """Return the name of a rank's memory."""
         return segment_name(self.cluster, rank)
+
+
+ENGINE_SERVICES = "kvcache-vllm-"
+"""How the addresses of memory services of vLLM engines begin, behind `unix:@`: the user's number
+and the engine's name follow."""
+
+
+def service_address(name: str, replica: int = 0) -> MemoryServiceAddress:
+    """Return where the memory service of the engines `name` of this user listens on this node, and
+    how it names the memory of a replica's ranks: `name/rank0`, `name/replica1/rank0`."""
+    address = f"{ADDRESS_SCHEME}{ENGINE_SERVICES}{os.getuid()}-{name}"
+    return MemoryServiceAddress(address, f"{name}/replica{replica}" if replica else name)
 
 
 def segment_name(cluster: str, rank: int) -> str:
@@ -129,3 +152,30 @@ class MemoryServiceClient:
                 if time.monotonic() > give_up_s:
                     raise TimeoutError from error
                 time.sleep(RETRY_S)
+
+
+@dataclass(frozen=True)
+class KeptMemory:
+    """Memory that is kept of one rank of an engine. `process_id` has it now, 0 if none has."""
+
+    replica: int
+    rank: int
+    num_bytes: int
+    process_id: int
+
+
+def kept_memory(name: str) -> list[KeptMemory]:
+    """Return what the memory service of the engines `name` keeps; raises as the client does."""
+    found: list[KeptMemory] = []
+    for replica in range(MAX_LISTED_REPLICAS):
+        address = service_address(name, replica)
+        client = MemoryServiceClient(address.address)
+        rank = 0
+        while (descriptor := client.attach(address.name_of(rank))) is not None:
+            try:
+                size = os.fstat(descriptor).st_size
+                found.append(KeptMemory(replica, rank, size, lock_owner(descriptor)))
+            finally:
+                os.close(descriptor)
+            rank += 1
+    return found

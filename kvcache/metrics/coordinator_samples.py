@@ -16,7 +16,7 @@ from kvcache.metrics import declarations as known
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.metric import AnySample, Metric, Sample
 from kvcache.metrics.step_meter import StepMeter
-from kvcache.offload.statistics import TierStatistics
+from kvcache.metrics.tier_samples import tier_samples
 from kvcache.tenants import TenantStatistics
 from kvcache.tenants.shares import DEVICE_TIER
 
@@ -154,7 +154,8 @@ class _Samples:
             yield from self._hits(statistics.manager, statistics.offload)
             yield from tenant_samples(self._cluster, _tenants(statistics), meters.tenants)
         if statistics.offload is not None:
-            yield from self._tiers(statistics.offload)
+            yield self._one(known.LOAD_WAITERS, statistics.offload.num_waiting_requests)
+            yield from tier_samples(self._cluster, statistics.offload.tiers)
         for kind, count in {**_errors(statistics), **loop_errors}.items():
             yield self._one(known.ERRORS, count, kind)
 
@@ -198,39 +199,6 @@ class _Samples:
         if offload is not None:
             yield self._one(known.HIT_TOKENS, loaded - fetched, "host")
             yield self._one(known.HIT_TOKENS, fetched, "disk")
-
-    def _tiers(self, offload: OffloadStatistics) -> Iterator[Sample]:
-        yield self._one(known.LOAD_WAITERS, offload.num_waiting_requests)
-        for kind, count in offload.tiers.open_jobs.items():
-            yield self._one(known.TIER_JOBS, count, kind)
-        yield from self._tier("host", offload.tiers.host)
-        if offload.tiers.disk is not None:
-            yield from self._tier("disk", offload.tiers.disk)
-
-    def _tier(self, name: str, tier: TierStatistics) -> Iterator[Sample]:
-        states = {
-            "capacity": tier.num_slots * tier.blocks_per_slot,
-            "ready": tier.num_ready,
-            "pending": tier.num_pending,
-            "held": tier.num_held,
-        }
-        operations = {
-            "stored": tier.num_stored,
-            "failed": tier.num_failed_stores,
-            "loaded": tier.num_loaded,
-            "evicted": tier.num_evicted,
-            "forgotten": tier.num_forgotten,
-            "skipped": tier.num_skipped,
-            "refused": tier.num_refused,
-        }
-        for metric, values in (
-            (known.TIER_BLOCKS, states),
-            (known.TIER_LOOKUPS, {"hit": tier.num_hits, "miss": tier.num_misses}),
-            (known.TIER_OPERATIONS, operations),
-            (known.TIER_BYTES, {"stored": tier.stored_bytes, "loaded": tier.loaded_bytes}),
-        ):
-            for label, value in values.items():
-                yield self._one(metric, value, name, label)
 
 
 def _tenants(statistics: CoordinatorStatistics) -> list[TenantStatistics]:

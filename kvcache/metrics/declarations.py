@@ -126,6 +126,11 @@ TIER_JOBS = _gauge("kvcache_tier_jobs", "Unfinished copies between tiers, by kin
 LOAD_WAITERS = _gauge(
     "kvcache_load_waiting_requests", "Requests that wait for their prefixes to be loaded."
 )
+LOAD_WAIT = _counter(
+    "kvcache_load_wait_seconds_total",
+    "Seconds that requests of a vLLM engine waited, by cause: files (to be read) or load.",
+    "cause",
+)
 
 # --- tenants, if configured
 
@@ -221,4 +226,10 @@ WORKER_METRICS: tuple[Metric, ...] = (
     *(WORKER_APPLIED, WORKER_FORWARDS, WORKER_LABELS, WORKER_POOL, WORKER_BLOCKS),
     *(COPIED_BYTES, COPY_SECONDS, COPY_JOBS, WORKER_MESSAGES, WORKER_ERRORS),
 )
+ENGINE_METRICS: tuple[Metric, ...] = (
+    *(QUERIED_TOKENS, HIT_TOKENS, LOAD_WAITERS, LOAD_WAIT, ERRORS),
+    *(TIER_BLOCKS, TIER_LOOKUPS, TIER_OPERATIONS, TIER_BYTES, TIER_JOBS),
+)
+"""Of an engine that runs our tiers without a cluster."""
+
 METRICS: tuple[Metric, ...] = COORDINATOR_METRICS + WORKER_METRICS

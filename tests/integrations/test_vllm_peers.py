@@ -16,14 +16,14 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import PlanMismatchError
 from kvcache.integrations.vllm.block_labels import block_labels
 from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, Peers
-from kvcache.integrations.vllm.rank_memory import RankMemory, service_address
+from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import (
     LoadCommand,
     PeerMemory,
     StepCommands,
     StoreCommand,
 )
-from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.offload.keys import OffloadKey
 from kvcache.worker.copies.rows import RowMover

@@ -23,13 +23,14 @@ from kvcache.base.errors import (
 )
 from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
-from kvcache.integrations.vllm.rank_memory import RankMemory, service_address
+from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
     LoadCommand,
     StepCommands,
     StoreCommand,
 )
+from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
 from kvcache.protocol.messages import JobReport
 from kvcache.worker.copies.runner import CopyThread

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.integrations.vllm.rank_memory import service_address
-from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.process import end
 from kvcache.worker.host_memory.labels import SlotState, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape

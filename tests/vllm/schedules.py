@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.base.errors import ClusterError
-from kvcache.integrations.vllm.rank_memory import service_address
+from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
 from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
 from tests.vllm.conftest import (

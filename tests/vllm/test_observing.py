@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from actors.cli.engines import clear_engine, show_status
 from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
 from kvcache.events.publisher import END_MARK
 from kvcache.events.translation import short_hash
@@ -115,6 +117,25 @@ def test_a_reset_of_the_device_leaves_the_memory_in_the_stream(
     assert not told(mirror, "GPU")
 
 
+def test_commands_find_the_engine_by_its_name(
+    engine: Engine, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.generate(PROMPTS)
+    engine.reset()
+    time.sleep(1.1)  # vLLM's metrics come at most once a second
+    engine.generate(PROMPTS)
+    show_status(name, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["state"] == "running"
+    assert found["requests"]["num_loaded_tokens"] > 0
+    assert found["tiers"]["host"]["num_ready"] == MEMORY_BLOCKS
+    assert found["tiers"]["host"]["loaded_bytes"] > 0
+    assert 0 < found["requests"]["load_wait_s"] < 60
+    time.sleep(1.1)
+    engine.generate(PROMPTS[:1], 1)
+    assert engine.count()["kvcache_query_tokens"] > 0
+
+
 def test_a_late_follower_of_the_publisher_is_exact(
     engine: Engine, name: str, directory: Path
 ) -> None:
@@ -126,7 +147,7 @@ def test_a_late_follower_of_the_publisher_is_exact(
             assert time.monotonic() < give_up_s
             for update in subscriber.poll(0.5):
                 mirror.apply(update.batch.events)
-    engine.reset(connector=True)
+    clear_engine(name, is_confirmed=True, as_json=True)  # the engine is idle
     engine.generate([PROMPTS[0][:20]], 1)
     assert not told(agreed(directory, name), "CPU")
     with KVEventSubscriber(*addresses) as subscriber:

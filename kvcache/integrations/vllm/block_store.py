@@ -19,6 +19,7 @@ from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.held_blocks import HeldBlocks
 from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
     Inventory,
@@ -56,6 +57,7 @@ class _Tracked:
     has_fetched: bool = False
     is_computed: bool = False
     hits: TierHits | None = None
+    is_looked_up: bool = False
 
     def keys_until(self, end: int) -> list[OffloadKey]:
         """Return the keys of the blocks before `end`, as far as they are hashed."""
@@ -108,6 +110,7 @@ class BlockStore:
         self._held = HeldBlocks()
         self._kept: set[str] = set()
         self._next = StepCommands()
+        self.counts = RequestCounts()
 
     @property
     def statistics(self) -> HierarchyStatistics | None:
@@ -146,7 +149,10 @@ class BlockStore:
                 f"{len(told)} of {self._setting.num_ranks} ranks have told of host memory, "
                 f"of {sorted(sizes)} slots: give every rank the same offload.host_memory_per_rank"
             )
-        tiers = self._make_tiers(told[0].num_slots, min(each.num_files for each in told))
+        num_files = min(each.num_files for each in told)
+        shape = told[0].shape
+        block_bytes = 0 if shape is None else shape.slot_bytes
+        tiers = self._make_tiers(told[0].num_slots, num_files, block_bytes)
         self._tiers = tiers
         tiers.begin_adoption()
         held = _agreed([inventory.digests for inventory in told])
@@ -168,6 +174,7 @@ class BlockStore:
         first, last = num_computed_tokens // tokens, (request.num_tokens - 1) // tokens
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         tracked.num_local_blocks = first
+        tracked.is_looked_up = True
         if self._tiers is None or last <= first or not self._has_whole_hashes(request):
             return 0
         if tracked.is_computed or self._held:  # while a copy hangs, others would wait behind it
@@ -178,6 +185,7 @@ class BlockStore:
         if hits.num_keys * tokens < least:
             return 0
         if hits.num_in_host < hits.num_keys and self._waits(tracked, keys[: hits.num_keys], hits):
+            self.counts.for_files.begin(request.request_id, self._now())
             return None
         num_tokens = hits.num_in_host * tokens
         return num_tokens if num_tokens >= least else 0
@@ -187,24 +195,32 @@ class BlockStore:
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         if self._tiers is None:
             return
+        first = tracked.num_local_blocks
         if tracked.hits is not None:
             self._tiers.count(tracked.hits)
             tracked.hits = None
+        if tracked.is_looked_up:
+            tracked.is_looked_up = False
+            self.counts.admitted(request.num_tokens, first * self._setting.block_tokens)
+            if len(self.counts.for_files):
+                self.counts.for_files.end(request.request_id, self._now())
         if not num_external_tokens:
             return
         tracked.wait_until_s = None
         if self._setting.options.is_asynchronous:
             self._waiting.add(request.request_id)
-        first = tracked.num_local_blocks
         end = first + num_external_tokens // self._setting.block_tokens
         keys = tracked.keys_until(end)[first:]
-        job = self._tiers.plan_load(keys, self._now())
+        now_s = self._now()
+        job = self._tiers.plan_load(keys, now_s)
         num_loaded = 0 if job is None else len(job.keys)
         blocks = tuple(block_ids[first:end])
         following = self._next
         if job is not None:
             self._kinds[job.job_id] = JobKind.LOAD
             self._loads[job.job_id] = _Load(request.request_id, blocks[:num_loaded])
+            self.counts.begins(job.job_id, num_loaded, self._num_tokens(job.keys))
+            self.counts.for_loads.begin(request.request_id, now_s)
             load = LoadCommand(
                 job.job_id,
                 request.request_id,
@@ -223,6 +239,7 @@ class BlockStore:
         """Forget a request; say whether its blocks are still needed, until a rank is told that it
         is `released`."""
         self._requests.pop(request_id, None)
+        self.counts.ended(request_id, self._now())
         is_read = any(request_id in store.request_ids for store in self._stores.values())
         if not is_read or not self._setting.options.is_asynchronous:
             return False
@@ -268,9 +285,11 @@ class BlockStore:
             return following
         return replace(following, store=store, spills=tuple(spills), reused_blocks=reused)
 
-    def received(self, request_ids: Iterable[str]) -> None:
+    def received(self, request_ids: Collection[str]) -> None:
         """On all ranks, these requests wait no longer for their loads."""
         self._waiting.difference_update(request_ids)
+        for request_id in request_ids:
+            self.counts.for_loads.end(request_id, self._now())
 
     def reported(self, reports: RankReports) -> None:
         """Take note of what ranks have done."""
@@ -308,7 +327,7 @@ class BlockStore:
 
     # --- tiers
 
-    def _make_tiers(self, num_slots: int, num_files: int) -> TierHierarchy:
+    def _make_tiers(self, num_slots: int, num_files: int, block_bytes: int) -> TierHierarchy:
         offload = self._setting.options.offload
         labels = None if self._events is None else self._events.contents.shape
         host = TierManager(
@@ -318,12 +337,20 @@ class BlockStore:
                 policy=offload.policy,
                 store_after=offload.store_after,
                 labels=labels,
+                block_bytes=block_bytes,
             )
         )
         disk = None
         if offload.disk is not None and num_files:
-            policy = offload.disk.policy
-            disk = TierManager(TierOptions(FILE_MEDIUM, num_files, policy=policy, labels=labels))
+            disk = TierManager(
+                TierOptions(
+                    FILE_MEDIUM,
+                    num_files,
+                    policy=offload.disk.policy,
+                    labels=labels,
+                    block_bytes=block_bytes,
+                )
+            )
         options = HierarchyOptions(
             disk_write="on_evict" if offload.disk is None else offload.disk.write,
             spare_share=offload.spare_share,
@@ -366,6 +393,7 @@ class BlockStore:
         if job is not None:
             tracked.has_fetched = True
             self._kinds[job.job_id] = JobKind.FETCH
+            self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
             fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
             self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
             return True
@@ -472,6 +500,7 @@ class BlockStore:
             visible = tiers.stored(job.job_id, ok=is_ok)
         elif kind is JobKind.FETCH:
             visible = tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
+            self.counts.fetch_ends(job.job_id, len(visible))
             if job.has_unread:
                 tiers.disk_use.rest(job.failures[0].detail, self._now())
         elif kind is JobKind.SPILL:
@@ -479,6 +508,8 @@ class BlockStore:
         else:
             load = self._loads.pop(job.job_id)
             self._held.release(job.job_id)
+            num_failed = 0 if is_ok else None if job.is_wholly_failed else len(failed)
+            self.counts.load_ends(job.job_id, load.request_id, num_failed, self._now())
             tiers.loaded(job.job_id, ok=is_ok, failed=failed)
             if not is_ok:
                 self._doubt(load.request_id)
@@ -502,6 +533,7 @@ class BlockStore:
             len(load.blocks),
         )
         self._held.hold(job_id, load.blocks)
+        self.counts.load_ends(job_id, load.request_id, None, self._now())
         if (tracked := self._requests.get(load.request_id)) is not None:
             tracked.is_computed = True
             tracked.next_block = 0
@@ -522,6 +554,10 @@ class BlockStore:
         for request_id in request_ids:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.next_block = 0
+
+    def _num_tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many tokens blocks have."""
+        return len(keys) * self._setting.block_tokens
 
     def _has_whole_hashes(self, request: Any) -> bool:
         """Say whether there is one hash for each block, as this class takes for granted."""

@@ -27,13 +27,19 @@ from vllm.logger import init_logger
 from kvcache.events.translation import GroupKind
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
+from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
+from kvcache.metrics.engine_socket import EngineSocket
 
 logger = init_logger("vllm.kvcache")
+
+STATISTICS_S = 1.0
+"""How often vLLM's metrics get statistics while steps run."""
 
 
 class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # untyped bases
@@ -53,9 +59,17 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._store: BlockStore | None = None
         self._events: TierEvents | None = None
         self._block_pool: Any = None
+        self._control: EngineControl | None = None
+        self._socket: EngineSocket | None = None
+        self._told_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._events = _tier_events(self._setting, vllm_config)
             self._store = BlockStore(self._setting, time.monotonic, self._events)
+            model = str(vllm_config.model_config.model)
+            self._control = EngineControl(self._setting, model, self._store, self._further)
+            name, replica = self._setting.options.name, self._setting.replica
+            self._socket = EngineSocket(name, replica, self._control.answer)
+            self._socket.start()
 
     # --- in the scheduler
 
@@ -85,6 +99,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, None if files are read first, and whether the
         request waits for them."""
+        self._step()
         count = self.store.num_matched(request, num_computed_tokens)
         return count, bool(count) and self._setting.options.is_asynchronous
 
@@ -94,6 +109,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
         """Return what the ranks do in this step."""
+        self._step()
         return self.store.commands(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.kv_connector_block_state.get_block_ids,
@@ -129,13 +145,37 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._block_pool = gpu_block_pool
         self.store.held_blocks.bind(gpu_block_pool)
 
-    def get_kv_connector_stats(self) -> None:
-        """Have events follow the step. vLLM asks in each step, just before it takes the events of
-        its own pool: a clear among those takes the tiers' blocks from its stream, too."""
+    def get_kv_connector_stats(self) -> TierStats | None:
+        """Return statistics, not in every step; have events follow the step.
+
+        vLLM asks in each step, just before it takes the events of its own pool: a clear among those
+        takes the tiers' blocks from its stream, too.
+        """
         if self._events is not None:
             pool = self._block_pool
             is_cleared = pool is not None and has_cleared(pool.kv_event_queue)
             self.store.follow_events(is_cleared=is_cleared)
+        now_s = time.monotonic()
+        if self._control is None or now_s - self._told_s < STATISTICS_S:
+            return None
+        self._told_s = now_s
+        return TierStats.of(self._control.statistics())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
+        """Return statistics as an object, in vLLM's front end."""
+        return TierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierPromMetrics:
+        """Return what vLLM's `/metrics` shows of the connector, in its front end."""
+        return TierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def take_events(self) -> list[Any]:
         """Return what the tiers have stored and removed since the last call."""
@@ -145,6 +185,15 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Forget every block."""
         self.store.reset()
         return True
+
+    def _step(self) -> None:
+        """Do what an operator has asked for."""
+        assert self._control is not None
+        self._control.step()
+
+    def _further(self) -> dict[str, Any]:
+        """Return statistics of what watches the tiers."""
+        return {"events": None if self._events is None else self._events.statistics()}
 
     # --- in a worker
 
@@ -207,6 +256,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Give memory and files back; the memory service has the memory still."""
         if self._memory is not None:
             self._memory.close()
+        if self._socket is not None:
+            self._socket.close()
         if self._events is not None:
             self._events.close()
 

@@ -46,7 +46,11 @@ from kvcache.integrations.vllm.step_messages import (
     StepCommands,
     StoreCommand,
 )
-from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
+from kvcache.memory_service.client import (
+    MemoryServiceAddress,
+    MemoryServiceClient,
+    service_address,
+)
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
@@ -403,13 +407,6 @@ class RankMemory:
                 return (), f"rank {self.rank} has not read what files there are after {SCAN_S:g} s"
             time.sleep(0.001)
         return tuple(keys), ""
-
-
-def service_address(name: str, replica: int = 0) -> MemoryServiceAddress:
-    """Return where the memory service of the engines `name` of this user listens on this node, and
-    how it names the memory of a replica's ranks: `name/rank0`, `name/replica1/rank0`."""
-    address = f"unix:@kvcache-vllm-{os.getuid()}-{name}"
-    return MemoryServiceAddress(address, f"{name}/replica{replica}" if replica else name)
 
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvcache.base.clock import SystemClock
 from kvcache.config.events import EventsConfig, shifted
@@ -68,6 +69,10 @@ class TierEvents:
         """Return the events for the engine's stream since the last call."""
         waiting, self._waiting = self._waiting, []
         return waiting
+
+    def statistics(self) -> dict[str, Any] | None:
+        """Return the publisher's last statistics, None without one. In any thread."""
+        return None if self._sender is None else self._sender.statistics()
 
     def close(self) -> None:
         """End the publisher."""

@@ -1,0 +1,104 @@
+"""Answers about an engine's tiers, and the reset that an operator asks for.
+
+Questions come in the thread of the engine's socket. What changes the tiers waits for the thread of
+the scheduler. Never delays a step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvcache.base.errors import ClusterError, InvalidInputError, shown
+from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
+
+CLEAR_S = 3.0
+"""How long a reset waits for the engine's next step."""
+
+_TRIES = 20
+
+
+class EngineControl:
+    """Speaks for one engine."""
+
+    def __init__(
+        self,
+        setting: EngineSetting,
+        model: str,
+        store: BlockStore,
+        more: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """Answer about `store`; `more` returns further fields of the statistics."""
+        self._setting = setting
+        self._model = model
+        self._store = store
+        self._more = more
+        self._started_s = time.monotonic()
+        self._wanted: threading.Event | None = None
+        self._num_forgotten = 0
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a question: `{"do": "status"}`, `metrics` or `clear`. In any thread.
+
+        Raises InvalidInputError for another one.
+        """
+        verb = question.get("do")
+        if verb == "status":
+            return self.statistics().to_plain()
+        if verb == "metrics":
+            return {"text": exposition(engine_samples(self.statistics()))}
+        if verb == "clear":
+            return self._clear()
+        raise InvalidInputError(f"{shown(verb)} is no question: ask status, metrics or clear")
+
+    def step(self) -> None:
+        """Do what was asked for. In the scheduler's thread, before anything is looked up."""
+        wanted = self._wanted
+        if wanted is not None:
+            self._wanted = None
+            self._num_forgotten = self._num_held()
+            self._store.reset()
+            wanted.set()
+
+    def statistics(self) -> EngineStatistics:
+        """Return frozen statistics. In any thread.
+
+        Raises ClusterError if the tables change faster than they are read.
+        """
+        setting, now_s = self._setting, time.monotonic()
+        for _ in range(_TRIES):
+            try:
+                return EngineStatistics(
+                    name=setting.options.name,
+                    replica=setting.replica,
+                    model=self._model,
+                    process_id=os.getpid(),
+                    num_ranks=setting.num_ranks,
+                    block_tokens=setting.block_tokens,
+                    uptime_s=now_s - self._started_s,
+                    requests=self._store.counts.statistics(now_s),
+                    tiers=self._store.statistics,
+                    **self._more(),
+                )
+            except RuntimeError:  # a table has grown while it was read
+                continue
+        raise ClusterError("the engine is too busy to be looked at: ask again")
+
+    def _clear(self) -> dict[str, Any]:
+        wanted = self._wanted
+        if wanted is None:
+            wanted = self._wanted = threading.Event()
+        if wanted.wait(CLEAR_S):
+            return {"is_cleared": True, "num_forgotten_blocks": self._num_forgotten}
+        return {"is_cleared": False, "num_forgotten_blocks": self._num_held()}
+
+    def _num_held(self) -> int:
+        tiers = self._store.statistics
+        if tiers is None:
+            return 0
+        return tiers.host.num_ready + (0 if tiers.disk is None else tiers.disk.num_ready)

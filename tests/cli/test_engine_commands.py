@@ -1,0 +1,95 @@
+"""`--vllm NAME`: commands about an engine on this node, which is a plain class here."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from actors.cli.app import app
+from actors.cli.command import EXIT_CLUSTER, EXIT_INPUT
+from kvcache.memory_service.client import MemoryServiceClient, service_address
+from kvcache.memory_service.service import HostMemoryService
+from kvcache.worker.host_memory.shared_memory import SYSTEM_ROOT, make_memory
+from tests.integrations.test_vllm_block_store import request_of
+from tests.integrations.test_vllm_control import Asked
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    made = Asked(num_files=24)
+    for name in ("r", "s"):
+        made.cluster.run(request_of(name, 13))
+        made.cluster.settle()
+    made.statistics()
+    yield made
+    made.socket.close()
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_status_of_an_engine(asked: Asked) -> None:
+    found = json.loads(run("status", "--vllm", asked.name, "--json"))
+    assert found["state"] == "running"
+    assert found["requests"]["num_loaded_tokens"] == 12
+    assert found["tiers"]["host"]["num_ready"] == 3
+    told = run("status", "--vllm", asked.name)
+    assert "device 0.0%, host 46.2%, disk 0.0% of tokens" in told
+    assert "3 of 8 blocks" in told
+
+
+def test_the_metrics_of_an_engine(asked: Asked) -> None:
+    told = run("status", "--vllm", asked.name, "--metrics")
+    assert f'kvcache_hit_tokens_total{{cluster="{asked.name}",tier="host"}} 12' in told
+
+
+def test_the_usage_of_an_engine(asked: Asked) -> None:
+    found = json.loads(run("usage", "--vllm", asked.name, "--json"))
+    assert found["tiers"]["disk"]["num_slots"] == 24
+    assert "tiers below the device" in run("usage", "--vllm", asked.name)
+
+
+def test_an_engine_live(asked: Asked) -> None:
+    told = run("top", "--vllm", asked.name, "--once", "--interval", "0.1", "--json")
+    assert json.loads(told)["requests"]["num_requests"] == 2
+    assert "requests/s" in run("top", "--vllm", asked.name, "--once", "--interval", "0.1")
+
+
+def test_an_engine_is_cleared_only_when_it_is_confirmed(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.integrations.vllm.control.CLEAR_S", 0.01)
+    assert "pass --yes" in run("clear", "--vllm", asked.name, code=EXIT_INPUT)
+    assert asked.control._wanted is None
+    assert "is idle: 3 blocks" in run("clear", "--vllm", asked.name, "--yes")
+    asked.control.step()
+    assert asked.statistics().tiers.host.num_ready == 0
+
+
+def test_memory_that_an_engine_has_left_is_shown() -> None:
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    address = service_address(name, 1)
+    service = HostMemoryService(address.address, max_segments=4, max_bytes=1 << 20)
+    service.serve()
+    descriptor = make_memory("test", 4096, SYSTEM_ROOT)
+    MemoryServiceClient(address.address).put(address.name_of(0), descriptor)
+    found = json.loads(run("status", "--vllm", name, "--json"))
+    told = run("status", "--vllm", name)
+    service.close()
+    assert found["state"] == "not running"
+    assert found["kept"] == [{"replica": 1, "rank": 0, "num_bytes": 4096, "process_id": 0}]
+    assert f"no engine {name} runs" in told and "4.0 KiB" in told
+
+
+def test_an_engine_that_is_not_known_is_an_error_with_those_that_are(asked: Asked) -> None:
+    for verb in ("status", "usage", "top", "clear"):
+        told = run(verb, "--vllm", "nowhere", code=EXIT_CLUSTER)
+        assert "no engine 'nowhere' runs" in told and asked.name in told
+    assert "write NAME" in run("status", "--vllm", "chat/x", code=EXIT_INPUT)

@@ -1,0 +1,190 @@
+"""What an engine's socket answers about the connector's tiers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcache.base.errors import ClusterError, NotRunningError
+from kvcache.integrations.vllm import control as control_module
+from kvcache.integrations.vllm.control import EngineControl
+from kvcache.integrations.vllm.step_messages import RankReports
+from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
+from kvcache.metrics.engine_socket import EngineSocket, ask_engine, running_engines
+from tests.integrations.test_vllm_block_store import Cluster, request_of, setting_of
+
+
+class Asked:
+    """A cluster of fake ranks and the socket of its engine."""
+
+    def __init__(self, *, num_files: int = 0) -> None:
+        self.name = f"test-{uuid.uuid4().hex[:8]}"
+        self.cluster = Cluster(num_files=num_files)
+        setting = setting_of(**self.cluster.options)
+        options = setting.options.model_copy(update={"name": self.name})
+        self.control = EngineControl(replace(setting, options=options), "tiny", self.cluster.store)
+        self.socket = EngineSocket(self.name, 0, self.control.answer)
+        self.socket.start()
+
+    def statistics(self) -> EngineStatistics:
+        give_up_s = time.monotonic() + 10
+        while True:
+            try:
+                return EngineStatistics.of_plain(ask_engine(self.name, 0, {"do": "status"}))
+            except NotRunningError:
+                assert time.monotonic() < give_up_s
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    made = Asked(num_files=24)
+    yield made
+    made.socket.close()
+
+
+def test_an_engine_says_what_it_has_loaded_from_where(asked: Asked) -> None:
+    cluster = asked.cluster
+    for content in "abcd":  # the first goes to files
+        cluster.run(request_of(content, 13, content))
+        cluster.settle()
+    found = asked.statistics()
+    assert (found.name, found.model, found.num_ranks) == (asked.name, "tiny", 2)
+    assert found.requests.num_requests == 4
+    assert found.requests.num_asked_tokens == 4 * 13
+    assert found.requests.num_loaded_tokens == 0
+    assert found.tiers is not None and found.tiers.host.num_ready == 8
+    for content in "abcdabcd":
+        cluster.run(request_of(f"again{content}", 13, content))
+        cluster.settle()
+    requests = asked.statistics().requests
+    assert requests.num_loaded_tokens > requests.num_fetched_tokens > 0
+    assert requests.num_loaded_tokens + requests.num_fetched_tokens <= 2 * 8 * 12
+    assert (requests.num_failed_loads, requests.num_waiting) == (0, 0)
+
+
+def test_waits_and_failed_loads_are_counted() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    cluster.ranks[1].wrong = {1}
+    later = request_of("s", 13)
+    assert cluster.begin(later) == 12
+    cluster.obey(cluster.commands())
+    cluster.time_s += 2.0
+    assert cluster.store.counts.statistics(cluster.time_s).num_waiting == 1
+    assert cluster.store.counts.statistics(cluster.time_s).load_wait_s == 2.0
+    cluster.work()
+    cluster.time_s += 5.0
+    requests = cluster.store.counts.statistics(cluster.time_s)
+    assert (requests.load_wait_s, requests.num_waiting) == (2.0, 0)
+    assert (requests.num_failed_loads, requests.num_failed_tokens) == (1, 4)
+    assert requests.num_loaded_tokens == 8
+
+
+def test_the_time_that_a_request_waits_for_files_is_counted() -> None:
+    cluster = Cluster(num_files=24)
+    for content in "abcdef":
+        cluster.run(request_of(content, 13, content))
+        cluster.settle()
+    waiting = next(r for r in map(again, "abcdef") if cluster.begin(r) is None)
+    cluster.time_s += 3.0
+    while cluster.begin(waiting) is None:
+        cluster.step()
+    assert cluster.store.counts.statistics(cluster.time_s).files_wait_s == 3.0
+
+
+def again(content: str) -> Any:
+    return request_of(f"{content} again", 13, content)
+
+
+def test_a_clear_waits_for_the_scheduler(asked: Asked) -> None:
+    asked.cluster.run(request_of("r", 13))
+    asked.cluster.settle()
+    asked.statistics()
+    answers = []
+    asking = threading.Thread(
+        target=lambda: answers.append(ask_engine(asked.name, 0, {"do": "clear"}))
+    )
+    asking.start()
+    while not answers:
+        asked.control.step()
+    asking.join()
+    assert answers == [{"is_cleared": True, "num_forgotten_blocks": 3}]
+    assert asked.cluster.begin(request_of("s", 13)) == 0
+
+
+def test_an_idle_engine_is_cleared_before_its_next_request(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_module, "CLEAR_S", 0.01)
+    asked.cluster.run(request_of("r", 13))
+    asked.cluster.settle()
+    asked.statistics()
+    answer = ask_engine(asked.name, 0, {"do": "clear"})
+    assert answer == {"is_cleared": False, "num_forgotten_blocks": 3}
+    asked.control.step()
+    assert asked.cluster.begin(request_of("s", 13)) == 0
+
+
+def test_metrics_are_those_of_a_cluster(asked: Asked) -> None:
+    asked.cluster.run(request_of("r", 13))
+    asked.cluster.settle()
+    statistics = asked.statistics()
+    text = ask_engine(asked.name, 0, {"do": "metrics"})["text"]
+    assert f'kvcache_query_tokens_total{{cluster="{asked.name}"}} 13\n' in text
+    assert f'kvcache_tier_blocks{{cluster="{asked.name}",tier="host",state="ready"}} 3\n' in text
+    assert text.count("# TYPE") == len({s.metric.name for s in engine_samples(statistics)})
+    assert exposition([]) == "\n"
+
+
+def test_an_unknown_question_is_refused_and_the_next_one_answered(asked: Asked) -> None:
+    asked.statistics()
+    with pytest.raises(ClusterError, match="is no question: ask status, metrics or clear"):
+        ask_engine(asked.name, 0, {"do": "fly"})
+    assert asked.statistics().name == asked.name
+
+
+def test_an_engine_that_is_not_there_is_refused_with_those_that_are(asked: Asked) -> None:
+    asked.statistics()
+    assert (asked.name, 0) in running_engines()
+    with pytest.raises(NotRunningError, match=f"no engine 'other' runs .*{asked.name}"):
+        ask_engine("other", 0, {"do": "status"})
+
+
+def test_the_next_engine_of_a_name_answers_when_the_first_has_ended(asked: Asked) -> None:
+    asked.statistics()
+    second = EngineSocket(asked.name, 0, lambda question: {"second": True})
+    second.start()
+    time.sleep(0.1)
+    assert asked.statistics().name == asked.name
+    asked.socket.close()
+    give_up_s = time.monotonic() + 10
+    while True:
+        try:
+            assert ask_engine(asked.name, 0, {"do": "status"}) == {"second": True}
+            break
+        except NotRunningError:
+            assert time.monotonic() < give_up_s
+    second.close()
+
+
+def test_a_load_that_is_given_up_counts_once_as_failed() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    assert cluster.begin(request_of("s", 13)) == 12
+    load = cluster.commands()
+    cluster.obey(load)
+    cluster.time_s += 2.0
+    cluster.store.reported(RankReports(overdue_loads=(load.loads[0].job_id,)))
+    cluster.time_s += 5.0
+    cluster.work()
+    requests = cluster.store.counts.statistics(cluster.time_s)
+    assert (requests.num_failed_loads, requests.num_failed_tokens) == (1, 12)
+    assert (requests.num_loaded_tokens, requests.load_wait_s) == (0, 2.0)
