@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import zmq
+from typer.testing import CliRunner
 
+from actors.cli.app import app
 from actors.cli.engines import clear_engine, show_status
 from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
 from kvcache.events.publisher import END_MARK
 from kvcache.events.translation import short_hash
 from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.simulate import MooncakeTrace
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import BLOCK, PROMPTS
 
@@ -50,6 +53,7 @@ def engine(start: Starter, name: str, directory: Path) -> Iterator[Engine]:
     extra = {
         "name": name,
         "events": own,
+        "record": str(directory),
         "offload": {"host_memory_per_rank": f"{64 * MEMORY_BLOCKS}KiB"},
     }
     started = start(extra, kv_events_config=stream)
@@ -134,6 +138,22 @@ def test_commands_find_the_engine_by_its_name(
     time.sleep(1.1)
     engine.generate(PROMPTS[:1], 1)
     assert engine.count()["kvcache_query_tokens"] > 0
+
+
+def test_a_recording_is_simulated(engine: Engine, name: str, directory: Path) -> None:
+    engine.generate(PROMPTS[:1], 8)
+    (path,) = directory.glob(f"{name}-0-*.jsonl")
+    give_up_s = time.monotonic() + 20
+    while True:
+        requests = list(MooncakeTrace(path).lines())
+        if requests and requests[-1].output_length == 8:
+            break
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)
+    assert {request.input_length for request in requests} <= {20, len(PROMPTS[0])}
+    assert requests[-1].hash_ids == requests[0].hash_ids
+    result = CliRunner().invoke(app, ["simulate", str(path), "--blocks", "64", "--json"])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_late_follower_of_the_publisher_is_exact(

@@ -24,12 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+from kvcache.config.sections import Location
 from kvcache.events.translation import GroupKind
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
+from kvcache.integrations.vllm.engine_recording import EngineRecording
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
@@ -61,6 +63,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._block_pool: Any = None
         self._control: EngineControl | None = None
         self._socket: EngineSocket | None = None
+        self._recording: EngineRecording | None = None
         self._told_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._events = _tier_events(self._setting, vllm_config)
@@ -68,6 +71,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             model = str(vllm_config.model_config.model)
             self._control = EngineControl(self._setting, model, self._store, self._further)
             name, replica = self._setting.options.name, self._setting.replica
+            if self._setting.options.record is not None:
+                self._recording = _recording(self._setting, self._setting.options.record)
             self._socket = EngineSocket(name, replica, self._control.answer)
             self._socket.start()
 
@@ -105,6 +110,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's blocks."""
+        if self._recording is not None:
+            self._recording.admitted(request)
         self.store.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
@@ -127,6 +134,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; say whether its blocks are kept until they are stored."""
+        if self._recording is not None:
+            self._recording.finished(request)
         return self.store.finished(request.request_id), None
 
     def request_finished_all_groups(
@@ -193,7 +202,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def _further(self) -> dict[str, Any]:
         """Return statistics of what watches the tiers."""
-        return {"events": None if self._events is None else self._events.statistics()}
+        events, recording = self._events, self._recording
+        return {
+            "events": None if events is None else events.statistics(),
+            "recording": None if recording is None else recording.statistics(),
+        }
 
     # --- in a worker
 
@@ -260,6 +273,14 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._socket.close()
         if self._events is not None:
             self._events.close()
+        if self._recording is not None:
+            self._recording.close()
+
+
+def _recording(setting: EngineSetting, directory: str) -> EngineRecording:
+    """Return a new recording of an engine's requests; raises ConfigurationError."""
+    name = f"{setting.options.name}-{setting.replica}"
+    return EngineRecording(str(Location.of(directory).path), name, setting.block_tokens)
 
 
 def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:

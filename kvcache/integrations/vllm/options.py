@@ -11,13 +11,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.events import EventsConfig
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
-from kvcache.config.sections import Seconds, Section
+from kvcache.config.sections import Seconds, Section, require_directory
 
 SUPPORTED_VLLM = "0.32."
 LABELS = "2"
@@ -56,7 +56,8 @@ class ConnectorOptions(Section):
     a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
     of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
     it. `is_asynchronous`: steps do not wait for loads and stores. `events`: a publisher of what the
-    tiers hold, as in a cluster's configuration.
+    tiers hold, as in a cluster's configuration. `record`: a directory for traces of the requests
+    that the engine serves.
     """
 
     name: Annotated[str, _NAME] = "vllm"
@@ -66,6 +67,14 @@ class ConnectorOptions(Section):
     idle_memory_s: Seconds = 3600.0
     is_asynchronous: bool = True
     events: EventsConfig = EventsConfig()
+    record: Annotated[str, Field(min_length=1)] | None = None
+
+    @field_validator("record")
+    @classmethod
+    def _is_absolute(cls, record: str | None) -> str | None:
+        if record is not None:
+            require_directory(record, "engines")
+        return record
 
     @staticmethod
     def parse(values: object) -> ConnectorOptions:

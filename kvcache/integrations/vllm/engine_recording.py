@@ -1,0 +1,143 @@
+"""Records the requests that an engine serves, as a trace for `kvcache simulate` and `advise`.
+
+    scheduler: admitted ─▶ finished ──queue──▶ a thread ──▶ RequestRecording, a line per request
+
+A line has lengths, the time of arrival, and numbers in place of block hashes: no tokens. Requests
+are written in order of admission, so a long one delays those behind it. The queue is bounded; what
+finds no room is counted as lost. An error of the disk ends the recording, not the engine.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcache.base.errors import ConfigurationError, TraceError
+from kvcache.base.logs import get_logger
+from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
+from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
+
+logger = get_logger(__name__)
+
+MAX_HELD = 4096
+"""Requests that wait for one that was admitted before them."""
+MAX_QUEUED = 4096
+MAX_BYTES = 256 << 20
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """A request that has ended, without its tokens, as `RequestRecording` writes it."""
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    digests: bytes
+    tenant: None = None
+
+
+class EngineRecording:
+    """One recording. All calls come from the scheduler's thread, but `statistics`."""
+
+    def __init__(self, directory: str, name: str, block_tokens: int) -> None:
+        """Begin a new file in `directory`, whose name says engine and time.
+
+        Raises ConfigurationError if it cannot be made.
+        """
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        path = Path(directory) / f"{name}-{stamp}-{secrets.token_hex(2)}.jsonl"
+        try:
+            self._recording = RequestRecording(path, RecordingOptions(MAX_BYTES))
+        except TraceError as error:
+            raise ConfigurationError(f"record: {error}") from error
+        self._block_tokens = block_tokens
+        self._salt = secrets.token_bytes(32)
+        self._open: OrderedDict[str, ServedRequest | None] = OrderedDict()
+        self._queue: queue.Queue[ServedRequest | None] = queue.Queue(MAX_QUEUED)
+        self._num_lost = 0
+        self._problem = ""
+        self._thread = threading.Thread(target=self._write, name="kvcache-recording", daemon=True)
+        self._thread.start()
+
+    def admitted(self, request: Any) -> None:
+        """Note a request, at its first admission."""
+        if not self._problem:
+            self._open.setdefault(request.request_id, None)
+
+    def finished(self, request: Any) -> None:
+        """Note the end of a request; those that were not admitted are skipped."""
+        if self._problem or request.request_id not in self._open:
+            return
+        self._open[request.request_id] = self._served(request)
+        while self._open:
+            first, served = next(iter(self._open.items()))
+            if served is None and len(self._open) <= MAX_HELD:
+                return
+            del self._open[first]
+            if served is not None:
+                self._put(served)
+            else:
+                self._num_lost += 1
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what was recorded. In any thread."""
+        return {
+            "path": str(self._recording.path),
+            "num_requests": self._recording.num_requests,
+            "num_bytes": self._recording.num_bytes,
+            "num_lost": self._num_lost,
+            "problem": self._problem,
+        }
+
+    def close(self) -> None:
+        """Write what waits, and end. May be called again."""
+        try:
+            self._queue.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S)
+
+    def _put(self, served: ServedRequest) -> None:
+        try:
+            self._queue.put_nowait(served)
+        except queue.Full:
+            self._num_lost += 1
+
+    def _served(self, request: Any) -> ServedRequest:
+        """Return what is written of a request; the digest of a partly filled block is made here."""
+        num_prompt, size = request.num_prompt_tokens, self._block_tokens
+        num_full = num_prompt // size
+        digests = [*request.block_hashes[:num_full]]
+        if len(digests) * size < num_prompt:
+            rest = np.array(request.all_token_ids[num_full * size : num_prompt], "<i4").tobytes()
+            above = digests[-1] if digests else b""
+            key = self._salt
+            digests.append(blake2b(above + rest, key=key, digest_size=DIGEST_BYTES).digest())
+        return ServedRequest(
+            arrival_s=request.arrival_time,
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=request.num_output_tokens,
+            digests=b"".join(digests),
+        )
+
+    def _write(self) -> None:
+        with self._recording as recording:
+            while (served := self._queue.get()) is not None:
+                try:
+                    if recording.append(served, self._block_tokens):
+                        continue
+                    self._problem = f"{recording.path} has reached {MAX_BYTES} bytes"
+                except (TraceError, OSError, ValueError) as error:
+                    self._problem = str(error)
+                logger.warning("recording has ended: %s", self._problem)
+                return
