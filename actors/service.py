@@ -48,7 +48,7 @@ class Decider(Protocol):
         """Note that a client's last connection has ended."""
 
     def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
-        """Take a payload that is no message, for `reason`; return the answer to its sender."""
+        """Take a payload that is not a message, for `reason`; return the answer to its sender."""
 
     def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
         """Return a substitute for a message that cannot be sent, for `reason`."""
@@ -253,7 +253,7 @@ class CoordinatorService:
         return []
 
     def _on_unreadable(self, inbound: Inbound, reason: str) -> list[Outgoing]:
-        """Count a payload that is no message; return the answer to its sender."""
+        """Count a payload that is not a message; return the answer to its sender."""
         address, decider = inbound.peer.address, self._decider
         self._malformed += 1
         self._last_malformed = f"{address}: {reason}"

@@ -282,7 +282,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
             {"cache": {"num_blocks": 2**31}},
             "cache.num_blocks: 2147483648: must be at most 2147483647",
         ),
-        ({"cache": {3: 4}}, "cache[3]: 3: is no text: put the key in quotes, or remove it"),
+        ({"cache": {3: 4}}, "cache[3]: 3: is not a text: put the key in quotes, or remove it"),
         (
             {"cache": {"hash_seed": "\ud800"}},
             "cache.hash_seed: '\\ud800': use text that UTF-8 can encode",
@@ -306,7 +306,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         ),
         (
             {"cache": {"memory_per_rank": "3Mb"}},
-            "cache.memory_per_rank: '3Mb' is no amount of memory: write a number and one of B, "
+            "cache.memory_per_rank: '3Mb' is not an amount of memory: write a number and one of B, "
             "KiB, MiB, GiB, TiB",
         ),
         (
@@ -541,7 +541,7 @@ def test_a_bare_name_is_a_configuration_that_comes_with_the_package(
     (tmp_path / "cpu_tp2").write_text("name: 7", encoding="utf-8")
     with pytest.raises(ConfigurationError, match=r"^cpu_tp2: "):
         load_config("cpu_tp2")  # a file goes first
-    named = ": check the path, or name what comes with the package: "
+    named = ": check the path, or use one of the package: "
     with pytest.raises(ConfigurationError, match=f"{named}cpu_chunked_local, cpu_cross_attention"):
         load_config("cpu_tp3")
     with pytest.raises(ConfigurationError, match=f"{named}cpu_mla$"):
@@ -551,9 +551,9 @@ def test_a_bare_name_is_a_configuration_that_comes_with_the_package(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"cache:\n  block_size: 1\n  block_size: 2\n", ":3: is no valid YAML: key 'block_size' "),
-        (b"cache: [1,\n", ":2: is no valid YAML: "),
-        (b"cache: !!python/object:os.system {}\n", ":1: is no valid YAML: could not determine"),
+        (b"cache:\n  block_size: 1\n  block_size: 2\n", ":3: is not valid YAML: key 'block_size' "),
+        (b"cache: [1,\n", ":2: is not valid YAML: "),
+        (b"cache: !!python/object:os.system {}\n", ":1: is not valid YAML: could not determine"),
         (b"\xff\xfe\x00", ": cannot be read (not UTF-8 text)"),
         (
             b"name: 2020-99-99\n",
@@ -617,7 +617,7 @@ def test_amounts_of_memory_are_exact_and_bounded() -> None:
     assert parse_bytes("9007199254740993B") == 9007199254740993
     assert parse_bytes("0.1KiB") == 102
     for text in ("9" * 400 + "B", "\u0663KiB", "1e3B", "-1B"):
-        with pytest.raises(ConfigurationError, match="is no amount of memory"):
+        with pytest.raises(ConfigurationError, match="is not an amount of memory"):
             parse_bytes(text)
     assert complaint(plain(cache={"memory_per_rank": "8388608TiB"})).endswith(
         ": must be at most 9223372036854775807"

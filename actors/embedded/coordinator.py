@@ -218,7 +218,7 @@ class EmbeddedCoordinator:
         try:
             record, state = load_record(self.config.name), self._store.load()
         except KVCacheError as error:
-            logger.warning("it cannot be seen who has %s: %s", self.config.name, error)
+            logger.warning("cannot read which process has %s: %s", self.config.name, error)
             return
         name = self.config.name
         if record is None or state is None or record.launch_id != self.record.launch_id:

@@ -130,7 +130,7 @@ def _imported(place: str) -> type[Any] | None:
             "process of the cluster has"
         ) from error
     if not isinstance(found, type):
-        raise ConfigurationError(f"{place} is no class of workers")
+        raise ConfigurationError(f"{place} is not a class of workers")
     return found
 
 

@@ -48,7 +48,7 @@ def event_metadata(endpoints: EventEndpoints) -> dict[str, Any]:
     """
     if endpoints.keys is not None:
         raise ConfigurationError(
-            f"the publisher at {endpoints.endpoint} wants keys, which Serve's metadata would show: "
+            f"the publisher at {endpoints.endpoint} needs keys, which Serve's metadata would show: "
             "set events.curve to never, and restrict who can reach it"
         )
     values = {name: getattr(endpoints, name) for name in _TOLD}

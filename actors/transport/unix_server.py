@@ -261,7 +261,7 @@ class UnixServer:
         if peer is None:
             self._counts["foreign"] += 1
             logger.warning(
-                "refused: a connection as %r, which is no peer of this cluster",
+                "refused: a connection as %r, which is not a peer of this cluster",
                 identity[:MAX_IDENTITY_BYTES],
             )
             self._cut_off(connection)
@@ -336,7 +336,7 @@ class UnixServer:
         self._connections[accepted.fileno()] = connection
         self._strangers[connection] = None
         if len(self._strangers) > MAX_STRANGERS:
-            logger.warning("refused: a connection that has not said whose it is: others came")
+            logger.warning("refused: a connection without a name, in favour of others")
             self._cut_off(next(iter(self._strangers)))
 
     def _pause_accepting(self) -> None:

@@ -334,7 +334,7 @@ class ZmqServer:
         if peer is None:
             self._count(foreign=1)
             logger.warning(
-                "refused: %d frames from %r, which is no peer of this cluster",
+                "refused: %d frames from %r, which is not a peer of this cluster",
                 len(frames),
                 frames[0][:MAX_IDENTITY_BYTES],
             )

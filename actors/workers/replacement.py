@@ -205,7 +205,7 @@ class Replacement:
             )
         if not site.rules():
             self._is_stopping.set()
-            raise StartupError("another coordinator has taken over: it replaces who is lost")
+            raise StartupError("another coordinator has taken over: it replaces lost workers")
         # The actor with this name is dead, or belongs to an abandoned attempt.
         with contextlib.suppress(ValueError):
             name = worker_name(site.config.name, place)

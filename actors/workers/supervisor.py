@@ -242,7 +242,7 @@ class WorkerSupervisor:
     def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
         """See `Site`."""
         if self._closed.is_set() or not self._rules():
-            raise ClusterError("another coordinator has taken over: it replaces who is lost")
+            raise ClusterError("another coordinator has taken over: it replaces lost workers")
         with self._lock:
             self._worker_set = self._worker_set.with_worker(rank, actor, report)
         with self._noting:
@@ -337,7 +337,9 @@ class WorkerSupervisor:
             try:
                 state = store.load()
             except KVCacheError as error:
-                logger.warning("it cannot be seen who rules %s: %s", self.config.name, error)
+                logger.warning(
+                    "cannot read which coordinator rules %s: %s", self.config.name, error
+                )
                 return True
             if state is None:
                 return False  # its state was removed: the cluster is being stopped

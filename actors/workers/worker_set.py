@@ -101,7 +101,7 @@ def load_roster(config: ClusterConfig) -> Roster | None:
         data = RayRecordStore(config.name, _RECORD).load()
         return None if data is None else _read_roster(json.loads(data), config)
     except Exception as error:  # another release's record may fail in any way
-        logger.warning("who serves %s cannot be read: %r", config.name, error)
+        logger.warning("the record of the workers of %s cannot be read: %r", config.name, error)
         return None
 
 

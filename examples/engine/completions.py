@@ -90,11 +90,13 @@ class CompletionRequest:
             raise CompletionError("prompt is missing: give a text, or a list of tokens", "prompt")
         prompt = fields["prompt"]
         if isinstance(prompt, list) and any(type(token) is not int for token in prompt):
-            raise CompletionError("prompt is no list of tokens: send one prompt a time", "prompt")
+            raise CompletionError(
+                "prompt is not a list of tokens: send one prompt a time", "prompt"
+            )
         try:
             given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         except UnicodeEncodeError as error:
-            raise CompletionError(f"prompt is no text: {error}", "prompt") from None
+            raise CompletionError(f"prompt is not a text: {error}", "prompt") from None
         if not given:
             raise CompletionError("prompt is empty: give at least one token", "prompt")
         tokens = _checked("prompt", lambda: checked_tokens(given, config.model))

@@ -97,8 +97,8 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
     """
 
     def __init__(self, function: Callable[..., Any], target: Any, made_by: object) -> None:
-        """Look for cached files of the function; raises RuntimeError if there is no directory for
-        them."""
+        """Look for cached files of the function; raises RuntimeError if there is no directory
+        for them."""
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         versions = numba.__version__, llvmlite.__version__

@@ -22,8 +22,8 @@ def require_endpoint(value: str) -> str:
     is_port = match is not None and (match["port"] == "*" or int(match["port"]) < 1 << 16)
     if not is_port and not re.fullmatch(r"ipc://.+", value):
         raise ConfigurationError(
-            f"{shown(value)} is no address: write tcp://HOST:PORT, where PORT 0 lets the system "
-            "choose, or ipc://PATH"
+            f"{shown(value)} is not an address: write tcp://HOST:PORT, where PORT 0 lets the "
+            "system choose, or ipc://PATH"
         )
     return value
 

@@ -53,7 +53,7 @@ def load_config(path: str | Path) -> ClusterConfig:
         data = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.YAMLError as error:
         where, problem = _describe_yaml_error(error)
-        raise ConfigurationError(f"{path}{where}: is no valid YAML: {problem}") from error
+        raise ConfigurationError(f"{path}{where}: is not valid YAML: {problem}") from error
     except RecursionError as error:
         raise ConfigurationError(
             f"{path}: is nested too deeply: no setting stands that deep"
@@ -75,10 +75,10 @@ def _found(path: Path) -> Path:
 def _other_names(path: Path) -> str:
     """Name the packaged configuration that a missing path may have meant."""
     if prepared_path(path.stem) is not None:
-        return f", or name what comes with the package: {path.stem}"
+        return f", or use one of the package: {path.stem}"
     if path.suffix or path.name != str(path):
         return ""
-    return f", or name what comes with the package: {', '.join(prepared_names())}"
+    return f", or use one of the package: {', '.join(prepared_names())}"
 
 
 def parse_config(data: object, source: str = "configuration") -> ClusterConfig:

@@ -78,7 +78,7 @@ def _remedy(kind: str, context: Mapping[str, Any], message: str) -> str:
         "string_too_short": "write at least one character",
         "string_pattern_mismatch": "use letters, digits, '.', '_' and '-', a letter or digit first",
         "string_unicode": "use text that UTF-8 can encode",
-        "invalid_key": "is no text: put the key in quotes, or remove it",
+        "invalid_key": "is not a text: put the key in quotes, or remove it",
         "tuple_type": "write a list, one '- ' per entry",
         "model_type": "write a section of keys and values",
         "model_attributes_type": "write a section of keys and values",

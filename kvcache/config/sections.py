@@ -45,7 +45,7 @@ def parse_bytes(value: object) -> object:
     if match is None or match[2] not in BYTE_UNITS:
         units = ", ".join(BYTE_UNITS)
         raise ConfigurationError(
-            f"{shown(value)} is no amount of memory: write a number and one of {units}"
+            f"{shown(value)} is not an amount of memory: write a number and one of {units}"
         )
     return int(Fraction(match[1]) * BYTE_UNITS[match[2]])
 

@@ -25,7 +25,7 @@ def require_amount(value: object) -> int | float:
     if type(value) is float and 0.0 <= value <= 1.0:
         return value
     raise ConfigurationError(
-        f"{shown(value)} is no amount: write a share from 0.0 to 1.0, with a point, or a whole "
+        f"{shown(value)} is not an amount: write a share from 0.0 to 1.0, with a point, or a whole "
         "number of blocks"
     )
 

@@ -139,7 +139,7 @@ class LabelCollection:
         """Return the ranks that have sent nothing new for longer than `silence_s`, as a text."""
         silent = {rank: now_s - self._ranks[rank].since_s for rank in self.missing()}
         return "; ".join(
-            f"rank {rank} has not told its labels for {silent_s:.1f} s"
+            f"rank {rank} has not sent its labels for {silent_s:.1f} s"
             for rank, silent_s in silent.items()
             if silent_s > silence_s
         )

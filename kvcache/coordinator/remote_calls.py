@@ -365,7 +365,7 @@ def _advance(request: Request, start: int, token_ids: Int32Array, num_computed: 
 
 def _ids(what: str, value: object) -> Int32Array:
     if type(value) is not bytes or len(value) % 4:
-        raise RequestError(f"{what} is no packed int32 array: pass its little-endian bytes")
+        raise RequestError(f"{what} is not a packed int32 array: pass its little-endian bytes")
     return np.frombuffer(value, "<i4").astype(np.int32, copy=False)
 
 

@@ -92,7 +92,7 @@ class Watchdog:
         collection, epoch_state = coordinator._collection, coordinator._epoch_state
         if collection is not None:
             for rank in collection.missing():
-                what = f"rank {rank} has not told its labels in epoch {epoch}"
+                what = f"rank {rank} has not sent its labels in epoch {epoch}"
                 yield "labels", what, limits.rank_s, collection._ranks[rank].since_s
         if epoch_state is not None:
             yield from self._waits_of(epoch_state, coordinator)

@@ -62,7 +62,7 @@ class _Sockets:
             except zmq.ZMQError as error:
                 self.close()
                 raise ConfigurationError(
-                    f"{place!r} is no address to connect to ({error}): pass the publisher's "
+                    f"{place!r} is not an address to connect to ({error}): pass the publisher's "
                     "endpoint and replay_endpoint, which `kvcache status --json` shows"
                 ) from error
         self.live.setsockopt(zmq.SUBSCRIBE, topic)

@@ -219,7 +219,9 @@ class EventTranslator:
             elif isinstance(event, AllBlocksCleared):
                 found.append(ClearedEvent())
             else:
-                raise InvalidInputError(f"{shown(event)} is no cache event: pass those of a core")
+                raise InvalidInputError(
+                    f"{shown(event)} is not a cache event: pass a core's events"
+                )
         return found
 
     def _stored(self, event: BlocksStored) -> list[StoredEvent]:

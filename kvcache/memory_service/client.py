@@ -137,9 +137,7 @@ class MemoryServiceClient:
             os.close(received)
         if len(values) == 2 and values[0] is False:
             raise ExhaustedError(f"the memory service at {self._address} refuses: {values[1]}")
-        raise ClusterError(
-            f"the memory service at {self._address} gives no answer that can be meant"
-        )
+        raise ClusterError(f"the memory service at {self._address} gives an invalid answer")
 
     def _connect(self, connected: socket.socket) -> None:
         """Connect; try again while too many connections wait. Raises OSError."""

@@ -252,7 +252,7 @@ class HostMemoryService:
         without effect. Takes ownership of the descriptor if it is kept."""
         is_text = len(values) == 2 and type(values[0]) is str and type(values[1]) is str
         if not is_text or values[0] not in VERBS:
-            raise MalformedMessageError("it is no question that a memory service knows")
+            raise MalformedMessageError("it is not a question of the memory service's protocol")
         verb, name = values
         if len(name.encode()) > MAX_NAME_BYTES or (descriptor is None) != (verb != "put"):
             raise MalformedMessageError(f"{verb} of {name[:50]!r} cannot be meant so")
@@ -282,7 +282,7 @@ class HostMemoryService:
         num_bytes = self._num_bytes() - (0 if old is None else old.num_bytes) + status.st_size
         num_segments = len(self._kept) + (old is None)
         if not stat.S_ISREG(status.st_mode):
-            raise MalformedMessageError(f"what is put under {name!r} is no memory")
+            raise MalformedMessageError(f"the memory put under {name!r} is not shared memory")
         if num_segments > self._max_segments or num_bytes > self._max_bytes:
             raise MalformedMessageError(
                 f"{name!r} would make it {num_segments} segments of {num_bytes} bytes, at most "

@@ -45,8 +45,8 @@ class Metric:
         is_total = self.name.endswith("_total")
         if not _NAME.fullmatch(self.name) or is_total != (self.kind is Kind.COUNTER):
             raise ConfigurationError(
-                f"{self.name!r} is no name of a {self.kind.value}: begin it with kvcache_, and end "
-                "it with _total if, and only if, it is a counter"
+                f"{self.name!r} is not a name of a {self.kind.value}: begin it with kvcache_, and "
+                "end it with _total if, and only if, it is a counter"
             )
         if self.kind is Kind.HISTOGRAM and not self.name.endswith(_UNITS):
             raise ConfigurationError(f"histogram {self.name!r} has no unit: end it with one")

@@ -103,7 +103,7 @@ class OutsidePolicy:
         self._policy = None
         logger.exception(
             "the eviction policy %s failed in %s: what was used least recently goes first from now "
-            "on: mend the policy, and make the cache again",
+            "on: fix the policy, and make the cache again",
             self._name,
             method,
         )

@@ -115,9 +115,9 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
         )
     except UNREADABLE as error:
         text = f"{type(error).__name__} {error}"[:200]
-        raise MalformedMessageError(f"{len(data)} bytes that are no message: {text}") from error
+        raise MalformedMessageError(f"{len(data)} bytes that are not a message: {text}") from error
     if type(values) is not list or len(values) < 2 or type(values[0]) is not int:
-        raise MalformedMessageError(f"{len(data)} bytes that are no message: no version and tag")
+        raise MalformedMessageError(f"{len(data)} bytes that are not a message: no version and tag")
     if values[0] != WIRE_VERSION:
         raise VersionMismatchError(
             f"message of format version {values[0]}, this package reads version {WIRE_VERSION}: "
@@ -173,7 +173,7 @@ def _plain_value(unpacker: msgpack.Unpacker, data: bytes) -> Any:
 def _packed_in_full(message: Message) -> bytes:
     codec = _MESSAGES_BY_TYPE.get(type(message))
     if codec is None:
-        raise MalformedMessageError(f"{type(message).__name__} is no message")
+        raise MalformedMessageError(f"{type(message).__name__} is not a message")
     try:
         packed: bytes = msgpack.packb([WIRE_VERSION, codec.tag, *codec.to_fields(message)])
     except (TypeError, ValueError, OverflowError) as error:

@@ -131,7 +131,7 @@ def _open(path: Path) -> Segment | None:
         raise RecordingError(f"{path}: {error}") from error
     except ProtocolError as error:
         raise RecordingError(
-            f"{path}: is no segment of a recording: {error}: give a *{SEGMENT_SUFFIX} file, or "
+            f"{path}: is not a segment of a recording: {error}: give a *{SEGMENT_SUFFIX} file, or "
             "the directory that holds them"
         ) from error
 

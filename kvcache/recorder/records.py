@@ -395,7 +395,7 @@ def _pack_call(call: TierCall) -> list[Any]:
 
 def _unpack_call(kind: str, request_id: str, *values: Any) -> TierCall:
     if type(request_id) is not str:
-        raise TypeError(f"{type(request_id).__name__} is no request id")
+        raise TypeError(f"{type(request_id).__name__} is not a request id")
     match (kind, *values):
         case ("?", int(num_device_tokens), str(answer), int(num_tokens)):
             hit = OffloadHit(OffloadAnswer(answer), num_tokens)

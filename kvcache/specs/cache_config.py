@@ -216,7 +216,7 @@ class KVCacheConfig:
         values = dict(require_dict("KVCacheConfig", data))
         for name in ("kv_cache_tensors", "kv_cache_groups"):
             if not isinstance(values.get(name), list | tuple):
-                raise MalformedMessageError(f"KVCacheConfig: {name} is no list")
+                raise MalformedMessageError(f"KVCacheConfig: {name} is not a list")
         values["kv_cache_tensors"] = [
             KVCacheTensor.from_dict(tensor) for tensor in values["kv_cache_tensors"]
         ]

@@ -557,7 +557,7 @@ class KVCacheWorker:
         if epoch != receiver.epoch or epoch == NO_EPOCH or receiver.pending_grant is not None:
             raise StaleEpochError(
                 f"forward of epoch {epoch} on rank {self.settings.rank}, which is in epoch "
-                f"{receiver.highest_epoch}: what was scheduled before is void, attach again"
+                f"{receiver.highest_epoch}: earlier steps are void: attach again"
             )
 
 
@@ -598,4 +598,6 @@ class _ChangeGuard:
     ) -> None:
         if error is not None and not self._failure:
             self._failure = describe_error(error)
-            logger.critical("rank %d cannot go on: %s", self._rank, self._failure, exc_info=error)
+            logger.critical(
+                "rank %d cannot continue: %s", self._rank, self._failure, exc_info=error
+            )

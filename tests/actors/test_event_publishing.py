@@ -230,7 +230,7 @@ def test_a_port_that_is_taken_is_named_with_its_option() -> None:
 
 @pytest.mark.parametrize("place", ["127.0.0.1:5557", "tcp://127.0.0.1", "tcp://a:70000", "ipc://"])
 def test_an_address_that_is_none_is_an_error(place: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no address"):
+    with pytest.raises(ConfigurationError, match="is not an address"):
         config_of(events={"endpoint": place})
 
 

@@ -174,5 +174,5 @@ def test_a_request_that_ends_before_it_is_routed_leaves_no_load() -> None:
 
 def test_a_publisher_that_wants_keys_is_not_shown_to_everybody() -> None:
     endpoints = EventEndpoints("tcp://h:1", "tcp://h:2", keys=generate_curve_keys())
-    with pytest.raises(ConfigurationError, match="wants keys"):
+    with pytest.raises(ConfigurationError, match="needs keys"):
         event_metadata(endpoints)

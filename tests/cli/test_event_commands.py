@@ -251,5 +251,5 @@ def test_choices_that_contradict_each_other_are_refused(command: tuple[str, ...]
     _, error = run(*command, "name", *places, exit_code=2)
     assert "not both" in error
     _, error = run(*command, "--endpoint", "x", "--replay-endpoint", "y", exit_code=2)
-    assert "is no address" in error
+    assert "is not an address" in error
     assert len(error.splitlines()) == 1

@@ -134,8 +134,8 @@ def test_the_same_numbers_come_from_a_configuration_that_says_the_same(llama: Pa
         ),
         (
             ("--hf-config", "LLAMA", "--memory", "60"),
-            "LLAMA: cache.memory_per_rank: '60' is no amount of memory: write a number and one of "
-            "B, KiB, MiB, GiB, TiB",
+            "LLAMA: cache.memory_per_rank: '60' is not an amount of memory: write a number and one "
+            "of B, KiB, MiB, GiB, TiB",
         ),
         (
             ("--hf-config", "LLAMA", "--memory", "60GiB", "--max-model-len", "long"),

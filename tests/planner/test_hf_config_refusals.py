@@ -301,8 +301,8 @@ def test_choices_of_unknown_words_are_refused() -> None:
     ("text", "message"),
     [
         ("[1]", "holds list, not an object: give the config.json of a model"),
-        ("{", "is no valid JSON (Expecting property name"),
-        ("[" * 100_000, "is no valid JSON ("),
+        ("{", "is not valid JSON (Expecting property name"),
+        ("[" * 100_000, "is not valid JSON ("),
         (
             '{"head_dim": 128, "num_hidden_layers": 3, "head_dim": 64}',
             "'head_dim' is there twice in one object, as 128 and 64: remove one",

@@ -288,7 +288,7 @@ def test_a_rank_that_lives_but_never_tells_its_labels_makes_the_epoch_begin_cold
         out += bench.coordinator.on_tick()
     assert only(out, StepCommands)[0].commands == (Reset(0),)
     reason = bench.coordinator.statistics().cold_reason
-    assert reason.startswith("rank 1 has not told its labels for 15.0 s") or "16.0 s" in reason
+    assert reason.startswith("rank 1 has not sent its labels for 15.0 s") or "16.0 s" in reason
 
 
 def test_one_rank_that_names_a_client_twice_does_not_speak_for_the_other() -> None:

@@ -81,7 +81,7 @@ def test_labels_that_a_rank_does_not_tell_are_named() -> None:
     assert len(only(asked, CollectLabels)) == 2
     bench.labels(0)
     bench.clock.advance(10.5)
-    work = look(watchdog, bench)["rank 1 has not told its labels in epoch 1"]
+    work = look(watchdog, bench)["rank 1 has not sent its labels in epoch 1"]
     assert (work.age_s, work.limit_s, work.is_stuck) == (10.5, 10.0, True)
 
 

@@ -549,7 +549,7 @@ def step_of(tokens: list[Any]) -> StepRequest:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("hello", "str is no message"),
+        ("hello", "str is not a message"),
         (Ping("n", 2**63), f"Ping.epoch is {2**63}: pass an integer of 64 bits"),
         (Ping("n", 10**5000), "Ping.epoch is an int too long to show: pass an integer of 64 bits"),
         (Ping("n", 2**64), f"Ping.epoch is {2**64}: pass an integer of 64 bits"),

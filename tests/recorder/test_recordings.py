@@ -133,7 +133,7 @@ def test_an_invalid_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
             "be: use another copy of the file, or a recording (*.kvrec) if this is none",
         ),
         (empty, "holds no recording (*.kvrec): give one of cluster-a in it"),
-        (other, "is no segment of a recording: it does not begin with the head of a segment"),
+        (other, "is not a segment of a recording: it does not begin with the head of a segment"),
         (bare, "holds no whole record: nothing was recorded"),
     ):
         legible = str(path).replace("\0", "\\x00")
@@ -226,5 +226,5 @@ def test_a_head_that_no_manager_can_be_made_from_is_an_error(copied: list[Path])
     assert open_recording(copied[0]).segments[0].head == head
     for wrong in ({}, {**manager_config, "max_model_len": "long"}, {**manager_config, "extra": 1}):
         copied[0].write_bytes(frame(msgpack.packb([*place, wrong, has_tiers])))
-        with pytest.raises(RecordingError, match="is no segment of a recording: "):
+        with pytest.raises(RecordingError, match="is not a segment of a recording: "):
             open_recording(copied[0])

@@ -313,7 +313,7 @@ def test_requests_that_never_end_are_forgotten() -> None:
 
 def test_what_cannot_be_meant_changes_nothing() -> None:
     with PrefixRouter() as router:
-        with pytest.raises(ConfigurationError, match="is no address"):
+        with pytest.raises(ConfigurationError, match="is not an address"):
             router.add_replica("a", "nowhere", "tcp://127.0.0.1:1")
         with pytest.raises(ConfigurationError, match="heartbeat_s is 0"):
             router.add_replica("a", "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", heartbeat_s=0)

@@ -140,13 +140,13 @@ def test_salts_are_not_shown() -> None:
         ({"guaranted": 0.1}, "guaranted: 0.1: there is no such key: did you mean guaranteed?"),
         (
             {"guaranteed": -0.1},
-            "guaranteed: -0.1 is no amount: write a share from 0.0 to 1.0, with a point, or a "
+            "guaranteed: -0.1 is not an amount: write a share from 0.0 to 1.0, with a point, or a "
             "whole number of blocks",
         ),
         (
             {"limit": {"host": "half"}},
-            "limit: 'half' is no amount: write a share from 0.0 to 1.0, with a point, or a whole "
-            "number of blocks",
+            "limit: 'half' is not an amount: write a share from 0.0 to 1.0, with a point, or a "
+            "whole number of blocks",
         ),
         ({"limit": {"gpu": 1}}, "limit: there is no tier 'gpu': use device, host, disk"),
         ({"weight": -2}, "weight: -2: must be more than 0.0"),

@@ -463,7 +463,7 @@ def test_what_is_no_file_is_set_aside_once(
     for head in heads[:4]:
         path_of(tmp_path, head).unlink()
         obstacle(path_of(tmp_path, head))
-    with pytest.raises(FileTierError, match="it is no regular file: set aside") as caught:
+    with pytest.raises(FileTierError, match="it is not a regular file: set aside") as caught:
         read(store, read_head.key)
     assert caught.value.kind == "damaged"
     assert len(store.scan(scanned.key[0]).problems) == 1
@@ -718,7 +718,9 @@ def test_a_directory_of_other_blocks_is_refused(tmp_path: Path) -> None:
 
 def test_a_root_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     root = tmp_path / "unplugged"
-    with pytest.raises(ConfigurationError, match=f"^the file tier's root {root} is no directory"):
+    with pytest.raises(
+        ConfigurationError, match=f"^the file tier's root {root} is not a directory"
+    ):
         FileTier(settings(root), SHAPE, "me")
     assert not root.exists()
 

@@ -157,7 +157,7 @@ def test_no_more_is_kept_than_the_bounds_allow(service: HostMemoryService, addre
 
 def test_a_pipe_is_no_memory(service: HostMemoryService, address: str) -> None:
     reading, writing = os.pipe()
-    with pytest.raises(ExhaustedError, match="what is put under 'a' is no memory"):
+    with pytest.raises(ExhaustedError, match="the memory put under 'a' is not shared memory"):
         MemoryServiceClient(address).put("a", reading)
     assert service.statistics().num_segments == 0
     os.close(reading)

@@ -291,7 +291,7 @@ def test_without_a_file_tier_every_job_fails_with_the_remedy() -> None:
 def test_a_rank_whose_directory_is_gone_starts_without_files_where_it_may(tmp_path: Path) -> None:
     wanted = FileTierSettings(tmp_path / "unplugged", "cluster")
     config = make_config(full_groups(), host_blocks=6)
-    message = f"the file tier's root {tmp_path / 'unplugged'} is no directory: make or mount it"
+    message = f"the file tier's root {tmp_path / 'unplugged'} is not a directory: make or mount it"
     with pytest.raises(ConfigurationError, match=f"^{message} first$"):
         Harness.make(config, file_tier=wanted)
     bench = Harness.make(config, file_tier=replace(wanted, must_work=False))

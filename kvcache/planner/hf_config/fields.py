@@ -55,7 +55,7 @@ class HFFields:
             raise ConfigurationError(f"{source}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigurationError(
-                f"{source}: is no valid JSON ({error}): give the config.json as it was published"
+                f"{source}: is not valid JSON ({error}): give the config.json as it was published"
             ) from error
         return cls._of(str(source), data)
 

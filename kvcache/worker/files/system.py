@@ -25,7 +25,7 @@ class IrregularFileError(OSError):
     """A directory, link, pipe or socket has the name of a file."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(errno.EISDIR, "it is no regular file", name)
+        super().__init__(errno.EISDIR, "it is not a regular file", name)
 
 
 class DirectoryFiles:
@@ -102,7 +102,7 @@ class DirectoryFiles:
         except FileExistsError as error:
             found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
             if not stat.S_ISDIR(found.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, "it is no directory", name) from error
+                raise NotADirectoryError(errno.ENOTDIR, "it is not a directory", name) from error
 
     def names_in(self, directory: str) -> list[str]:
         """Return the names in a directory, in any order."""

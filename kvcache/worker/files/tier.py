@@ -117,7 +117,7 @@ class FileTier:
         self.directory = place / f"rank{shape.rank}"
         if not os.path.isdir(settings.root):  # a failing disk does not raise here
             raise ConfigurationError(
-                f"the file tier's root {settings.root} is no directory: make or mount it first"
+                f"the file tier's root {settings.root} is not a directory: make or mount it first"
             )
         self._root = settings.root
         self._about = _about(shape)
