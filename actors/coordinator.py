@@ -256,10 +256,10 @@ class CoordinatorActor:
         return server
 
     def _endpoint_for(self, node: NodeAddress) -> Endpoint:
-        book = self._endpoints
-        if book is None:
+        endpoints = self._endpoints
+        if endpoints is None:
             return Endpoint(RAY_SCHEME + coordinator_name(self._config.name))
-        return self._call(partial(book.endpoint_for, node))
+        return self._call(partial(endpoints.endpoint_for, node))
 
     def _actors(self) -> tuple[Any, ...]:
         return () if self._supervisor is None else self._supervisor.worker_set.actors

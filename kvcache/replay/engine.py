@@ -447,7 +447,7 @@ class ReplayEngine:
             self._advanced_s = self._clock.now()
             self._num_fruitless = 0
         else:
-            self._require_hope(result)
+            self._raise_if_never_fits(result)
 
     def _let_go(self) -> None:
         """Count finished requests once the manager has freed them."""
@@ -484,7 +484,7 @@ class ReplayEngine:
             self._is_refused, self._has_room_come = is_refused, False
         return admitted
 
-    def _require_hope(self, result: StepResult) -> None:
+    def _raise_if_never_fits(self, result: StepResult) -> None:
         """Called after a step without effect: raise unless another one might have one.
 
         Raises OutOfBlocksError if a request that wants to run has the pool to itself, or exceeds
