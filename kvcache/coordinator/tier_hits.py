@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, make_offload_keys
 from kvcache.protocol.commands import Label
+from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import Namespace, parse_namespace_name
 from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
@@ -29,6 +30,22 @@ BoolArray = npt.NDArray[np.bool_]
 
 Locate = Callable[[Sequence[OffloadKey]], npt.NDArray[np.uint8]]
 """Returns the place of each key; see `kvcache.offload.hierarchy.Place`."""
+
+
+class HashedRequest(Protocol):
+    """What a look-up asks of a request."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far."""
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """The digests of its hashed blocks, in order."""
+
+    @property
+    def namespace(self) -> Namespace:
+        """What separates its blocks from others with the same digest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +99,9 @@ class TierHitFinder:
                 "blocks hold more than the tokens before them say; remove the offload section"
             )
 
-    def keys_of(self, request: Request, group: int, columns: Iterable[int]) -> list[OffloadKey]:
+    def keys_of(
+        self, request: HashedRequest, group: int, columns: Iterable[int]
+    ) -> list[OffloadKey]:
         """Return the keys of these columns of the request's table in a group."""
         per_block = self._groups[group].spec.block_size // self._hash_block_size
         hashes = request.block_hashes
@@ -101,7 +120,7 @@ class TierHitFinder:
         ]
 
     def keys_between(
-        self, request: Request, num_tokens: int, start: int, end: int
+        self, request: HashedRequest, num_tokens: int, start: int, end: int
     ) -> list[OffloadKey]:
         """Return the keys of `columns_between`; `end` is a multiple of every block size."""
         found: list[OffloadKey] = []
@@ -113,7 +132,7 @@ class TierHitFinder:
 
     def find(
         self,
-        request: Request,
+        request: HashedRequest,
         num_device_tokens: int,
         locate: Locate,
         is_there: Callable[[npt.NDArray[np.uint8]], BoolArray],
@@ -165,7 +184,7 @@ class TierHitFinder:
 
     def _may_begin(
         self,
-        request: Request,
+        request: HashedRequest,
         start: int,
         longest: int,
         locate: Locate,

@@ -13,6 +13,7 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.kv_groups import KVGroups, NewTable
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
@@ -23,11 +24,14 @@ from kvcache.integrations.vllm.step_messages import (
     StoreCommand,
 )
 from kvcache.protocol.messages import JobReport
+from kvcache.specs import FullAttentionSpec
 
 TOKENS = 4
 NUM_SLOTS = 8
 NUM_FILES = 24
 KEY_BYTES = 36
+TABLES = [list(range(10, 40))]
+ONE_GROUP = KVGroups((FullAttentionSpec(TOKENS, 1, 1),), TOKENS)
 DISK = {"directory": "/files", "capacity_per_rank": "1MiB"}
 
 Job = StoreCommand | LoadCommand | FileCommand
@@ -35,8 +39,9 @@ Job = StoreCommand | LoadCommand | FileCommand
 
 def setting_of(num_ranks: int = 2, **offload: Any) -> EngineSetting:
     is_asynchronous = offload.pop("is_asynchronous", True)
+    groups = offload.pop("groups", ONE_GROUP)
     options = ConnectorOptions.parse({"offload": offload, "is_asynchronous": is_asynchronous})
-    return EngineSetting(options, "model", TOKENS, num_blocks=99, num_ranks=num_ranks)
+    return EngineSetting(options, "model", groups, num_blocks=99, num_ranks=num_ranks)
 
 
 def request_of(name: str, num_tokens: int, content: str = "a") -> Any:
@@ -49,7 +54,7 @@ def request_of(name: str, num_tokens: int, content: str = "a") -> Any:
 
 @dataclass
 class FakeRank:
-    """Slots with the digest they hold, files by key. `wrong` slots and files have changed. Jobs
+    """Slots with the key they hold, files by key. `wrong` slots and files have changed. Jobs
     begin in the step that brings them, and end when `work` is called."""
 
     rank: int
@@ -89,10 +94,10 @@ class FakeRank:
         kind, job = self.running.popleft()
         failed: set[int] = set()
         if isinstance(job, StoreCommand):
-            self._write(dict(zip(job.slots, job.digests, strict=True)))
+            self._write(dict(zip(job.slots, job.keys, strict=True)))
         elif isinstance(job, LoadCommand):
-            for slot, digest, block in zip(job.slots, job.digests, job.blocks, strict=True):
-                assert self.slots[slot] == digest
+            for slot, key, block in zip(job.slots, job.keys, job.blocks, strict=True):
+                assert self.slots[slot] == key
                 if slot in self.wrong:
                     failed.add(slot)
                     self.invalid.add(block)
@@ -103,12 +108,12 @@ class FakeRank:
         return RankReports(((self.rank, report),))
 
     def inventory(self, num_files: int = 0) -> Inventory:
-        digests = {slot: self.slots[slot] for slot in self.sealed}
-        return Inventory(NUM_SLOTS, digests, num_files, tuple(self.files))
+        keys = {slot: self.slots[slot] for slot in self.sealed}
+        return Inventory(NUM_SLOTS, keys, num_files, tuple(self.files))
 
-    def _write(self, digests: dict[int, bytes]) -> None:
-        for slot, digest in digests.items():
-            self.slots[slot] = digest
+    def _write(self, keys: dict[int, bytes]) -> None:
+        for slot, key in keys.items():
+            self.slots[slot] = key
             self.wrong.discard(slot)
 
     def _move_files(self, kind: str, keys: dict[int, bytes]) -> set[int]:
@@ -116,14 +121,14 @@ class FakeRank:
         failed = set()
         for slot, key in keys.items():
             if kind == "spill":
-                assert self.slots[slot] == key[:32]
-                self.files[key] = key[:32]
+                assert self.slots[slot] == key
+                self.files[key] = key
                 self.wrong.discard(key)
             elif key in self.wrong or key not in self.files:
                 self.files.pop(key, None)
                 failed.add(slot)
             else:
-                self._write({slot: key[:32]})
+                self._write({slot: key})
         return failed
 
 
@@ -140,6 +145,10 @@ class FakePool:
     def free_blocks(self, blocks: list[int]) -> None:
         for block in blocks:
             self.held.remove(block)
+
+
+def keys_of_hashes(request: Any) -> tuple[bytes, ...]:
+    return tuple(digest + bytes(4) for digest in request.block_hashes)
 
 
 def keys_of(packed: bytes) -> list[bytes]:
@@ -173,12 +182,12 @@ class Cluster:
         found = self.store.num_matched(request, 0)
         if found is not None:
             request.num_computed_tokens = found
-            self.store.allocated(request, list(range(10, 40)), found)
+            self.store.allocated(request, TABLES, found)
         return found
 
-    def commands(self, *requests: Any, preempted: tuple[str, ...] = ()) -> StepCommands:
+    def commands(self, *requests: Any, new: tuple[NewTable, ...] = ()) -> StepCommands:
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
-        return self.store.commands(scheduled, lambda _: [list(range(10, 40))], preempted)
+        return self.store.commands(scheduled, lambda _: TABLES, new)
 
     def obey(self, commands: StepCommands) -> None:
         for rank in self.ranks:
@@ -214,8 +223,8 @@ class Cluster:
                 return found
         raise AssertionError("the request waits on and on")
 
-    def digests(self) -> list[set[bytes]]:
-        return [set(rank.inventory().digests.values()) for rank in self.ranks]
+    def sealed_keys(self) -> list[set[bytes]]:
+        return [set(rank.inventory().slot_keys.values()) for rank in self.ranks]
 
 
 def test_a_block_is_a_hit_once_all_ranks_have_stored_it() -> None:
@@ -237,15 +246,15 @@ def test_a_token_that_is_no_hashed_block_is_not_stored() -> None:
     cluster = Cluster()
     request = request_of("r", 9)
     cluster.begin(request)
-    commands = cluster.store.commands({"r": 16}, lambda _: [list(range(10, 30))])  # with drafts
-    assert commands.store is not None and commands.store.digests == tuple(request.block_hashes)
+    commands = cluster.store.commands({"r": 16}, lambda _: TABLES)  # with drafts
+    assert commands.store is not None and commands.store.keys == keys_of_hashes(request)
     cluster.obey(commands)
     cluster.work()
     request.num_computed_tokens, request.num_tokens = 9, 17  # drafts were accepted
     request.block_hashes = request_of("r", 17).block_hashes
-    commands = cluster.store.commands({"r": 8}, lambda _: [list(range(10, 30))])
+    commands = cluster.store.commands({"r": 8}, lambda _: TABLES)
     assert commands.store is not None
-    assert commands.store.digests == tuple(request.block_hashes[2:])
+    assert commands.store.keys == keys_of_hashes(request)[2:]
     assert commands.store.parents == tuple(request.block_hashes[1:3])
     assert commands.store.blocks == (12, 13)
 
@@ -270,13 +279,22 @@ def test_steps_that_do_their_own_copies_keep_no_blocks() -> None:
     assert not cluster.store.finished("r")
 
 
-def test_stores_of_a_preempted_request_are_waited_for() -> None:
+def test_stores_whose_blocks_others_get_are_waited_for() -> None:
     cluster = Cluster()
     request = request_of("r", 13)
     cluster.begin(request)
     cluster.obey(cluster.commands(request))
-    assert cluster.commands(preempted=("s",)).reused_blocks == ()
-    assert cluster.commands(preempted=("r",)).reused_blocks == (10, 11, 12)
+
+    def reused(*new: NewTable) -> set[int]:
+        return set(cluster.commands(new=new).reused_blocks)
+
+    assert reused(NewTable("s", [[9, 13, 14]], is_whole=True)) == set()
+    assert reused(NewTable("s", [[9, 11]], is_whole=True)) == {11}
+    assert reused(NewTable("s", [[12]], is_whole=False), NewTable("t", [[10]], False)) == {10, 12}
+    cluster.store.num_matched(request_of("u", 13), 8)  # vLLM has two of its blocks
+    assert reused(NewTable("u", [[10, 11, 12, 13]], is_whole=True)) == {12}
+    cluster.work()
+    assert reused(NewTable("s", [[10, 11, 12]], is_whole=True)) == set()
 
 
 def test_of_a_step_with_a_failed_load_nothing_is_kept() -> None:
@@ -298,7 +316,7 @@ def test_of_a_step_with_a_failed_load_nothing_is_kept() -> None:
     assert cluster.ranks[1].invalid == {10}
     assert cluster.store.num_matched(request_of("t", 25), 0) == 0
     cluster.settle()
-    assert cluster.digests() == [{longer.block_hashes[1]}] * 2
+    assert cluster.sealed_keys() == [{keys_of_hashes(longer)[1]}] * 2
 
 
 def test_a_failed_load_costs_no_store_of_requests_that_wait_for_their_own() -> None:
@@ -314,7 +332,7 @@ def test_a_failed_load_costs_no_store_of_requests_that_wait_for_their_own() -> N
         cluster.store.reported(rank.work())
     first.num_computed_tokens = 0
     again = cluster.commands(first)
-    assert again.store is not None and again.store.digests == (first.block_hashes[0],)
+    assert again.store is not None and again.store.keys == keys_of_hashes(first)[:1]
     cluster.obey(again)
     cluster.work()  # the second load fails, and the store ends
     assert cluster.store.num_matched(request_of("third", 9, "a"), 0) == 8
@@ -334,7 +352,7 @@ def test_a_store_that_fails_on_one_rank_is_tried_again() -> None:
     assert cluster.store.num_matched(request_of("s", 14), 0) == 0
     request.num_computed_tokens = 13
     again = cluster.commands(request)
-    assert again.store is not None and again.store.digests == first.store.digests
+    assert again.store is not None and again.store.keys == first.store.keys
 
 
 def test_what_ranks_disagree_about_is_forgotten_on_all() -> None:
@@ -370,7 +388,7 @@ def test_a_store_that_is_not_answered_in_time_is_given_up() -> None:
     cluster.work()
     assert cluster.store.num_matched(request_of("t", 13), 0) == 0
     cluster.settle()
-    assert cluster.digests() == [set(), set()]
+    assert cluster.sealed_keys() == [set(), set()]
 
 
 def test_a_request_whose_load_hangs_is_computed_in_other_blocks() -> None:
@@ -441,7 +459,7 @@ def test_a_reset_forgets_everything_on_all_ranks() -> None:
     assert cluster.store.has_unsent_commands
     cluster.work()
     cluster.settle()
-    assert cluster.digests() == [set(), set()]
+    assert cluster.sealed_keys() == [set(), set()]
     assert [rank.files for rank in cluster.ranks] == [{}, {}]
 
 
@@ -493,7 +511,7 @@ def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
     cluster.begin(request)
     for start in range(0, 48, 16):
         request.num_computed_tokens = start
-        cluster.obey(cluster.store.commands({"r": 16}, lambda _: [list(range(10, 40))]))
+        cluster.obey(cluster.store.commands({"r": 16}, lambda _: TABLES))
         cluster.work()
         cluster.settle()
     assert cluster.run(request_of("again", 49)) == NUM_SLOTS * TOKENS
@@ -530,7 +548,7 @@ def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     cluster.work()
     cluster.settle()
     assert cluster.pool.held == []
-    assert len({frozenset(digests) for digests in cluster.digests()}) == 1
+    assert len({frozenset(keys) for keys in cluster.sealed_keys()}) == 1
     assert {frozenset(rank.files) for rank in cluster.ranks} == {
         frozenset(cluster.ranks[0].files) & frozenset(cluster.ranks[1].files)
     } or any(rank.wrong for rank in cluster.ranks)

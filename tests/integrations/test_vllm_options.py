@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.base.errors import ConfigurationError
+from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.options import ConnectorOptions, engine_setting, require_version
 
 
@@ -15,14 +16,25 @@ class FullAttentionSpec:
     """Named as vLLM's."""
 
     block_size = 32
+    num_kv_heads = 2
+    head_size = 64
 
 
-class MambaSpec(FullAttentionSpec):
+class MambaSpec:
+    """Named as vLLM's."""
+
+    block_size = 32
+
+
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
     """Named as vLLM's."""
 
 
 class SlidingWindowSpec(FullAttentionSpec):
     """Named as vLLM's."""
+
+    sliding_window = 64
+    extra_retained_tokens = 0
 
 
 def setting_of(**changes: Any) -> Any:
@@ -67,12 +79,20 @@ def setting_of(**changes: Any) -> Any:
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
         (
             {"specs": [FullAttentionSpec(), MambaSpec()]},
-            "FullAttentionSpec, MambaSpec, the connector serves one of FullAttentionSpec: remove",
+            "FullAttentionSpec, MambaSpec, the connector serves FullAttentionSpec and "
+            "SlidingWindowSpec: remove --kv",
         ),
         (
-            {"specs": [FullAttentionSpec(), SlidingWindowSpec()]},
-            "FullAttentionSpec, SlidingWindowSpec, the connector serves one of FullAttentionSpec: "
-            "add --disable-hybrid-kv-cache-manager, or remove",
+            {"specs": [FullAttentionSpec(), ChunkedLocalAttentionSpec()]},
+            "FullAttentionSpec, ChunkedLocalAttentionSpec, the connector serves FullAttentionSpec "
+            "and SlidingWindowSpec: add --disable-hybrid-kv-cache-manager, or remove",
+        ),
+        (
+            {
+                "specs": [SlidingWindowSpec()],
+                "kv_transfer_config__kv_connector_extra_config": {"is_asynchronous": False},
+            },
+            "is_asynchronous is False, and vLLM cannot compute a request of a model with sliding",
         ),
     ],
 )
@@ -140,3 +160,20 @@ def test_an_engine_is_the_replica_that_is_set_or_vllms_own() -> None:
     replicas = [setting_of(**{extra: {"replica": i}}) for i in (1, 2)]
     assert [each.replica for each in replicas] == [1, 2]
     assert len({each.fingerprint("layers") for each in replicas}) == 1
+
+
+def test_groups_are_those_of_vllm() -> None:
+    small, large = FullAttentionSpec(), SlidingWindowSpec()
+    large.block_size, large.extra_retained_tokens = 96, 2
+    groups = setting_of(specs=[small, large]).groups
+    assert groups.hash_tokens == 32
+    assert groups.hashes_per_block == (1, 3)
+    assert [spec.num_skipped_tokens(200) for spec in groups.specs] == [0, 200 - 66 + 1]
+    assert groups.num_blocks_between(32, 192) == 5 + 1
+    assert groups.fails_whole_requests
+    assert setting_of(specs=[large]).groups.fails_whole_requests
+    assert not setting_of().groups.fails_whole_requests
+    assert setting_of(specs=[large], cache_config__prefix_match_unit=8).groups.hash_tokens == 96
+    assert setting_of(specs=[small, large], cache_config__prefix_match_unit=16).groups == KVGroups(
+        groups.specs, 16
+    )

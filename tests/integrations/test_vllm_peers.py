@@ -40,7 +40,7 @@ from tests.integrations.test_vllm_rank_memory import (
     store,
 )
 
-KEYS = [OffloadKey(digest + bytes(4)) for digest in DIGESTS]
+KEYS = tuple(OffloadKey(digest + bytes(4)) for digest in DIGESTS)
 SHAPE = SegmentShape("layout", 0, 3 * CHUNK_SLOTS, (64,), 32, 1)
 
 
@@ -66,7 +66,7 @@ class Owner:
         """Have slots hold blocks of these numbers, sealed."""
         slots, labels = int32_array(list(contents)), self.segments[rank].labels
         generations = labels.begin(slots)
-        labels.describe(slots, block_labels(slots, [digest_of(i) for i in contents.values()]))
+        labels.describe(slots, block_labels(slots, [key_of(i) for i in contents.values()]))
         labels.finish(slots, generations, np.full(len(slots), checksum, np.int64))
         labels.seal(slots)
 
@@ -214,8 +214,8 @@ def peers(name: str, owner: RankMemory) -> Peers:
 
 def load_from(memory: RankMemory, peer: PeerMemory, *slots: int) -> Any:
     """Load slots of a peer into the blocks from 8 on; return the report."""
-    blocks, digests = tuple(range(8, 8 + len(slots))), tuple(DIGESTS[slot] for slot in slots)
-    command = LoadCommand(2, "r", slots, blocks, digests, peer)
+    blocks, keys = tuple(range(8, 8 + len(slots))), tuple(KEYS[slot] for slot in slots)
+    command = LoadCommand(2, "r", slots, blocks, keys, peer)
     memory.obey(StepCommands(loads=(command,)))
     return report_of(memory)
 
@@ -237,7 +237,7 @@ def test_a_rank_loads_what_a_peer_has_sealed(
     assert memory.take_finished()[1] == ({"r"} if is_asynchronous else set())
     for loaded, right in zip(blocks_of(memory), blocks_of(owner), strict=True):
         assert torch.equal(loaded[8:11], right[5:8])
-    assert memory.inventory().digests == {}  # it keeps no copy
+    assert memory.inventory().slot_keys == {}  # it keeps no copy
 
 
 def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
@@ -247,8 +247,8 @@ def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
     assert store(memory, (0,), (4,), job=1).ok
     seal(memory, 0)
     loads = (
-        LoadCommand(2, "r", (0,), (8,), DIGESTS[:1]),
-        LoadCommand(3, "r", (1,), (9,), DIGESTS[1:2], peers.indexes(0)[0].memory),
+        LoadCommand(2, "r", (0,), (8,), KEYS[:1]),
+        LoadCommand(3, "r", (1,), (9,), KEYS[1:2], peers.indexes(0)[0].memory),
     )
     memory.obey(StepCommands(loads=loads))
     told: list[int] = []
@@ -307,10 +307,10 @@ def evict(memory: RankMemory) -> None:
     memory.obey(StepCommands(forgotten_slots=(1,)))
 
 
-def refill(memory: RankMemory, digest: bytes, block: int) -> None:
+def refill(memory: RankMemory, key: bytes, block: int) -> None:
     """Have slot 1 hold another block, sealed."""
     evict(memory)
-    command = StoreCommand(9, (1,), (block,), (digest,), NO_PARENTS[:1])
+    command = StoreCommand(9, (1,), (block,), (key,), NO_PARENTS[:1])
     memory.store(StepCommands(store=command))
     assert report_of(memory).ok
     seal(memory, 1)
@@ -331,16 +331,16 @@ def test_a_slot_that_its_owner_uses_again_during_a_load_is_not_loaded(
     what, moment = case
     acts = {
         "evict": lambda: evict(owner),
-        "other block": lambda: refill(owner, DIGESTS[3], 9),
-        "same block": lambda: refill(owner, DIGESTS[1], 6),
-        "other bytes": lambda: refill(owner, DIGESTS[1], 9),
+        "other block": lambda: refill(owner, KEYS[3], 9),
+        "same block": lambda: refill(owner, KEYS[1], 6),
+        "other bytes": lambda: refill(owner, KEYS[1], 9),
     }
     memory = started(1, is_asynchronous=False)
     at_copies[:] = [nothing, nothing, nothing]
     if moment < 2:
         at_copies[moment] = acts[what]
     peer = peers.indexes(0)[0].memory
-    command = LoadCommand(2, "r", (0, 1, 2), (8, 9, 10), DIGESTS[:3], peer)
+    command = LoadCommand(2, "r", (0, 1, 2), (8, 9, 10), KEYS[:3], peer)
     memory._num_loads["r"] += 1
     memory._start_peer_load(command, peer)
     at_copies.clear()

@@ -22,6 +22,7 @@ from kvcache.base.errors import (
     NotEnoughMemoryError,
 )
 from kvcache.integrations.vllm import rank_memory
+from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import (
@@ -33,11 +34,14 @@ from kvcache.integrations.vllm.step_messages import (
 from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
 from kvcache.protocol.messages import JobReport
+from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvcache.worker.copies.runner import CopyThread
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 12
 DIGESTS = tuple(bytes([i]) * 32 for i in range(1, 5))
+KEYS = tuple(digest + bytes(4) for digest in DIGESTS)
+GROUP = FullAttentionSpec(4, 1, 1)
 NO_PARENTS = (bytes(32),) * 4
 
 
@@ -54,6 +58,7 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def setting_of(name: str, revision: str = "", *, replica: int = 0, **offload: Any) -> EngineSetting:
     is_asynchronous = offload.pop("is_asynchronous", True)
+    groups = KVGroups(offload.pop("specs", (GROUP,)), 4)
     options = ConnectorOptions.parse(
         {
             "name": name,
@@ -62,7 +67,9 @@ def setting_of(name: str, revision: str = "", *, replica: int = 0, **offload: An
             "offload": {"host_memory_per_rank": "1MiB", **offload},
         }
     )
-    return EngineSetting(options, f"model {revision}", 4, NUM_BLOCKS, num_ranks=1, replica=replica)
+    return EngineSetting(
+        options, f"model {revision}", groups, NUM_BLOCKS, num_ranks=1, replica=replica
+    )
 
 
 def caches(fill: float = 0.0) -> dict[str, torch.Tensor]:
@@ -75,21 +82,20 @@ def caches(fill: float = 0.0) -> dict[str, torch.Tensor]:
 def store(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 1) -> Any:
     """Store blocks; return the report."""
     count = len(slots)
-    command = StoreCommand(job, slots, blocks, DIGESTS[:count], NO_PARENTS[:count])
+    command = StoreCommand(job, slots, blocks, KEYS[:count], NO_PARENTS[:count])
     memory.store(StepCommands(store=command))
     return report_of(memory)
 
 
 def load(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 2) -> Any:
     """Load blocks; return the report."""
-    memory.obey(StepCommands(loads=(LoadCommand(job, "r", slots, blocks, DIGESTS[: len(slots)]),)))
+    memory.obey(StepCommands(loads=(LoadCommand(job, "r", slots, blocks, KEYS[: len(slots)]),)))
     return report_of(memory)
 
 
 def move(memory: RankMemory, kind: str, slots: tuple[int, ...], job: int = 3) -> Any:
     """Write or read files; return the report."""
-    keys = b"".join(digest + bytes(4) for digest in DIGESTS[: len(slots)])
-    command = FileCommand(job, slots, keys)
+    command = FileCommand(job, slots, b"".join(KEYS[: len(slots)]))
     memory.obey(StepCommands(**{kind: (command,)}))
     return report_of(memory)
 
@@ -118,7 +124,7 @@ def test_what_was_sealed_is_loaded_by_the_next_process(name: str) -> None:
     tensors = caches()
     second = RankMemory(setting_of(name), 0, tensors)
     assert second.origin == "attached"
-    assert second.inventory().digests == {0: DIGESTS[0], 1: DIGESTS[1]}
+    assert second.inventory().slot_keys == {0: KEYS[0], 1: KEYS[1]}
     assert load(second, (0, 1), (9, 3)).ok
     assert second.take_finished() == (set(), {"r"})
     assert second.take_finished() == (set(), set())
@@ -157,18 +163,60 @@ def test_a_slot_that_holds_another_block_is_not_loaded(name: str) -> None:
     memory.close()
 
 
+def test_groups_with_one_digest_are_blocks_of_their_own(name: str) -> None:
+    specs = (GROUP, SlidingWindowSpec(4, 1, 1, sliding_window=8))
+    keys = (DIGESTS[0] + bytes(4), DIGESTS[0] + bytes([0, 0, 0, 1]))
+    memory = RankMemory(setting_of(name, specs=specs), 0, caches(1.0))
+    memory.store(StepCommands(store=StoreCommand(1, (0, 1), (5, 6), keys, NO_PARENTS[:2])))
+    assert report_of(memory).ok
+    seal(memory, 0, 1)
+    memory.close()
+    tensors = caches()
+    after = RankMemory(setting_of(name, specs=specs), 0, tensors)
+    assert after.inventory().slot_keys == dict(enumerate(keys))
+    after.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), keys),)))
+    assert report_of(after).ok
+    assert torch.equal(tensors["layer0"][[8, 9]], caches(1.0)["layer0"][[5, 6]])
+    after.obey(StepCommands(loads=(LoadCommand(3, "s", (0, 1), (8, 9), keys[::-1]),)))
+    assert not report_of(after).ok
+    after.take_finished()
+    assert (after.take_failed_requests(), after.take_failed_requests()) == ({"s"}, set())
+    assert after.take_invalid_blocks() == set()
+    after.obey(StepCommands(failed=("t",), received=("t",)))
+    assert (after.take_finished()[1], after.take_failed_requests()) == ({"t"}, {"t"})
+    after.close()
+
+
+def test_other_groups_make_new_memory(name: str) -> None:
+    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    store(memory, (0,), (5,))
+    seal(memory, 0)
+    memory.close()
+    windows = (SlidingWindowSpec(4, 1, 1, sliding_window=8),)
+    after = RankMemory(setting_of(name, specs=windows), 0, caches())
+    assert after.origin.startswith("fresh: the host segment has layout fingerprint")
+    after.close()
+
+
+def test_a_tensor_that_layers_of_two_groups_share_is_moved_once(name: str) -> None:
+    one = torch.zeros(NUM_BLOCKS, 4, 16)
+    memory = RankMemory(setting_of(name), 0, {"full": one, "window": one.view(NUM_BLOCKS, 8, 8)})
+    assert memory._host.segment.shape.widths == (256,)
+    memory.close()
+
+
 def test_of_many_wrong_blocks_none_is_taken_for_right(name: str) -> None:
     tensors = {"layer": torch.ones(300, 4, 16)}
     setting = replace(setting_of(name), num_blocks=300)
     memory = RankMemory(setting, 0, tensors)
-    digests = tuple(i.to_bytes(32, "big") for i in range(100))
+    keys = tuple(i.to_bytes(32, "big") + bytes(4) for i in range(100))
     places = tuple(range(100))
-    command = StoreCommand(1, places, tuple(range(1, 101)), digests, (bytes(32),) * 100)
+    command = StoreCommand(1, places, tuple(range(1, 101)), keys, (bytes(32),) * 100)
     memory.store(StepCommands(store=command))
     assert report_of(memory).ok
     memory._host.segment.tensors[0][:90, 3] ^= 1
     blocks = tuple(range(200, 300))
-    memory.obey(StepCommands(loads=(LoadCommand(2, "r", places, blocks, digests),)))
+    memory.obey(StepCommands(loads=(LoadCommand(2, "r", places, blocks, keys),)))
     report = report_of(memory)
     assert not report.ok
     assert memory.take_invalid_blocks() >= set(range(200, 290))
@@ -177,7 +225,7 @@ def test_of_many_wrong_blocks_none_is_taken_for_right(name: str) -> None:
 
 def test_blocks_that_are_used_again_wait_for_their_store(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
-    command = StoreCommand(1, (0, 1), (5, 6), DIGESTS[:2], NO_PARENTS[:2])
+    command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
     memory.store(StepCommands(store=command))
     memory.await_stores(StepCommands(reused_blocks=(5,)))
     assert report_of(memory).ok
@@ -191,7 +239,7 @@ def test_a_store_whose_blocks_are_used_before_it_ends_is_not_kept(
     may_go_on = threading.Event()
     pause = CopyThread._advance
     monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and pause(*args))
-    command = StoreCommand(1, (0, 1), (5, 6), DIGESTS[:2], NO_PARENTS[:2])
+    command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
     memory.store(StepCommands(store=command))
     memory.await_stores(StepCommands(reused_blocks=(5,)))
     may_go_on.set()
@@ -212,7 +260,7 @@ def test_a_load_whose_copy_hangs_is_given_up_once_and_reported_at_its_end(
     may_go_on = threading.Event()
     advance = CopyThread._advance
     monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and advance(*args))
-    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), DIGESTS[:2]),)))
+    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
     assert memory.take_finished() == (set(), set())
     assert memory.take_reports() is None
     time.sleep(0.1)
@@ -235,11 +283,11 @@ def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     store(memory, (0, 1, 2), (5, 6, 7))
     seal(memory, 0, 1, 2)
     memory.obey(StepCommands(forgotten_slots=(1,)))
-    assert sorted(memory.inventory().digests) == [0, 2]
+    assert sorted(memory.inventory().slot_keys) == [0, 2]
     memory.obey(StepCommands(forgotten_slots=(0, 2)))
     memory.close()
     after = RankMemory(setting_of(name), 0, caches())
-    assert (after.origin, after.inventory().digests) == ("attached", {})
+    assert (after.origin, after.inventory().slot_keys) == ("attached", {})
     after.close()
 
 
@@ -253,13 +301,13 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     tensors = caches()
     after = RankMemory(setting_of(name, disk=disk), 0, tensors)
     inventory = after.inventory()
-    assert (inventory.digests, inventory.num_files) == ({}, 16)
-    assert set(inventory.file_keys) == {digest + bytes(4) for digest in DIGESTS[:3]}
+    assert (inventory.slot_keys, inventory.num_files) == ({}, 16)
+    assert set(inventory.file_keys) == set(KEYS[:3])
     assert move(after, "fetches", (3, 4, 5)).ok
     assert load(after, (3, 4, 5), (1, 2, 3), job=4).ok
     for layer, tensor in caches(1.0).items():
         assert torch.equal(tensors[layer][[1, 2, 3]], tensor[[5, 6, 7]])
-    after.obey(StepCommands(forgotten_keys=DIGESTS[1] + bytes(4)))
+    after.obey(StepCommands(forgotten_keys=KEYS[1]))
     after.close()
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
@@ -278,7 +326,7 @@ def test_replicas_have_memory_and_files_of_their_own(name: str, tmp_path: Path) 
         RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)).inventory()
         for i in (0, 1)
     ]
-    assert [set(each.digests) for each in found] == [{0, 1}, {1}]
+    assert [set(each.slot_keys) for each in found] == [{0, 1}, {1}]
     assert [len(each.file_keys) for each in found] == [2, 1]
 
 
@@ -336,7 +384,7 @@ def test_another_revision_makes_new_memory(name: str) -> None:
     memory.close()
     after = RankMemory(setting_of(name, "2"), 0, caches())
     assert after.origin.startswith("fresh: the host segment has layout fingerprint")
-    assert after.inventory().digests == {}
+    assert after.inventory().slot_keys == {}
     after.close()
 
 

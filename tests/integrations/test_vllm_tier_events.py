@@ -86,8 +86,8 @@ class Followed(Cluster):
 
     def held(self) -> tuple[set[int], set[int]]:
         """What rank 0 has in memory and in files."""
-        digests = self.ranks[0].inventory().digests.values()
-        slots = {short_hash(BlockHash(digest)) for digest in digests}
+        keys = self.ranks[0].inventory().slot_keys.values()
+        slots = {short_hash(BlockHash(key[:-4])) for key in keys}
         return slots, {short_hash(BlockHash(key[:32])) for key in self.ranks[0].files}
 
 
@@ -123,7 +123,7 @@ def test_an_adapter_is_told_by_its_name() -> None:
 def test_a_block_whose_hash_covers_embeddings_is_not_told() -> None:
     cluster = Followed()
     cluster.run(described("r", 5, extra_keys=(("prompt_embeds", b"bytes"),)))
-    assert cluster.digests()[0] and not cluster.told
+    assert cluster.sealed_keys()[0] and not cluster.told
 
 
 def test_adopted_blocks_are_told_once_a_request_brings_their_tokens() -> None:

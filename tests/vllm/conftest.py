@@ -291,6 +291,10 @@ class Segment:
         """The digests of the sealed slots."""
         return [bytes(self._rows["digest"][slot]) for slot in self.sealed_slots()]
 
+    def groups(self) -> list[int]:
+        """The KV cache group of each sealed slot."""
+        return self._rows["group"][self.sealed_slots()].tolist()
+
     def flip_byte(self, slot: int, tensor: int = 0, byte: int = 100) -> None:
         """Change one bit of a slot's bytes."""
         width = self.shape.widths[tensor]

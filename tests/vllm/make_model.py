@@ -1,6 +1,7 @@
 """Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND]`.
 
-KIND is `llama`, or `gemma3`, whose layers have sliding windows and full attention in turn.
+KIND is `llama`, `gemma3`, whose layers have sliding windows and full attention in turn, or
+`mistral`, whose layers all have sliding windows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -42,6 +45,9 @@ def main(directory: str, kind: str = "llama") -> None:
             **SIZES, num_hidden_layers=4, sliding_window=64, layer_types=layers
         )
         Gemma3ForCausalLM(config).save_pretrained(directory)
+    elif kind == "mistral":
+        config = MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=64)
+        MistralForCausalLM(config).save_pretrained(directory)
     else:
         LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2)).save_pretrained(directory)
     names = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

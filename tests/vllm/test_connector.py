@@ -251,22 +251,67 @@ def test_rejected_drafts_are_never_stored(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_sliding_windows_are_served_where_every_block_is_kept(
+def test_groups_with_sliding_windows_are_kept_and_survive_a_kill(
     start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "files").mkdir()
     model = made_model(python, tmp_path / "gemma3", "gemma3")
-    engine = start(model=model)
+    engine = start(model=model, **SMALL_POOL)
     expected = engine.generate(PROMPTS).tokens
+    of_families = engine.generate(FAMILIES[:40], 16).tokens
     engine.kill()
-    engine = start(
-        {"name": new_name(), **MEMORY}, model=model, disable_hybrid_kv_cache_manager=True
-    )
+    disk = {"directory": str(tmp_path / "files"), "capacity_per_rank": "24MiB"}
+    extra = {"name": new_name(), "offload": {"host_memory_per_rank": "4MiB", "disk": disk}}
+    engine = start(extra, model=model, **SMALL_POOL)
+    for is_known in (False, True):
+        answer = engine.generate(FAMILIES[:40], 16)
+        assert answer.tokens == of_families
+        assert not is_known or sum(answer.cached) > 100 * BLOCK
+        engine.reset()
     cold = engine.generate(PROMPTS)
     engine.reset()
     warm = engine.generate(PROMPTS)
+    engine.generate(PROMPTS[:1], 1)
     engine.kill()
     assert (cold.cached, warm.cached) == ([0, 0, 0], HITS)
     assert cold.tokens == warm.tokens == expected
+    segment = Segment(extra["name"], 0)
+    assert {0, 1} == set(segment.groups())
+    engine = start(extra, model=model, **SMALL_POOL)
+    adopted = engine.generate(PROMPTS)
+    assert (adopted.cached, adopted.tokens) == (HITS, expected)
+    engine.reset()
+    for slot in segment.sealed_slots()[::3]:
+        segment.flip_byte(slot, tensor=slot % len(segment.shape.widths))
+    assert engine.generate(PROMPTS).tokens == expected
+    assert "could not load" in engine.errors()
+    damage(list((tmp_path / "files").rglob("*.kvb"))[::3])
+    assert engine.generate(FAMILIES[:40], 16).tokens == of_families
+    engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_with_sliding_windows_only_load_their_last_blocks(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
+) -> None:
+    model = made_model(python, tmp_path / "mistral", "mistral")
+    engine = start(model=model)
+    expected = engine.generate(PROMPTS).tokens
+    engine.kill()
+    name = new_name()
+    engine = start({"name": name, **MEMORY}, model=model)
+    cold = engine.generate(PROMPTS)
+    engine.reset()
+    warm = engine.generate(PROMPTS)
+    assert (cold.cached, warm.cached) == ([0, 0, 0], HITS)
+    assert cold.tokens == warm.tokens == expected
+    segment = Segment(name, 0)
+    for slot in segment.sealed_slots()[::2]:
+        segment.flip_byte(slot)
+    engine.reset()
+    assert engine.generate(PROMPTS).tokens == expected
+    assert "could not load" in engine.errors()
+    engine.kill()
 
 
 @pytest.mark.usefixtures("one_rank")

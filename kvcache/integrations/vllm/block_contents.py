@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.integrations.vllm.block_labels import DIGEST_BYTES, NO_PARENT
+from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 from kvcache.protocol.commands import Label
@@ -39,14 +39,19 @@ class BlockContents:
         """The sizes of the labels."""
         return LabelShape(DIGEST_BYTES, max(self.block_sizes))
 
-    def labels(self, keys: Sequence[OffloadKey], places: Sequence[tuple[Any, int]]) -> Label:
-        """Return labels of `keys`; `places[i]` is the request of a block, and its index there.
+    def labels(
+        self,
+        keys: Sequence[OffloadKey],
+        parents: Sequence[bytes],
+        places: Sequence[tuple[Any, int]],
+    ) -> Label:
+        """Return labels of `keys`, which continue the digests `parents`; `places[i]` is the request
+        of a block, and its index there.
 
         A block has no tokens in its label if its hash covers what events cannot say, such as
         embeddings.
         """
         groups: list[int] = []
-        parents: list[bytes] = []
         tokens: list[Int32Array] = []
         names: dict[bytes, int] = {}
         namespaces: list[int] = []
@@ -60,7 +65,6 @@ class BlockContents:
             if extra and is_sayable:
                 extra_keys[row] = extra_keys_bytes(extra)
             groups.append(group)
-            parents.append(request.block_hashes[index - 1] if index else NO_PARENT)
             tokens.append(int32_array(request.all_token_ids[start:end] if is_sayable else ()))
             namespaces.append(names.setdefault(_namespace_name(request), len(names)))
         return Label(

@@ -1,4 +1,4 @@
-"""What the tiers write down of a vLLM block: its digest and its parent's, and no tokens.
+"""What the tiers write down of a vLLM block: its digest, its group, its parent's digest, no tokens.
 
 Imported by both sides, so that slots and files carry the same labels. vLLM folds salt, adapters and
 images into its digests, so all blocks are of one namespace here.
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.offload.keys import OffloadKey, make_offload_key
 from kvcache.protocol.commands import Label
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
 
@@ -23,16 +24,16 @@ _NAMES = (namespace_name(DEFAULT_NAMESPACE),)
 
 
 def block_labels(
-    block_ids: Int32Array, digests: Sequence[bytes], parents: Sequence[bytes] = ()
+    block_ids: Int32Array, keys: Sequence[bytes], parents: Sequence[bytes] = ()
 ) -> Label:
-    """Return labels of these blocks or slots; without `parents`, they have none."""
+    """Return labels of the blocks or slots of these keys; without `parents`, they have none."""
     zeros = np.zeros(len(block_ids), np.int32)
     return Label(
         block_ids=block_ids,
-        groups=zeros,
+        groups=int32_array([int.from_bytes(key[DIGEST_BYTES:], "big") for key in keys]),
         slots=zeros - 1,
-        digests=b"".join(digests),
-        parent_digests=b"".join(parents) if parents else bytes(DIGEST_BYTES * len(digests)),
+        digests=b"".join([key[:DIGEST_BYTES] for key in keys]),
+        parent_digests=b"".join(parents) if parents else bytes(DIGEST_BYTES * len(keys)),
         token_counts=zeros,
         token_ids=zeros[:0],
         namespaces=zeros,
@@ -40,6 +41,11 @@ def block_labels(
     )
 
 
-def split_digests(digests: bytes) -> list[bytes]:
-    """Return the digests that lie one behind the other."""
-    return [digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)]
+def labelled_keys(labels: Label) -> list[OffloadKey]:
+    """Return the key in each label. One that was never written has the key of no block."""
+    return [
+        make_offload_key(labels.digests[place : place + DIGEST_BYTES], max(0, group))
+        for place, group in zip(
+            range(0, len(labels.digests), DIGEST_BYTES), labels.groups.tolist(), strict=True
+        )
+    ]

@@ -1,23 +1,28 @@
 """Which block is where below the device, and what moves: the scheduler's part of the connector.
 
 Between vLLM's scheduler, which asks and tells of requests, and the tiers' hierarchy, which plans.
-Knows requests by vLLM's own block hashes. A block is a hit once every rank has said that it holds
-it; until then it is pending. One instance, in the scheduler's thread. Refuses to touch bytes, and
-to read a clock: the time is passed in.
+Knows requests by vLLM's own block hashes, and a block by its hash and its KV cache group. It is a
+hit once every rank has said that it holds it; until then it is pending. One instance, in the
+scheduler's thread. Refuses to touch bytes, and to read a clock: the time is passed in.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.tier_hits import BoolArray
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.held_blocks import HeldBlocks
+from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, BlockTables, NewTable
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import (
@@ -30,41 +35,49 @@ from kvcache.integrations.vllm.step_messages import (
 )
 from kvcache.integrations.vllm.tier_events import TierEvents
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.hits import Place, TierHits
+from kvcache.offload.hits import Place, PlaceArray, TierHits
 from kvcache.offload.jobs import Deadlines, JobKind
-from kvcache.offload.keys import GROUP_BYTES, OffloadKey
+from kvcache.offload.keys import OffloadKey, get_offload_group_idx, make_offload_key
 from kvcache.offload.options import HierarchyOptions, TierOptions
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
+from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 
 logger = get_logger(__name__)
-
-_GROUP = bytes(GROUP_BYTES)
 
 
 @dataclass
 class _Tracked:
-    """A request that vLLM has told of. `next_block`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files. `is_computed`: a load of it
-    was overdue, and there is no other."""
+    """A request that vLLM has told of. `next_hash`: the first that was not looked at for a store;
+    `wait_until_s`: until when it waits for what is pending or in files. `is_computed`: nothing is
+    loaded for it any more."""
 
     request: Any
-    keys: list[OffloadKey] = field(default_factory=list)
-    next_block: int = 0
-    num_local_blocks: int = 0
+    next_hash: int = 0
+    num_local_tokens: int = 0
     wait_until_s: float | None = None
     has_fetched: bool = False
     is_computed: bool = False
     hits: TierHits | None = None
     is_looked_up: bool = False
 
-    def keys_until(self, end: int) -> list[OffloadKey]:
-        """Return the keys of the blocks before `end`, as far as they are hashed."""
-        known = self.keys
-        if len(known) < end:
-            known += [OffloadKey(each + _GROUP) for each in self.request.block_hashes[len(known) :]]
-        return known[:end]
+    @property
+    def num_tokens(self) -> int:
+        """All of its tokens so far."""
+        return int(self.request.num_tokens)
+
+    @property
+    def block_hashes(self) -> Sequence[BlockHash]:
+        """vLLM's own."""
+        hashes: Sequence[BlockHash] = self.request.block_hashes
+        return hashes
+
+    @property
+    def namespace(self) -> Namespace:
+        """One for all: vLLM's hashes have in them what separates requests."""
+        return DEFAULT_NAMESPACE
 
 
 @dataclass
@@ -72,7 +85,7 @@ class _Store:
     """An open store: whose blocks it reads. `is_doubtful`: these may follow from wrong bytes."""
 
     request_ids: frozenset[str]
-    blocks: tuple[int, ...]
+    blocks: frozenset[int]
     is_doubtful: bool = False
 
 
@@ -98,6 +111,8 @@ class BlockStore:
     ) -> None:
         """Know nothing, and store nothing, until `adopt`. `events` follows the tiers."""
         self._setting = setting
+        self._finder = setting.groups.finder()
+        self._hashes_per_block = setting.groups.hashes_per_block
         self._now = now
         self._events = events
         self._tiers: TierHierarchy | None = None
@@ -109,6 +124,7 @@ class BlockStore:
         self._waiting: set[str] = set()
         self._held = HeldBlocks()
         self._kept: set[str] = set()
+        self._loaded_into: set[int] = set()
         self._next = StepCommands()
         self.counts = RequestCounts()
 
@@ -155,9 +171,9 @@ class BlockStore:
         tiers = self._make_tiers(told[0].num_slots, num_files, block_bytes)
         self._tiers = tiers
         tiers.begin_adoption()
-        held = _agreed([inventory.digests for inventory in told])
+        held = _agreed([inventory.slot_keys for inventory in told])
         tiers.adopt_host(block_labels(int32_array(list(held)), list(held.values())))
-        stale = {slot for inventory in told for slot in inventory.digests} - held.keys()
+        stale = {slot for inventory in told for slot in inventory.slot_keys} - held.keys()
         num_files = 0
         if tiers.disk is not None:
             num_files = self._adopt_files(tiers, told)
@@ -170,38 +186,41 @@ class BlockStore:
     def num_matched(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens behind `num_computed_tokens` can be loaded now, None if there will
         be more soon. One token at least is left to be computed."""
-        tokens = self._setting.block_tokens
-        first, last = num_computed_tokens // tokens, (request.num_tokens - 1) // tokens
-        tracked = self._requests.setdefault(request.request_id, _Tracked(request))
-        tracked.num_local_blocks = first
+        tracked = self._track(request)
+        tracked.num_local_tokens = num_computed_tokens
         tracked.is_looked_up = True
-        if self._tiers is None or last <= first or not self._has_whole_hashes(request):
+        tiers, find = self._tiers, self._finder.find
+        if tiers is None or tracked.is_computed or not self._has_whole_hashes(request):
             return 0
-        if tracked.is_computed or self._held:  # while a copy hangs, others would wait behind it
+        if self._held:  # while a copy hangs, others would wait behind it
             return 0
-        keys = tracked.keys_until(last)[first:]
-        tracked.hits = hits = self._tiers.look_up(keys)
-        least = self._setting.options.offload.min_load_tokens
-        if hits.num_keys * tokens < least:
+        hit = find(tracked, num_computed_tokens, tiers.locate, _is_coming)
+        keys = [] if hit is None else hit.keys
+        places = tiers.locate(keys)
+        longest = (request.num_tokens - 1) // (step := self._finder.alignment_tokens) * step
+        num_asked = self._setting.groups.num_blocks_between(num_computed_tokens, longest)
+        tracked.hits = TierHits(places, ends_unknown=False, num_asked=max(num_asked, len(keys)))
+        least = num_computed_tokens + self._setting.options.offload.min_load_tokens
+        if hit is not None and hit.num_tokens >= least and (places != Place.HOST).any():
+            if self._waits(tracked, keys, places):
+                self.counts.for_files.begin(request.request_id, self._now())
+                return None
+            hit = find(tracked, num_computed_tokens, tiers.locate, _is_in_host)
+        if hit is None or hit.num_tokens < least:
             return 0
-        if hits.num_in_host < hits.num_keys and self._waits(tracked, keys[: hits.num_keys], hits):
-            self.counts.for_files.begin(request.request_id, self._now())
-            return None
-        num_tokens = hits.num_in_host * tokens
-        return num_tokens if num_tokens >= least else 0
+        return hit.num_tokens - num_computed_tokens
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: Any, tables: BlockTables, num_external_tokens: int) -> None:
         """Take note of a request's blocks; the next step loads its `num_external_tokens`."""
-        tracked = self._requests.setdefault(request.request_id, _Tracked(request))
+        tracked = self._track(request)
         if self._tiers is None:
             return
-        first = tracked.num_local_blocks
         if tracked.hits is not None:
             self._tiers.count(tracked.hits)
             tracked.hits = None
         if tracked.is_looked_up:
             tracked.is_looked_up = False
-            self.counts.admitted(request.num_tokens, first * self._setting.block_tokens)
+            self.counts.admitted(request.num_tokens, tracked.num_local_tokens)
             if len(self.counts.for_files):
                 self.counts.for_files.end(request.request_id, self._now())
         if not num_external_tokens:
@@ -209,12 +228,11 @@ class BlockStore:
         tracked.wait_until_s = None
         if self._setting.options.is_asynchronous:
             self._waiting.add(request.request_id)
-        end = first + num_external_tokens // self._setting.block_tokens
-        keys = tracked.keys_until(end)[first:]
+        keys, blocks = self._needed(tracked, tables, num_external_tokens)
+        self._loaded_into.update(blocks)
         now_s = self._now()
-        job = self._tiers.plan_load(keys, now_s)
+        job = self._tiers.plan_load(keys, now_s) if keys else None
         num_loaded = 0 if job is None else len(job.keys)
-        blocks = tuple(block_ids[first:end])
         following = self._next
         if job is not None:
             self._kinds[job.job_id] = JobKind.LOAD
@@ -226,14 +244,42 @@ class BlockStore:
                 request.request_id,
                 tuple(job.sources.tolist()),
                 blocks[:num_loaded],
-                tuple(key[:-GROUP_BYTES] for key in job.keys),
+                job.keys,
             )
             following = replace(following, loads=(*following.loads, load))
         else:
             following = replace(following, received=(*following.received, request.request_id))
-        self._next = replace(
-            following, invalid_blocks=following.invalid_blocks + blocks[num_loaded:]
-        )
+        if num_loaded < len(keys):
+            if self._setting.groups.fails_whole_requests:
+                tracked.is_computed = True
+                following = replace(following, failed=(*following.failed, request.request_id))
+            else:
+                missing = following.invalid_blocks + blocks[num_loaded:]
+                following = replace(following, invalid_blocks=missing)
+        self._next = following
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._requests[request.request_id] = _Tracked(request)
+        return tracked
+
+    def _needed(
+        self, tracked: _Tracked, tables: BlockTables, num_external_tokens: int
+    ) -> tuple[list[OffloadKey], tuple[int, ...]]:
+        """Return keys and blocks of the tokens to be loaded, group by group, without null blocks:
+        a group whose window does not reach back to a block does not need it."""
+        start = tracked.num_local_tokens
+        end = start + num_external_tokens
+        keys: list[OffloadKey] = []
+        blocks: list[int] = []
+        for group, spec in enumerate(self._setting.groups.specs):
+            table = tables[group]
+            columns = range(start // spec.block_size, end // spec.block_size)
+            needed = [column for column in columns if table[column] != NULL_BLOCK]
+            keys += self._finder.keys_of(tracked, group, needed)
+            blocks += [table[column] for column in needed]
+        return keys, tuple(blocks)
 
     def finished(self, request_id: str) -> bool:
         """Forget a request; say whether its blocks are still needed, until a rank is told that it
@@ -253,12 +299,12 @@ class BlockStore:
     def commands(
         self,
         num_scheduled_tokens: Mapping[str, int],
-        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
-        preempted: Collection[str] = (),
+        tables_of: Callable[[str], BlockTables | None],
+        new_tables: Iterable[NewTable] = (),
     ) -> StepCommands:
         """Return what the ranks do in the step that schedules so many tokens of these requests.
 
-        `preempted` requests have lost their blocks.
+        `new_tables` says which blocks requests have got for it.
         """
         tiers = self._tiers
         if tiers is None:
@@ -267,7 +313,8 @@ class BlockStore:
         if tiers.num_open_jobs or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, StepCommands()
-        store = self._new_store(tiers, num_scheduled_tokens, block_ids_of, now_s)
+        reused = self._reused(new_tables)
+        store = self._new_store(tiers, num_scheduled_tokens, tables_of, now_s)
         spills: list[FileCommand] = []
         while tiers.has_spills and (spill := tiers.plan_spills(now_s)) is not None:
             self._kinds[spill.job_id] = JobKind.SPILL
@@ -277,10 +324,6 @@ class BlockStore:
             slots = following.forgotten_slots + tuple(discards.addresses.tolist())
             keys = following.forgotten_keys + b"".join(discards.keys)
             following = replace(following, forgotten_slots=slots, forgotten_keys=keys)
-        reused: tuple[int, ...] = ()
-        for request_id in preempted if self._stores else ():
-            for each in self._stores.values():
-                reused += each.blocks if request_id in each.request_ids else ()
         if store is None and not spills and not reused:
             return following
         return replace(following, store=store, spills=tuple(spills), reused_blocks=reused)
@@ -363,9 +406,7 @@ class BlockStore:
         sets = [set(inventory.file_keys) for inventory in told]
         common = set.intersection(*sets)
         keys = [key for key in told[0].file_keys if key in common]
-        tiers.adopt_disk(
-            block_labels(int32_array(range(len(keys))), [key[:-GROUP_BYTES] for key in keys])
-        )
+        tiers.adopt_disk(block_labels(int32_array(range(len(keys))), keys))
         rest = sorted(set.union(*sets) - common)
         self._next = replace(self._next, forgotten_keys=b"".join(rest))
         problem = next((each.files_problem for each in told if each.files_problem), "")
@@ -381,7 +422,7 @@ class BlockStore:
             if store is not None:
                 self._release(store)
 
-    def _waits(self, tracked: _Tracked, keys: Sequence[OffloadKey], hits: TierHits) -> bool:
+    def _waits(self, tracked: _Tracked, keys: Sequence[OffloadKey], places: PlaceArray) -> bool:
         """Have files read for a request; say whether it waits for them, or for what is pending."""
         now_s, tiers = self._now(), self._tiers
         assert tiers is not None
@@ -397,7 +438,7 @@ class BlockStore:
             fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
             self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
             return True
-        if hits.places[hits.num_in_host] == Place.HOST_PENDING:
+        if places[np.flatnonzero(places != Place.HOST)[0]] == Place.HOST_PENDING:
             return True
         # There is no room for them now. A second part of its files comes when the first has gone.
         return not tracked.has_fetched and tiers.is_disk_in_use and tiers.num_open_jobs > 0
@@ -408,15 +449,15 @@ class BlockStore:
         self,
         tiers: TierHierarchy,
         num_scheduled_tokens: Mapping[str, int],
-        block_ids_of: Callable[[str], Sequence[Sequence[int]] | None],
+        tables_of: Callable[[str], BlockTables | None],
         now_s: float,
     ) -> StoreCommand | None:
         """Plan to store the blocks that this step fills and no slot holds.
 
         A block counts as filled when vLLM has hashed it: then all its tokens are known, and none is
-        a draft that may be rejected.
+        a draft that may be rejected. A group's null blocks have left its window.
         """
-        tokens, requests = self._setting.block_tokens, self._requests
+        tokens, requests = self._setting.groups.hash_tokens, self._requests
         keys: list[OffloadKey] = []
         blocks: list[int] = []
         parents: list[bytes] = []
@@ -426,31 +467,34 @@ class BlockStore:
             tracked = requests.get(request_id)
             if tracked is None:
                 continue
-            request, first = tracked.request, tracked.next_block
+            request, first = tracked.request, tracked.next_hash
             end = (request.num_computed_tokens + num_tokens) // tokens
             if end <= first:
                 continue
             end = min(end, len(request.block_hashes))
             if end <= first or not self._has_whole_hashes(request):
                 continue
-            found = block_ids_of(request_id)
-            if found is None:
+            tables = tables_of(request_id)
+            if tables is None:
                 continue
-            tracked.next_block = end
-            known = tracked.keys_until(end)
-            keys += known[first:]
-            blocks += found[0][first:end]
-            parents += [
-                NO_PARENT if i == 0 else known[i - 1][:-GROUP_BYTES] for i in range(first, end)
-            ]
-            owners += [request_id] * (end - first)
-            if self._events is not None:
-                places += [(request, i) for i in range(first, end)]
+            tracked.next_hash = end
+            hashes = request.block_hashes
+            for last, group, column in self._filled(first, end):
+                block = tables[group][column]
+                if block == NULL_BLOCK:
+                    continue
+                before = last - self._hashes_per_block[group]
+                keys.append(make_offload_key(hashes[last], group))
+                blocks.append(block)
+                parents.append(NO_PARENT if before < 0 else hashes[before])
+                owners.append(request_id)
+                if self._events is not None:
+                    places.append((request, column))
         if not keys:
             return None
         labels = None
         if self._events is not None:
-            labels = self._events.contents.labels(keys, places)
+            labels = self._events.contents.labels(keys, parents, places)
             tiers.describe(keys, labels)
         tiers.see(keys)
         job = tiers.plan_store(keys, now_s, labels=labels)
@@ -459,14 +503,36 @@ class BlockStore:
         chosen = job.positions.tolist()
         stored = tuple(blocks[i] for i in chosen)
         self._kinds[job.job_id] = JobKind.STORE
-        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in chosen), stored)
+        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in chosen), frozenset(stored))
         return StoreCommand(
             job.job_id,
             tuple(job.destinations.tolist()),
             stored,
-            tuple(key[:-GROUP_BYTES] for key in job.keys),
+            job.keys,
             tuple(parents[i] for i in chosen),
         )
+
+    def _filled(self, first: int, end: int) -> list[tuple[int, int, int]]:
+        """Return the last hash, the group and the column of each block that ends in the hashes
+        `[first, end)`, in this order: what fits is then of use to all groups."""
+        return sorted(
+            ((column + 1) * count - 1, group, column)
+            for group, count in enumerate(self._hashes_per_block)
+            for column in range(first // count, end // count)
+        )
+
+    def _reused(self, new_tables: Iterable[NewTable]) -> tuple[int, ...]:
+        """Return the blocks that open stores read and that requests have got to write to them:
+        those of a request that was preempted, or that have left a window."""
+        got, self._loaded_into = self._loaded_into, set()
+        if not self._stores:
+            return ()
+        for new in new_tables:
+            tracked = self._requests.get(new.request_id)
+            num_shared = tracked.num_local_tokens if new.is_whole and tracked is not None else 0
+            for spec, blocks in zip(self._setting.groups.specs, new.blocks, strict=True):
+                got.update(blocks[num_shared // spec.block_size :])
+        return tuple(block for store in self._stores.values() for block in store.blocks & got)
 
     def _release(self, store: _Store) -> None:
         """Let the blocks go of finished requests that no store reads any more."""
@@ -536,7 +602,7 @@ class BlockStore:
         self.counts.load_ends(job_id, load.request_id, None, self._now())
         if (tracked := self._requests.get(load.request_id)) is not None:
             tracked.is_computed = True
-            tracked.next_block = 0
+            tracked.next_hash = 0
 
     def _doubt(self, request_id: str) -> None:
         """A load of a request has failed: what was lost is stored again when it has been computed.
@@ -544,8 +610,13 @@ class BlockStore:
         In a step that waits for its loads, the failure comes to light when it has been computed:
         its blocks may follow from wrong bytes, on all ranks, and so may those of a step that was
         scheduled before the failure was known.
+
+        A request that vLLM computes from its start is not loaded again: vLLM goes on to reserve
+        blocks for it, and admits a second load only if they are free in spite of that.
         """
         self._store_again([request_id])
+        if self._setting.groups.fails_whole_requests and request_id in self._requests:
+            self._requests[request_id].is_computed = True
         if not self._setting.options.is_asynchronous:
             for store in self._stores.values():
                 store.is_doubtful = True
@@ -553,26 +624,40 @@ class BlockStore:
     def _store_again(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if (tracked := self._requests.get(request_id)) is not None:
-                tracked.next_block = 0
+                tracked.next_hash = 0
 
     def _num_tokens(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many tokens blocks have."""
-        return len(keys) * self._setting.block_tokens
+        """Return how many tokens blocks have; of several groups, that with the most counts."""
+        num_blocks = Counter(map(get_offload_group_idx, keys))
+        specs = self._setting.groups.specs
+        return max(count * specs[group].block_size for group, count in num_blocks.items())
 
     def _has_whole_hashes(self, request: Any) -> bool:
         """Say whether there is one hash for each block, as this class takes for granted."""
-        return bool(len(request.block_hashes) == request.num_tokens // self._setting.block_tokens)
+        tokens = self._setting.groups.hash_tokens
+        return bool(len(request.block_hashes) == request.num_tokens // tokens)
 
 
-def _agreed(digests: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:
-    """Return what all ranks have in the same slots, each digest once, by slot."""
-    first, *others = digests
+def _is_in_host(places: PlaceArray) -> BoolArray:
+    found: BoolArray = places == Place.HOST
+    return found
+
+
+def _is_coming(places: PlaceArray) -> BoolArray:
+    """Say which keys a tier has or is getting."""
+    found: BoolArray = places > Place.UNKNOWN
+    return found
+
+
+def _agreed(slot_keys: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:
+    """Return what all ranks have in the same slots, each key once, by slot."""
+    first, *others = slot_keys
     agreed: dict[int, bytes] = {}
     seen: set[bytes] = set()
-    for slot, digest in sorted(first.items()):
-        if digest not in seen and all(other.get(slot) == digest for other in others):
-            agreed[slot] = digest
-            seen.add(digest)
+    for slot, key in sorted(first.items()):
+        if key not in seen and all(other.get(slot) == key for other in others):
+            agreed[slot] = key
+            seen.add(key)
     return agreed
 
 

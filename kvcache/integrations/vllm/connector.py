@@ -13,6 +13,7 @@ Translates only: decisions are in block_store.py, bytes in rank_memory.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import vllm
@@ -25,13 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvcache.config.sections import Location
-from kvcache.events.translation import GroupKind
+from kvcache.events.translation import group_kinds
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
+from kvcache.integrations.vllm.kv_groups import NewTable
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
@@ -112,7 +114,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Take note of a request's blocks."""
         if self._recording is not None:
             self._recording.admitted(request)
-        self.store.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.store.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
         """Return what the ranks do in this step."""
@@ -120,7 +122,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return self.store.commands(
             scheduler_output.num_scheduled_tokens,
             scheduler_output.kv_connector_block_state.get_block_ids,
-            scheduler_output.preempted_req_ids or (),
+            _new_tables(scheduler_output),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -253,7 +255,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose blocks are stored, those that wait for no load any more, and
-        those of them whose load is overdue."""
+        those of them that vLLM has to compute from their start."""
         released, received = self.memory.take_finished()
         return KVConnectorTransferResults(released, received, self.memory.take_failed_requests())
 
@@ -295,6 +297,19 @@ def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:
     sender = None
     if options.events.enabled:
         topic = f"kv@{options.name}@{vllm_config.model_config.served_model_name}"
-        sender = open_publisher(options.events, topic, [GroupKind("full")], setting.replica)
-    contents = BlockContents([setting.block_tokens], extra_keys_of)
+        sender = open_publisher(
+            options.events, topic, group_kinds(setting.groups.plan.kv_cache_groups), setting.replica
+        )
+    contents = BlockContents([spec.block_size for spec in setting.groups.specs], extra_keys_of)
     return TierEvents(contents, for_engine=for_engine, sender=sender)
+
+
+def _new_tables(scheduler_output: Any) -> Iterator[NewTable]:
+    """Return the blocks that requests have got for this step."""
+    for request in scheduler_output.scheduled_new_reqs:
+        yield NewTable(request.req_id, request.block_ids, is_whole=True)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if tables is not None:
+            is_whole = request_id in cached.resumed_req_ids
+            yield NewTable(request_id, tables, is_whole=is_whole)

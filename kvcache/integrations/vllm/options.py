@@ -18,9 +18,10 @@ from kvcache.config.events import EventsConfig
 from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section, require_directory
+from kvcache.integrations.vllm.kv_groups import KVGroups, kv_groups
 
 SUPPORTED_VLLM = "0.32."
-LABELS = "2"
+LABELS = "3"
 """Which labels slots and files have. Those of another number are not read."""
 
 
@@ -112,15 +113,20 @@ class EngineSetting:
 
     options: ConnectorOptions
     model_identity: str
-    block_tokens: int
+    groups: KVGroups
     num_blocks: int
     num_ranks: int
     replica: int = 0
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one of vLLM's block hashes."""
+        return self.groups.hash_tokens
+
     def fingerprint(self, layers: str) -> str:
         """Return the hex digest under which a rank's memory is believed: of another model, weight
         revision or layout it differs. `layers` says names, shapes and types of the tensors."""
-        told = f"{LABELS}|{self.model_identity}|{self.block_tokens}|{self.num_ranks}|{layers}"
+        told = f"{LABELS}|{self.model_identity}|{self.groups}|{self.num_ranks}|{layers}"
         return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -181,8 +187,13 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             f"device is {vllm_config.device_config.device_type!r}, the connector serves cpu so "
             "far: remove --kv-transfer-config"
         )
-    _require_one_group(kv_cache_config)
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    groups = kv_groups(kv_cache_config, getattr(cache, "prefix_match_unit", None))
+    if groups.fails_whole_requests and not options.is_asynchronous:
+        raise ConfigurationError(
+            "is_asynchronous is False, and vLLM cannot compute a request of a model with sliding "
+            "windows again when its step has loaded wrong bytes: remove is_asynchronous, or add "
+            "--disable-hybrid-kv-cache-manager"
+        )
     identity = "|".join(
         str(part)
         for part in (
@@ -199,7 +210,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
     return EngineSetting(
         options=options,
         model_identity=identity,
-        block_tokens=int(spec.block_size),
+        groups=groups,
         num_blocks=int(kv_cache_config.num_blocks),
         num_ranks=int(parallel.world_size),
         replica=_replica(options, parallel),
@@ -213,20 +224,3 @@ def _replica(options: ConnectorOptions, parallel: Any) -> int:
     independently.
     """
     return options.replica if options.replica is not None else int(parallel.data_parallel_index)
-
-
-def _require_one_group(kv_cache_config: Any) -> None:
-    """Raise ConfigurationError unless all layers are one group that keeps every block.
-
-    With vLLM's hybrid manager off, sliding windows and chunks are such layers, too.
-    """
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    if kinds == ["FullAttentionSpec"]:
-        return
-    remedy = "remove --kv-transfer-config"
-    if kinds and not any("Mamba" in kind for kind in kinds):
-        remedy = "add --disable-hybrid-kv-cache-manager, or " + remedy
-    raise ConfigurationError(
-        f"the model has KV cache groups {', '.join(kinds) or 'none'}, the connector serves one of "
-        f"FullAttentionSpec: {remedy}"
-    )

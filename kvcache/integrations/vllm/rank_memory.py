@@ -34,7 +34,7 @@ from kvcache.integrations.vllm.block_labels import (
     DIGEST_BYTES,
     MAX_BLOCK_TOKENS,
     block_labels,
-    split_digests,
+    labelled_keys,
 )
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peers import PeerReaders
@@ -179,11 +179,11 @@ class RankMemory:
         labels = self._host.labels
         slots = int32_array(range(self._host.num_slots))
         held = slots[labels.are_labelled(slots)]
-        digests = split_digests(labels.labels_of(held).digests)
+        slot_keys = labelled_keys(labels.labels_of(held))
         keys, problem = self._scan_files()
         return Inventory(
             self._host.num_slots,
-            dict(zip(held.tolist(), digests, strict=True)),
+            dict(zip(held.tolist(), slot_keys, strict=True)),
             self._num_files,
             keys,
             problem,
@@ -221,6 +221,7 @@ class RankMemory:
             self._jobs.start(Fetch(fetch.job_id, FILE_MEDIUM, fetch.keys, destinations))
         self._has_failed_load = bool(commands.invalid_blocks)
         self._invalid_blocks.update(commands.invalid_blocks)
+        self._failed.update(commands.failed)
         self._received.update(commands.received)
         self._released.update(commands.released)
         self._num_loads.update(load.request_id for load in commands.loads)
@@ -264,12 +265,14 @@ class RankMemory:
         return finished
 
     def take_failed_requests(self) -> set[str]:
-        """Return those of the last `take_finished` that have to be computed in other blocks."""
+        """Return those of the last `take_finished` that have to be computed from their start: in
+        other blocks, because a load hangs, or because single blocks cannot be computed again."""
         failed, self._failed = self._failed, set()
         return failed
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return the blocks whose load failed since the last call."""
+        """Return the blocks whose load failed since the last call, where vLLM computes single
+        blocks again."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
@@ -284,8 +287,8 @@ class RankMemory:
         slots, blocks = int32_array(load.slots), int32_array(load.blocks)
         labels = self._host.labels
         is_right = labels.are_readable(slots)
-        held = split_digests(labels.labels_of(slots).digests)
-        is_right &= np.array([a == b for a, b in zip(held, load.digests, strict=True)], np.bool_)
+        held = labelled_keys(labels.labels_of(slots))
+        is_right &= np.array([a == b for a, b in zip(held, load.keys, strict=True)], np.bool_)
         self._loads[load.job_id] = RunningLoad(load, self._deadline_s(), slots[~is_right].tolist())
         job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
         if is_right.any():
@@ -305,8 +308,9 @@ class RankMemory:
             self._jobs.refuse(Load(load.job_id, HOST_MEDIUM, slots, blocks), str(error))
             return
         is_right = reader.are_whole(rows)
-        wanted = np.frombuffer(b"".join(load.digests), np.uint8).reshape(len(slots), -1)
-        is_right &= (rows["digest"] == wanted).all(axis=1)
+        wanted = block_labels(slots, load.keys)
+        digests = np.frombuffer(wanted.digests, np.uint8).reshape(len(slots), -1)
+        is_right &= (rows["digest"] == digests).all(axis=1) & (rows["group"] == wanted.groups)
         job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
         running.wrong = slots[~is_right].tolist()
         running.reader, running.slots, running.rows = reader, job.sources, rows[is_right]
@@ -321,7 +325,7 @@ class RankMemory:
     def _start_store(self, job: Store, store: StoreCommand) -> None:
         self._stores[job.job_id] = job.sources
         self._labels.withdraw(job.sources)
-        self._labels.apply(block_labels(job.sources, store.digests, store.parents))
+        self._labels.apply(block_labels(job.sources, store.keys, store.parents))
         self._jobs.start(job)
 
     def _poll(self) -> None:
@@ -374,12 +378,7 @@ class RankMemory:
         is_whole = not report.ok and not 0 < len(report.block_ids) < MAX_REPORTED_BLOCKS
         wrong = set(command.slots) if is_whole else {*load.wrong, *report.block_ids}
         if not load.is_overdue:
-            self._has_failed_load = True
-            self._invalid_blocks |= {
-                block
-                for slot, block in zip(command.slots, command.blocks, strict=True)
-                if slot in wrong
-            }
+            self._note_failure(command, wrong)
         detail = report.detail or _OTHER_BLOCKS
         logger.warning(
             "rank %d could not load %d of %d blocks, and they are computed again: %s",
@@ -390,6 +389,16 @@ class RankMemory:
         )
         named = () if is_whole else tuple(sorted(wrong))[:MAX_REPORTED_BLOCKS]
         return replace(report, ok=False, detail=detail, block_ids=named)
+
+    def _note_failure(self, load: LoadCommand, wrong: set[int]) -> None:
+        """Have vLLM compute what could not be loaded from the slots `wrong`."""
+        self._has_failed_load = True
+        if self._setting.groups.fails_whole_requests:
+            self._failed.add(load.request_id)
+            return
+        self._invalid_blocks |= {
+            block for slot, block in zip(load.slots, load.blocks, strict=True) if slot in wrong
+        }
 
     def _scan_files(self) -> tuple[tuple[bytes, ...], str]:
         """Return the keys of all good files, and what is wrong with the directory as a whole."""

@@ -24,25 +24,26 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """Load slot `slots[i]`, which holds `digests[i]`, into block `blocks[i]` of a request; from
+    """Load slot `slots[i]`, which holds `keys[i]`, into block `blocks[i]` of a request; from
     the memory of a peer, if there is one."""
 
     job_id: int
     request_id: str
     slots: tuple[int, ...]
     blocks: tuple[int, ...]
-    digests: tuple[bytes, ...]
+    keys: tuple[bytes, ...]
     peer: PeerMemory | None = None
 
 
 @dataclass(frozen=True)
 class StoreCommand:
-    """Store block `blocks[i]`, which is `digests[i]` and continues `parents[i]`, in `slots[i]`."""
+    """Store block `blocks[i]`, which is `keys[i]` and continues the digest `parents[i]`, in
+    `slots[i]`."""
 
     job_id: int
     slots: tuple[int, ...]
     blocks: tuple[int, ...]
-    digests: tuple[bytes, ...]
+    keys: tuple[bytes, ...]
     parents: tuple[bytes, ...]
 
 
@@ -63,9 +64,9 @@ class StepCommands:
     Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
     Then, before the forward or behind it: forget the slots `forgotten_slots` and the files of
     `forgotten_keys`, note the model epoch of a reset, seal the slots `sealed`; begin to write and
-    read files, and to load; say that `invalid_blocks` were not loaded, that the requests `received`
-    wait for nothing, and that those of `released` need their blocks no more. Behind the forward:
-    begin the store.
+    read files, and to load; say that `invalid_blocks` or all blocks of the requests `failed` were
+    not loaded, that the requests `received` wait for nothing, and that those of `released` need
+    their blocks no more. Behind the forward: begin the store.
     """
 
     reused_blocks: tuple[int, ...] = ()
@@ -77,6 +78,7 @@ class StepCommands:
     fetches: tuple[FileCommand, ...] = ()
     loads: tuple[LoadCommand, ...] = ()
     invalid_blocks: tuple[int, ...] = ()
+    failed: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     released: tuple[str, ...] = ()
     store: StoreCommand | None = None
@@ -99,12 +101,12 @@ class RankReports:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a rank has room for, and what it has adopted: `digests[slot]` of each sealed slot,
+    """What a rank has room for, and what it has adopted: `slot_keys[slot]` of each sealed slot,
     `file_keys` of each file. `files_problem` says why it does without files, if it does. `shape` is
     that of its memory, `model_epoch` that of its last reset, 0 before the first."""
 
     num_slots: int
-    digests: dict[int, bytes]
+    slot_keys: dict[int, bytes]
     num_files: int = 0
     file_keys: tuple[bytes, ...] = ()
     files_problem: str = ""
