@@ -17,7 +17,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.config.sections import Location
 from kvcache.coordinator import Coordinator
-from kvcache.coordinator.event_feed import LinkedEventFeed, NullEventFeed
+from kvcache.coordinator.event_feed import EventFeed, LinkedEventFeed
 from kvcache.coordinator.parts import CoordinatorParts, OffloadParts
 from kvcache.coordinator.settings import (
     AuditSettings,
@@ -159,9 +159,7 @@ def make_coordinator(
         )
 
     try:
-        parts = CoordinatorParts(
-            make_one, clock, state_store, traced, feed or NullEventFeed(), offload
-        )
+        parts = CoordinatorParts(make_one, clock, state_store, traced, feed or EventFeed(), offload)
         return Coordinator(coordinator_settings(config, plan), parts, secrets.token_hex(16))
     except BaseException:
         if feed is not None:

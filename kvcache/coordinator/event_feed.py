@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.core import AllBlocksCleared, CacheEvent
 from kvcache.events.feed_frames import pack_state, unpack_state
 from kvcache.events.feed_sender import FeedSender
-from kvcache.events.process_link import PublisherLink
+from kvcache.events.process_link import ProcessLink
 from kvcache.manager import KVCacheManager
 from kvcache.offload.events import EVENT_MEDIA, OffloadingEvent
 from kvcache.offload.specs import DEVICE_MEDIUM
@@ -30,8 +30,11 @@ TierState = Callable[[], Sequence[OffloadingEvent]]
 """Returns the contents of the tiers below the device, parents first."""
 
 
-class EventFeed(Protocol):
-    """The receiver of a coordinator's cache events. Called inside a step: never blocks."""
+class EventFeed:
+    """The receiver of a coordinator's cache events, called inside a step: never blocks.
+
+    This one publishes nothing.
+    """
 
     def emit(self, event: CacheEvent) -> None:
         """Take one event."""
@@ -53,45 +56,18 @@ class EventFeed(Protocol):
 
     def statistics(self) -> dict[str, Any] | None:
         """Return statistics of the publisher, None if there is none."""
+        return None
 
     def close(self) -> None:
         """Stop publishing."""
 
 
-class NullEventFeed:
-    """Publish nothing."""
-
-    def emit(self, event: CacheEvent) -> None:
-        """Forget the event."""
-
-    def begin(
-        self, manager: KVCacheManager, first_seq: int, known: Label | None, tiers: TierState | None
-    ) -> None:
-        """Do nothing."""
-
-    def follow(self, commands: Sequence[Command]) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def on_tick(self) -> None:
-        """Do nothing."""
-
-    def statistics(self) -> dict[str, Any] | None:
-        """Return None."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LinkedEventFeed:
+class LinkedEventFeed(EventFeed):
     """Sends events to a publisher over a link. One user, one thread."""
 
     def __init__(
         self,
-        link: PublisherLink,
+        link: ProcessLink,
         wall_time: Callable[[], float] = time.time,
         *,
         block_size: int = 0,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcache.base.clock import Clock
-from kvcache.coordinator.event_feed import EventFeed, NullEventFeed
+from kvcache.coordinator.event_feed import EventFeed
 from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.coordinator.tier_hits import TierHitFinder
@@ -39,5 +39,5 @@ class CoordinatorParts:
     clock: Clock
     state_store: StateStore
     recorder: StepRecorder = field(default_factory=StepRecorder)
-    events: EventFeed = field(default_factory=NullEventFeed)
+    events: EventFeed = field(default_factory=EventFeed)
     offload: OffloadParts | None = None

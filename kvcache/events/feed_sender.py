@@ -12,7 +12,7 @@ from kvcache.base.errors import MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.core import CacheEvent
 from kvcache.events.feed_frames import pack_events, pack_frame
-from kvcache.events.process_link import PublisherLink
+from kvcache.events.process_link import ProcessLink
 
 logger = get_logger(__name__)
 
@@ -27,7 +27,7 @@ launch does not know an earlier cluster of its name, but its followers do."""
 class FeedSender:
     """The sending half of a feed. One user, one thread."""
 
-    def __init__(self, link: PublisherLink, wall_time: Callable[[], float]) -> None:
+    def __init__(self, link: ProcessLink, wall_time: Callable[[], float]) -> None:
         """Send over `link`; `wall_time` returns seconds since 1970."""
         self.link = link
         self._wall_time = wall_time

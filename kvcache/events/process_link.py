@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, ConfigurationError, MalformedMessageError
@@ -31,33 +31,6 @@ _READ_BYTES: Final = 1 << 16
 _BUFFER_BYTES: Final = 4 << 20
 _CLOSE_S: Final = 2.0
 _RESTART_S: Final = 1.0
-
-
-class PublisherLink(Protocol):
-    """A link to a publisher that may end and restart."""
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether a publisher is there that needs the whole state first."""
-
-    @property
-    def last_seq(self) -> int:
-        """The highest number that a publisher of this link has reported."""
-
-    def send(self, frame: bytes, *, is_state: bool = False) -> None:
-        """Send a frame, or drop it. `is_state`: it has the whole state."""
-
-    def forget_state(self) -> None:
-        """Forget earlier frames: the publisher needs the whole state."""
-
-    def poll(self) -> None:
-        """Send frames that wait. Never blocks."""
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the publisher's own statistics, and counts of frames."""
-
-    def close(self) -> None:
-        """End the publisher."""
 
 
 class ProcessLink:
