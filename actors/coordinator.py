@@ -306,7 +306,7 @@ class CoordinatorActor:
         Until a worker knows the plan, workers that do not answer are looked up again.
         """
         logger.warning(
-            "%s: its coordinator was restarted, process %d: the workers are looked for",
+            "%s: its coordinator was restarted, process %d: looking for its workers",
             self._config.name,
             os.getpid(),
         )
@@ -349,7 +349,7 @@ class CoordinatorActor:
         try:
             save_endpoint(self._config.name, self._node.node_id, self._endpoint_for(self._node))
         except KVCacheError as error:  # it has taken over nevertheless, and must not do so again
-            logger.warning("clients have to ask where the coordinator is: %s", error)
+            logger.warning("the endpoint is not recorded, so clients have to ask for it: %s", error)
 
     def _describe_missing(self) -> str:
         """Name the ranks that do not obey yet."""

@@ -234,7 +234,7 @@ class MemoryServiceWatch:
         for call, rank in calls.items():
             reason = _reason_of(call)
             logger.warning(
-                "host memory of rank %d, which its memory service had not, %s",
+                "host memory of rank %d, missing in its memory service, %s",
                 rank,
                 f"is not kept: {reason}" if reason else "is kept again",
             )

@@ -135,7 +135,7 @@ class MemoryServiceStatus:
             ]
         found = [
             f"host memory of rank {rank} ends with its process: the memory service of node "
-            f"{self.host} has it not{': ' + reason if reason else ' yet'}"
+            f"{self.host} does not have it{': ' + reason if reason else ' yet'}"
             for rank, reason in zip_longest(self.missing_ranks, self.reasons, fillvalue="")
         ]
         told = self.statistics

@@ -107,7 +107,7 @@ class Launch:
             take_down(self.parts)
             if self.parts.was_stopped and isinstance(error, Exception):
                 raise StartupError(
-                    f"{self.config.name} was stopped from elsewhere while it was starting, and "
+                    f"{self.config.name} was stopped by another process while it was starting, and "
                     "nothing of it is left: launch it again"
                 ) from error
             if isinstance(error, RayError):

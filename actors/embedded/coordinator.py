@@ -222,9 +222,9 @@ class EmbeddedCoordinator:
             return
         name = self.config.name
         if record is None or state is None or record.launch_id != self.record.launch_id:
-            logger.warning("%s was stopped from elsewhere: this process serves no more", name)
+            logger.warning("%s was stopped by another process: this process stops serving", name)
             self._service.end(
-                SupersededError(f"cluster {name} was stopped from elsewhere: launch it again")
+                SupersededError(f"cluster {name} was stopped by another process: launch it again")
             )
         elif state.epoch > self._service.call(lambda: rule.coordinator.epoch):
             is_told = record.process not in (None, self.record.process)
@@ -233,7 +233,7 @@ class EmbeddedCoordinator:
             self._service.end(
                 SupersededError(
                     f"cluster {name} was taken over by {who} in epoch {state.epoch}: schedule "
-                    "there, this process is not obeyed any more"
+                    "there, workers do not obey this process any more"
                 )
             )
 
@@ -338,6 +338,6 @@ def require_sockets(config: ClusterConfig) -> None:
     """Raise ConfigurationError for the transport of Ray calls."""
     if config.transport.kind == "ray":
         raise ConfigurationError(
-            "transport.kind is ray, but a coordinator embedded in a process is no actor that could "
-            "be called: set it to zmq"
+            "transport.kind is ray, but a coordinator embedded in a process cannot be called: "
+            "set it to zmq"
         )

@@ -87,7 +87,7 @@ class EmbeddedRecord:
         try:
             fields = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise MalformedMessageError(f"the record of {cluster} is none: {remedy}") from error
+            raise MalformedMessageError(f"the record of {cluster} is invalid: {remedy}") from error
         version = fields.pop("version", None) if type(fields) is dict else None
         if type(version) is int and version != RECORD_VERSION:
             raise VersionMismatchError(
@@ -100,7 +100,7 @@ class EmbeddedRecord:
             or not _has_types(fields, _TYPES)
             or not (process is None or _has_types(process, _PROCESS_TYPES))
         ):
-            raise MalformedMessageError(f"the record of {cluster} is none: {remedy}")
+            raise MalformedMessageError(f"the record of {cluster} is invalid: {remedy}")
         owner = None if process is None else ProcessIdentity(**process)
         return cls(process=owner, **fields)
 

@@ -383,7 +383,7 @@ class ZmqServer:
             if is_end:
                 self._num_probes_left = PROBES_PER_END
             else:
-                logger.warning("refused: a connection that does not prove itself with a key")
+                logger.warning("refused: a connection without a valid key")
 
     def _probe_clients(self) -> None:
         """Find the clients without a connection: libzmq has no queue for them."""

@@ -123,7 +123,7 @@ class DeathWatch:
         try:
             self._on_death(sentinel.rank, sentinel.incarnation, cause)
         except Exception:
-            logger.exception("the death of rank %d could not be dealt with", sentinel.rank)
+            logger.exception("the death of rank %d could not be handled", sentinel.rank)
 
     def _forget(self, sentinel: _Sentinel) -> None:
         """Send no more sentinels to a dead process."""

@@ -300,7 +300,9 @@ class WorkerSupervisor:
         try:
             link.call(tell)
         except KVCacheError as error:
-            logger.error("the coordinator cannot be told that rank %d is lost: %s", rank, error)
+            logger.error(
+                "the loss of rank %d cannot be reported to the coordinator: %s", rank, error
+            )
         if self._has_care and incarnation:
             self._replace(rank)
 
@@ -359,7 +361,7 @@ class WorkerSupervisor:
             heard, self._pending = self._link.call(partial(self._look, now_s))
             self._end_silent(heard, self._silence.look(heard, now_s))
         except KVCacheError as error:
-            logger.warning("the coordinator could not be looked at: %s", error)
+            logger.warning("the coordinator could not be checked: %s", error)
 
     def _look(self, now_s: float) -> tuple[dict[int, tuple[str, float]], tuple[PendingWork, ...]]:
         """Return when each process was last heard, and the pending work. In the loop's thread."""

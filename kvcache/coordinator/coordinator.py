@@ -516,7 +516,7 @@ class Coordinator:
         """Stop because another coordinator has taken over: refuse all clients permanently."""
         clients = self._end_epoch()
         logger.warning(
-            "epoch %d was superseded, coordinator %s serves no more: %s%s",
+            "epoch %d was superseded, coordinator %s stops serving: %s%s",
             self.epoch,
             self._members.nonce,
             reason,

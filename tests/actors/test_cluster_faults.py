@@ -124,7 +124,7 @@ def test_a_start_up_that_fails_names_rank_and_cause_and_leaves_nothing(
 
 
 STOPPED = (
-    "{} was stopped from elsewhere while it was starting, and nothing of it is left: launch it "
+    "{} was stopped by another process while it was starting, and nothing of it is left: launch it "
     "again"
 )
 

@@ -336,7 +336,7 @@ def test_a_launch_that_fails_frees_the_name(
 
 
 def test_ray_calls_cannot_reach_an_embedded_coordinator(ray_cluster: str, make_config: Any) -> None:
-    with pytest.raises(ConfigurationError, match="is no actor that could be called: set it to zmq"):
+    with pytest.raises(ConfigurationError, match="cannot be called: set it to zmq"):
         EmbeddedCluster.launch(make_config(transport={"kind": "ray"}))
 
 
@@ -372,7 +372,7 @@ def test_others_see_where_the_coordinator_is_and_can_stop_the_cluster(
     site.stop()
     assert wait_until(lambda: driver.ask("status")["state"] == "failed", 10.0)
     said = driver.ask("step")
-    assert said["text"] == f"cluster {config.name} was stopped from elsewhere: launch it again"
+    assert said["text"] == f"cluster {config.name} was stopped by another process: launch it again"
     traces.check(config.name)
 
 

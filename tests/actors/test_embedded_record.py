@@ -56,12 +56,12 @@ def test_invalid_records_are_refused(make_config: MakeConfig, change: dict[str, 
     fields = {**fields_of(make_record(make_config())), **change}
     with pytest.raises(MalformedMessageError) as caught:
         EmbeddedRecord.from_bytes(json.dumps(fields).encode(), "c")
-    assert str(caught.value) == "the record of c is none: launch under another name"
+    assert str(caught.value) == "the record of c is invalid: launch under another name"
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[]", b"null", b"1", b"{}", b'{"version": 1}'])
 def test_bytes_that_are_no_record_are_refused(data: bytes) -> None:
-    with pytest.raises(MalformedMessageError, match="the record of c is none"):
+    with pytest.raises(MalformedMessageError, match="the record of c is invalid"):
         EmbeddedRecord.from_bytes(data, "c")
 
 

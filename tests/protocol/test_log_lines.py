@@ -149,7 +149,7 @@ def test_a_takeover_is_told_by_all_who_see_it(caplog: pytest.LogCaptureFixture) 
             r"^INFO epoch 2: steps wait up to \d+\.\d s for clients engine-0$",
             r"^INFO epoch 2 is ready after .* s: \d+ blocks are kept",
             rf"^WARNING rank 0 does not obey epoch 1 of coordinator {old._members.nonce}: epoch 2 ",
-            rf"^WARNING epoch 1 was superseded, coordinator {old._members.nonce} serves no more: "
+            rf"^WARNING epoch 1 was superseded, coordinator {old._members.nonce} stops serving: "
             r"rank 0: epoch 2 of another coordinator is obeyed; to attach again: engine-0$",
         )
 
