@@ -22,7 +22,7 @@ from actors.coordinator_metrics import CoordinatorMetrics
 from actors.endpoints import EndpointTable, save_endpoint
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.names import OUR_LOGGERS, coordinator_name
-from actors.reports import ClusterStatus, LastWorkers, NodeAddress
+from actors.reports import ClusterStatus, LastWorkers, NodeAddress, describe_losses
 from actors.service import CoordinatorService, ServiceStatistics, with_faults
 from actors.state import RayStateStore
 from actors.transport import Endpoint, ServerTransport
@@ -280,11 +280,7 @@ class CoordinatorActor:
             core_factory=metrics.core_factory,
             tracer=self._tracer,
         )
-        incarnations = {
-            rank: report.incarnation
-            for rank, report in enumerate(worker_set.reports)
-            if report.incarnation and rank not in lost
-        }
+        incarnations = worker_set.incarnations(lost)
         decider = metrics.around(coordinator)
 
         def start() -> None:
@@ -369,7 +365,7 @@ class CoordinatorActor:
         statistics, supervisor = self._statistics_of_coordinator(), self._supervisor
         plan = None if supervisor is None else supervisor.worker_set.plan
         ranks = () if supervisor is None else supervisor.describe_ranks()
-        lost = "; ".join(f"rank {r.rank}: {r.describe()}" for r in ranks if r.problem)
+        lost = describe_losses(ranks)
         problem = self._problem or "; ".join(filter(None, (lost, statistics.problem)))
         state = "ready" if self._is_running() and not problem else "degraded"
         if self._loop.failure is not None:

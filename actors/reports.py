@@ -91,6 +91,11 @@ class RankStatus:
         return f"lost ({self.problem}){replacement}"
 
 
+def describe_losses(ranks: Sequence[RankStatus], verb: str = ":") -> str:
+    """Return which ranks are lost and why, in words; empty if none is."""
+    return "; ".join(f"rank {one.rank}{verb} {one.describe()}" for one in ranks if one.problem)
+
+
 @dataclass(frozen=True)
 class MemoryServiceReport:
     """A memory service's own report. `statistics` is None while it cannot serve; `problem` says

@@ -25,7 +25,7 @@ from actors.connect import connect_peer, require_ray, this_node
 from actors.embedded.record import load_record
 from actors.endpoints import load_endpoint
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name
-from actors.reports import ClusterStatus
+from actors.reports import ClusterStatus, describe_losses
 from actors.service import ServiceStatistics
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.mailbox import Mailbox
@@ -221,8 +221,8 @@ class Dialer:
         """Say which ranks are lost and why, empty if none is. Raises as `endpoint` does."""
         require_ray()
         status: ClusterStatus = self._answer("how it does", self._coordinator.status)
-        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in status.ranks if rank.problem]
-        return "; ".join(lost) or (status.problem if "rank" in status.problem else "")
+        lost = describe_losses(status.ranks, " is")
+        return lost or (status.problem if "rank" in status.problem else "")
 
     def _answer(self, question: str, ask: Any, *arguments: Any) -> Any:
         """Return the coordinator's answer; `ask` is the actor's method."""

@@ -24,7 +24,7 @@ from actors.embedded.record import EmbeddedRecord, load_record, take_record
 from actors.embedded.shared_service import SharedService
 from actors.endpoints import EndpointTable
 from actors.loop import ServiceLoop
-from actors.reports import ClusterStatus, NodeAddress
+from actors.reports import ClusterStatus, NodeAddress, describe_losses
 from actors.service import ServiceStatistics, with_faults
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
@@ -156,9 +156,9 @@ class EmbeddedCoordinator:
         if rule is None:
             return ""
         ranks = rule.supervisor.describe_ranks()
-        lost = [f"rank {rank.rank} is {rank.describe()}" for rank in ranks if rank.problem]
+        lost = describe_losses(ranks, " is")
         problem = self._service.call(rule.coordinator.problem)
-        return "; ".join(lost) or (problem if "rank" in problem else "")
+        return lost or (problem if "rank" in problem else "")
 
     # --- inspection
 
@@ -179,8 +179,7 @@ class EmbeddedCoordinator:
     def status(self) -> ClusterStatus:
         """Return the cluster's status."""
         statistics, ranks = self.statistics()[0], self.supervisor.describe_ranks()
-        lost = "; ".join(f"rank {rank.rank}: {rank.describe()}" for rank in ranks if rank.problem)
-        problem = "; ".join(filter(None, (lost, statistics.problem)))
+        problem = "; ".join(filter(None, (describe_losses(ranks), statistics.problem)))
         is_running = statistics.phase == Phase.RUNNING.value
         state = "ready" if is_running and not problem else "degraded"
         if self.ended is not None:
@@ -267,11 +266,7 @@ class EmbeddedCoordinator:
             self._store,
             core_factory=metrics.core_factory,
         )
-        incarnations = {
-            rank: report.incarnation
-            for rank, report in enumerate(worker_set.reports)
-            if report.incarnation and rank not in lost
-        }
+        incarnations = worker_set.incarnations(lost)
         self._service.open(metrics.around(coordinator), partial(coordinator.start, incarnations))
         metrics.report(coordinator, self._service.statistics, self._service.call)
         link = CoordinatorLink(

@@ -114,9 +114,8 @@ class WorkerSupervisor:
         self._pending: tuple[PendingWork, ...] = ()
         save_roster(config.name, worker_set)
         self._watch = DeathWatch(link.epoch, self._on_death)
-        for rank, report in enumerate(worker_set.reports):
-            if report.incarnation and rank not in lost:
-                self._connect(rank)
+        for rank in worker_set.incarnations(lost):
+            self._connect(rank)
         self.memory_services = MemoryServiceWatch(
             config, lambda: self._worker_set, self.rules, clock
         )

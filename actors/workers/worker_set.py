@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -47,6 +47,11 @@ class WorkerSet:
     actors: tuple[Any, ...]
     reports: tuple[WorkerReport, ...]
     placement: PlacementGroup | None = None
+
+    def incarnations(self, lost: Container[int]) -> dict[int, str]:
+        """Return the known process of each rank that is not `lost`."""
+        known = enumerate(self.reports)
+        return {r: one.incarnation for r, one in known if one.incarnation and r not in lost}
 
     def with_worker(self, rank: int, actor: Any, report: WorkerReport) -> WorkerSet:
         """Return a copy in which `actor` serves `rank`."""
