@@ -110,7 +110,7 @@ def test_what_cannot_be_served_is_refused_with_a_remedy(
     [
         ({"nam": "a"}, "nam: 'a': there is no such key: did you mean name?"),
         ({"name": "a b"}, "name: 'a b': use letters, digits"),
-        ({"offload": {"host_memory_per_rank": "8GB"}}, "'8GB' is no amount of memory"),
+        ({"offload": {"host_memory_per_rank": "8GB"}}, "'8GB' is not an amount of memory"),
         ({"offload": {"policy": "newest"}}, "offload.policy: "),
         ({"offload": {"blocks_per_slot": 4}}, "offload.blocks_per_slot: 4: the vLLM connector"),
         (
