@@ -22,7 +22,7 @@ from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import parse_extra_keys
 from kvcache.requests.digests import PackedDigests
 from kvcache.requests.hash_algorithms import BlockHash
-from kvcache.requests.request_content import parse_namespace_name
+from kvcache.requests.request_content import Namespace, parse_namespace_name
 
 EVENT_MEDIA: Mapping[str, str] = MappingProxyType(
     {DEVICE_MEDIUM: "device", HOST_MEDIUM: "host", FILE_MEDIUM: "storage"}
@@ -73,6 +73,7 @@ def cache_events(
     is_full = labels.token_counts == sizes[groups]
     medium = EVENT_MEDIA.get(event.medium, EVENT_MEDIA[FILE_MEDIUM])
     ends = np.cumsum(labels.token_counts)
+    namespaces: dict[int, Namespace] = {}
     found: list[BlocksStored | BlocksRemoved] = []
     for first, end in _runs(labels, digests, parents, is_full.tolist(), event.removed):
         group = int(groups[first])
@@ -80,6 +81,9 @@ def cache_events(
             found.append(BlocksRemoved(group, medium, digests[first:end]))
             continue
         parent = parents[first]
+        number = int(labels.namespaces[first])
+        if number not in namespaces:
+            namespaces[number] = parse_namespace_name(labels.namespace_names[number])
         keys = [labels.extra_keys.get(row, b"") for row in range(first, end)]
         start = int(ends[first]) - int(labels.token_counts[first])
         found.append(
@@ -90,9 +94,7 @@ def cache_events(
                 parent_digest=None if parent == none_hash else BlockHash(parent),
                 token_ids=labels.token_ids[start : int(ends[end - 1])],
                 block_size=int(sizes[group]),
-                namespace=parse_namespace_name(
-                    labels.namespace_names[int(labels.namespaces[first])]
-                ),
+                namespace=namespaces[number],
                 extra_keys=tuple(map(parse_extra_keys, keys)) if any(keys) else (),
             )
         )

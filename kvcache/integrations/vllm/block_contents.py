@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.arrays import int32_array
 from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import extra_keys_bytes
-from kvcache.requests.request_content import Namespace, namespace_name
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace, namespace_name
+
+_PLAIN = namespace_name(DEFAULT_NAMESPACE)
 
 ExtraKeys = tuple[tuple[Any, ...], ...]
 ExtraKeysOf = Callable[[Any, int, int], ExtraKeys | None]
@@ -52,7 +54,8 @@ class BlockContents:
         embeddings.
         """
         groups: list[int] = []
-        tokens: list[Int32Array] = []
+        tokens: list[int] = []
+        counts: list[int] = []
         names: dict[bytes, int] = {}
         namespaces: list[int] = []
         extra_keys: dict[int, bytes] = {}
@@ -65,7 +68,9 @@ class BlockContents:
             if extra and is_sayable:
                 extra_keys[row] = extra_keys_bytes(extra)
             groups.append(group)
-            tokens.append(int32_array(request.all_token_ids[start:end] if is_sayable else ()))
+            counts.append(size if is_sayable else 0)
+            if is_sayable:
+                tokens += request.all_token_ids[start:end]
             namespaces.append(names.setdefault(_namespace_name(request), len(names)))
         return Label(
             block_ids=int32_array(np.arange(len(keys))),
@@ -73,8 +78,8 @@ class BlockContents:
             slots=int32_array(np.full(len(keys), -1)),
             digests=b"".join([key[:-GROUP_BYTES] for key in keys]),
             parent_digests=b"".join(parents),
-            token_counts=int32_array([len(each) for each in tokens]),
-            token_ids=np.concatenate([int32_array(()), *tokens]),
+            token_counts=int32_array(counts),
+            token_ids=int32_array(tokens),
             namespaces=int32_array(namespaces),
             namespace_names=tuple(names),
             extra_keys=extra_keys,
@@ -89,6 +94,8 @@ def _is_sayable(key: tuple[Any, ...]) -> bool:
 
 def _namespace_name(request: Any) -> bytes:
     adapter = request.lora_request
+    if adapter is None and request.cache_salt is None:
+        return _PLAIN
     lora = None
     if adapter is not None:
         lora = json.dumps([adapter.lora_name, adapter.lora_path], ensure_ascii=False)
