@@ -350,10 +350,8 @@ class ColumnStore:
 
     def has_nodes(self, num_more: int) -> bool:
         """Return whether `num_more` nodes fit into the columns and into `index` without growing."""
-        cells, c = self.cells, self.columns
-        return cells[NUM_SPARE] + len(c.node) - cells[NEXT_NODE] >= num_more and 2 * (
-            cells[NUM_INDEXED] + num_more
-        ) <= len(c.index)
+        num_indexed = self.cells[NUM_INDEXED] + num_more
+        return num_more <= self.num_spare_nodes() and 2 * num_indexed <= len(self.columns.index)
 
     def reach_nodes(self, num_more: int) -> bool:
         """Make room for `num_more` nodes, up to `max_nodes`; return whether they fit."""

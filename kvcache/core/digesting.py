@@ -306,21 +306,11 @@ class Digester:
         quick_chains.setdefault(self._hash_fn.name, partial(_chained, word.copy(), self._library))
 
     def _is_right(self) -> bool:
-        """Check the digest of a node with a parent against the package's own function."""
-        store = ColumnStore(
-            2, (), self._store.unit_tokens, self._hash_fn.digest_bytes, use_eagle=False,
-            step_tokens=1,
-        )  # fmt: skip
-        c = store.columns
-        c.word[:] = self._store.columns.word
-        c.digest[1] = np.arange(len(c.digest[1])) % 251
-        c.node[1, KEYS] = 1
-        c.tokens[2] = np.arange(len(c.tokens[2])) * 7919
-        c.node[2, PARENT], c.node[2, KEYS] = 1, 0
-        _make_in(store, np.array([2], np.int32))
-        parent = BlockHash(c.digest[1].tobytes())
-        expected = self._hash_fn.hash_block(parent, c.tokens[2].tobytes())
-        return c.digest[2].tobytes() == expected
+        """Check a digest against the package's own function."""
+        parent = BlockHash(bytes(range(self._hash_fn.digest_bytes)))
+        tokens = (np.arange(self._store.unit_tokens, dtype=np.int32) * 7919).tobytes()
+        made = _chained(self._store.columns.word, self._library, parent, tokens, len(tokens), 1)
+        return made == self._hash_fn.hash_block(parent, tokens)
 
 
 def _make_in(store: ColumnStore, nodes: Any) -> None:

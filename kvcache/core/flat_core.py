@@ -22,6 +22,7 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError, RequestError
+from kvcache.core.audit import check_core, dump_core, free_list
 from kvcache.core.columns import (
     ACCEPTED,
     BLOCK,
@@ -41,7 +42,6 @@ from kvcache.core.columns import (
     IS_OPEN,
     KEYS,
     LOGS_GONE,
-    NEXT,
     NEXT_NODE,
     NO_CACHING,
     NODE,
@@ -83,6 +83,7 @@ from kvcache.core.kinds.rule import SIZE
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all
 from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index
+from kvcache.core.rebuild import rebuild
 from kvcache.core.rows import (
     ALONE,
     ASKING,
@@ -351,7 +352,7 @@ class FlatCore:
             room = num_free - self._room_of_tenant(request, num_free - spare)
         if not store.free_rows:
             store.more_rows()
-        r, step = store.free_rows[-1], self.steps.current
+        r = store.free_rows[-1]
         is_simple = self.order is None and self.notifier.offload is None
         needed, has_news = admit_row(
             store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
@@ -365,8 +366,8 @@ class FlatCore:
             return None
         store.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        if num_new > 0 and step is not None:
-            step.rows.append([(r, store.columns.row.item(r, GENERATION), depth, end)])
+        if num_new > 0:
+            self.steps.note_row(r, depth, end)
         if not is_simple:
             self._make_room(needed)
             serve_row(store.address, r, computed, wanted, GROW, 0)
@@ -432,7 +433,7 @@ class FlatCore:
                     return RowsReserved(is_reserved, patch)
         patch = self._take_patch()
         if first:
-            self.steps.note_rows(self._published[:first].copy())
+            self.steps.note_rows(self._published[:first].tolist())
         for place in places[LONG, :second].tolist():
             slot = int(slots[place])
             table.sync(slot)
@@ -488,7 +489,7 @@ class FlatCore:
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
         patch = self._take_patch()
         if num_published:
-            self.steps.note_rows(self._published[:num_published].copy())
+            self.steps.note_rows(self._published[:num_published].tolist())
         self._settle()
         return RowsAdmitted(answers[0], answers[1], answers[2], patch)
 
@@ -718,14 +719,10 @@ class FlatCore:
 
     def check(self) -> None:
         """Raise `InvariantError` at the first invariant that does not hold. O(blocks)."""
-        from kvcache.core.audit import check_core
-
         check_core(self)
 
     def dump_state(self) -> dict[str, object]:
         """Return the whole state as plain values in a canonical form, for comparison."""
-        from kvcache.core.audit import dump_core
-
         return dump_core(self)
 
     def restore(self, labels: Sequence[LabelSet]) -> int:
@@ -737,8 +734,6 @@ class FlatCore:
         Raises:
             BlockError: a block is referenced or cached already; nothing was changed.
         """
-        from kvcache.core.rebuild import rebuild
-
         self._last = None
         kept = rebuild(self, labels)
         self._settle()
@@ -896,17 +891,9 @@ class FlatCore:
     def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
         """Return unreferenced cached blocks, next victims first, without those of `spared`."""
         c, stay = self.store.columns, {0, *spared.tolist()}
-        oldest = self._free_list() if self.order is None else self.order.policy.order()
+        oldest = free_list(self.store) if self.order is None else self.order.policy.order()
         found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
         return int32_array(list(found))
-
-    def _free_list(self) -> Iterable[int]:
-        """Yield the free blocks in the order in which they are taken."""
-        block = self.store.columns.block
-        b = block.item(0, NEXT)
-        while b:
-            yield b
-            b = block.item(b, NEXT)
 
     def _sweep_roots(self) -> None:
         """Drop namespaces without cached blocks and running requests."""
@@ -1026,7 +1013,7 @@ class FlatCore:
         if end <= start:
             return
         self.reach_nodes(end - start)
-        self.steps.note_row(r, end)
+        self.steps.note_row(r, start, end)
         _, _, keys = self._keys_of(request, end)
         digests = self._known_digests(request, end)
         self._count_room(request)
@@ -1035,7 +1022,7 @@ class FlatCore:
     def _merge(self, published: list[Any]) -> None:
         """Replace rows' duplicate blocks by sealed ones; the forwards that wrote them are
         complete."""
-        for r, generation, first, end in [row for rows in published for row in rows]:
+        for r, generation, first, end in published:
             if self.store.columns.row.item(r, GENERATION) != generation:
                 continue
             tables = [self.table(r, g) for g in range(self.store.num_groups)]

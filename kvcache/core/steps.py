@@ -70,7 +70,7 @@ def settle_notes(core: Any, notes: Any, serial: int, waiting: Any) -> int:
 class OpenStep:
     """A step that made blocks hittable: its notes, and the units of rows that it published.
 
-    Each entry of `rows` has row, generation, first unit and end, shape `(n, 4)`. `waits`: notes of
+    Each entry of `rows` has row, generation, first unit and end. `waits`: notes of
     other steps wait for this one; the same content may then be noted more than once.
     """
 
@@ -79,7 +79,7 @@ class OpenStep:
     serial: int
     notes: list[NodeNotes] = field(default_factory=list)
     waits: bool = False
-    rows: list[Any] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
 
 
 class StepTable:
@@ -124,16 +124,14 @@ class StepTable:
         if self._client_id not in self._waiting:
             self._numbers.pop(self._client_id, None)
 
-    def note_rows(self, rows: Any) -> None:
+    def note_rows(self, rows: list[list[int]]) -> None:
         """Remember the units that rows published: row, generation, first unit, end."""
         if self.current is not None:
-            self.current.rows.append(rows)
+            self.current.rows += rows
 
-    def note_row(self, r: int, end: int) -> None:
-        """Remember that a row is about to publish its units up to `end`."""
-        if self.current is not None:
-            row = self._store.columns.row
-            self.current.rows.append([(r, row.item(r, GENERATION), row.item(r, UNITS), end)])
+    def note_row(self, r: int, start: int, end: int) -> None:
+        """Remember that a row publishes its units `[start, end)`."""
+        self.note_rows([[r, self._store.columns.row.item(r, GENERATION), start, end]])
 
     def note(self, notes: NodeNotes) -> None:
         """Remember what became hittable in the open step."""
@@ -172,10 +170,9 @@ class StepTable:
         while waiting and waiting[-1].step >= from_step:
             step = waiting.pop()
             failed.append(step)
-            for rows in reversed(step.rows):
-                for r, generation, units, _ in rows if isinstance(rows, list) else rows.tolist():
-                    if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
-                        rewind_row(core, r, units)
+            for r, generation, units, _ in reversed(step.rows):
+                if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
+                    rewind_row(core, r, units)
         return failed
 
     def end_failed(self, client_id: str, failed: list[OpenStep]) -> None:

@@ -517,8 +517,7 @@ class KVCacheManager:
         self.control.state_number += 1
         self._core.fail_steps(client_id, client.completed_step + 1)
         gone = self._table.of_client(client.index)
-        for known in gone:
-            self._executor.forget(known)
+        self._executor.forget(*gone)
         self.control.refresh()
         return tuple(known.request.request_id for known in gone)
 

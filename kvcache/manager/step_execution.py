@@ -10,7 +10,6 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any
@@ -98,7 +97,7 @@ class StepExecutor:
         record, answer = StepRecord(step.step), _Answer()
         core.open_step(client.client_id, step.step)
         if plan.finished:
-            self._forget_all(plan.finished)
+            self.forget(*plan.finished)
         if plan.preempted:
             self._preempt(plan, record)
         for request_id, change in core.take_merges():
@@ -137,17 +136,13 @@ class StepExecutor:
         self._add_fields(fields, plan, answer, admitted)
         return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
 
-    def forget(self, known: KnownRequest) -> None:
-        """Free a request's blocks, remove it from the table, and tell the tiers below."""
-        if known.slot != NO_SLOT:
-            self._core.free(known.request)
-        self._table.forget(known)
-        if self._tiers.hooks is not None:
-            self._tiers.hooks.on_request_finished(known.request.request_id)
-
-    def _forget_all(self, gone: Sequence[KnownRequest]) -> None:
-        """Do `forget` for each of these requests, in order."""
-        self._core.free_all([known.request for known in gone if known.slot != NO_SLOT])
+    def forget(self, *gone: KnownRequest) -> None:
+        """Free the blocks of requests, in order, remove them from the table, and tell the tiers
+        below."""
+        if len(gone) == 1:
+            self._core.free(gone[0].request)
+        else:
+            self._core.free_all([known.request for known in gone])
         for known in gone:
             self._table.forget(known)
             if self._tiers.hooks is not None:
@@ -155,8 +150,7 @@ class StepExecutor:
 
     def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
         """Roll back; return the requests that had to be preempted for it."""
-        for known in rollback.forgotten:
-            self.forget(known)
+        self.forget(*rollback.forgotten)
         for row in rollback.preempted_again:
             self._core.free(row.known.request)
             self._table.undo_resume(row.known)

@@ -71,12 +71,12 @@ class LeaksBlocks(FlatCore):
 
     num_freed = 0
 
-    def free(self, request: Request) -> None:
+    def _forget_row(self, request: Request) -> int:
         held = [block for block in self.block_ids(request.request_id)[0] if block]
         self.num_freed += 1
         if held and self.num_freed % 5 == 0:
             acquire_all(self.store.address, flat_core.int32_array(held[:1]))
-        super().free(request)
+        return super()._forget_row(request)
 
 
 class KeepsOneBlockFree(FlatCore):
