@@ -24,7 +24,7 @@ from actors.cli.simulate import (
     RequestsOption,
     SeedOption,
 )
-from actors.cli.tables import bytes_text, print_json, print_table
+from actors.cli.tables import bytes_text, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from kvcache.simulate.advice import HitCurve, MeasuredCandidate, Memory, Speeds
@@ -291,18 +291,18 @@ def _print(console: Console, advice: _Advice) -> None:
         f"blocks ({memory.gib(trace.num_distinct_blocks):,.1f} GiB)"
     )
     print_table(console, title, _candidate_table(advice))
-    _say(console, _sentence(advice))
+    print_note(console, _sentence(advice))
     best = advice.best.result.cache.policy
     print_table(console, f"what a GiB of one pool adds, with {best}", _curve_table(advice))
     steadiness = _Steadiness.of(advice.best.result)
-    _say(console, "How sure is this?")
+    print_note(console, "How sure is this?")
     if steadiness is not None:
-        _say(console, f"- {steadiness.describe()}")
+        print_note(console, f"- {steadiness.describe()}")
     for doubt in _doubts(advice) or ["nothing in the trace speaks against it"]:
-        _say(console, f"- {doubt}")
-    _say(console, "Assumed:")
+        print_note(console, f"- {doubt}")
+    print_note(console, "Assumed:")
     for assumption in _assumptions(advice):
-        _say(console, f"- {assumption}")
+        print_note(console, f"- {assumption}")
 
 
 def _candidate_table(advice: _Advice) -> Table:
@@ -366,10 +366,6 @@ def _curve_table(advice: _Advice) -> Table:
         )
         before = (num_blocks, rate)
     return table
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _draw(path: Path, advice: _Advice) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import EXIT_PREVENTED, JsonOption, command
-from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.tables import bytes_text, print_facts, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from kvcache.base.clock import Clock
@@ -472,12 +472,12 @@ def _print(found: Examination) -> None:
         title = f"copies on {measurement.device}, GB/s: pages here and there, plain in one piece"
         print_table(console, title, _copies(measurement, found.page_bytes))
         for note in (*_choices(measurement), *measurement.notes):
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            print_note(console, note)
     for problem in found.problems:
         mark = "problem" if problem.prevents_launch else "warning"
         style = "red" if problem.prevents_launch else "yellow"
         line = f"{mark}: {problem.what}: {problem.remedy}"
-        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        print_note(console, line, style)
     if not found.problems:
         console.print("nothing is wrong", markup=False)
 

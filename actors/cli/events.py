@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.cli.command import SecondsOption, command
+from actors.cli.tables import facts_table
 
 if TYPE_CHECKING:
     from actors.cli.event_tally import Look, PrefixRow
@@ -255,12 +256,7 @@ def _shower(title: str, as_json: bool) -> Iterator[Show]:
 
 
 def _screen(title: str, look: Look) -> Group:
-    facts = Table(show_header=False)
-    facts.add_column(style="bold")
-    facts.add_column()
-    for name, value in _facts(look).items():
-        facts.add_row(name, value)
-    return Group(Text(title, style="italic"), facts, _prefixes(look))
+    return Group(Text(title, style="italic"), facts_table(_facts(look)), _prefixes(look))
 
 
 def _facts(look: Look) -> dict[str, str]:
@@ -300,9 +296,7 @@ def _state(look: Look) -> str:
 
 
 def _prefixes(look: Look) -> Table:
-    table = Table()
-    for heading in ("prefixes", "last block", "blocks", "tokens", "continued by", "adapter", "in"):
-        table.add_column(heading)
+    table = Table("prefixes", "last block", "blocks", "tokens", "continued by", "adapter", "in")
     for sort, rows in (
         ("most continued", look.top.most_children),
         ("longest", look.top.longest),

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import JsonOption, NoProgressOption, command
-from actors.cli.tables import print_json, print_table
+from actors.cli.tables import print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from kvcache.simulate.block_trace import BlockTrace
@@ -228,19 +228,19 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
             f"below the device: {cache.host_blocks:,} blocks of host memory, "
             f"{cache.disk_blocks:,} on disk; in brackets: hits on the device + host + disk"
         )
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(console, note)
     if cache.pace is not None:
         note = (
             "requests run side by side, answers included; in brackets: how long they wait for "
             "room, on average"
         )
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(console, note)
     if cache.groups:
         kinds = ", ".join(group.kv_cache_spec.kind for group in cache.groups)
         note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
         if OPTIMUM in cells:
             note += f"; {OPTIMUM}: a bound that may be out of reach"
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        print_note(console, note)
 
 
 def _cell(result: SimulationResult) -> str:

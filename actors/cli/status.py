@@ -108,9 +108,7 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
 
 
 def _pending_table(pending: Sequence[PendingWork]) -> Table:
-    table = Table()
-    for heading in ("what", "for", "limit", ""):
-        table.add_column(heading)
+    table = Table("what", "for", "limit", "")
     for work in pending:
         mark = "STUCK" if work.is_stuck else ""
         table.add_row(work.what, f"{work.age_s:.1f} s", f"{work.limit_s:g} s", mark)
@@ -169,9 +167,7 @@ def _hit_rate(manager: ManagerStatistics) -> str:
 
 
 def _ranks(status: ClusterStatus) -> Table:
-    table = Table()
-    for heading in ("rank", "host", "process", "GPUs", "state"):
-        table.add_column(heading)
+    table = Table("rank", "host", "process", "GPUs", "state")
     for rank in status.ranks:
         table.add_row(
             str(rank.rank),

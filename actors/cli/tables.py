@@ -19,12 +19,22 @@ _LINE_INTERVAL_S = 10.0
 
 def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
     """Print a table of names and values."""
+    print_table(console, title, facts_table(facts))
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Return a table of two columns without headings."""
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column()
     for name, value in facts.items():
         table.add_row(name, value)
-    print_table(console, title, table)
+    return table
+
+
+def print_note(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line of text as it is: no markup, and only the terminal wraps it."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
