@@ -24,7 +24,8 @@ PlaceArray: TypeAlias = npt.NDArray[np.uint8]
 
 
 class Place(IntEnum):
-    """Where a key is. UNKNOWN: not known, because a tier is still being adopted."""
+    """Where a key is. UNKNOWN: not known, because a tier is still being adopted. PEER: in another
+    engine's memory; hierarchies do not know that."""
 
     NOWHERE = 0
     UNKNOWN = 1
@@ -32,6 +33,7 @@ class Place(IntEnum):
     HOST_PENDING = 3
     DISK = 4
     DISK_PENDING = 5
+    PEER = 6
 
 
 @dataclass(frozen=True, eq=False)

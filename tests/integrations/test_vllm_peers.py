@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import PlanMismatchError
+from kvcache.base.errors import NotEnoughMemoryError, PlanMismatchError
+from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.block_labels import block_labels
 from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, Peers
 from kvcache.integrations.vllm.rank_memory import RankMemory
@@ -27,7 +28,7 @@ from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.offload.keys import OffloadKey
 from kvcache.worker.copies.rows import RowMover
-from kvcache.worker.host_memory.segment import HostSegment, SegmentShape, shape_in
+from kvcache.worker.host_memory.segment import HostSegment, SegmentShape, open_segment, shape_in
 from kvcache.worker.host_memory.segment_reader import SegmentReader
 from kvcache.worker.host_memory.shared_memory import make_memory
 from tests.integrations.test_vllm_rank_memory import (
@@ -230,7 +231,7 @@ def blocks_of(memory: RankMemory) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_rank_loads_what_a_peer_has_sealed(
     started: Started, owner: RankMemory, peers: Peers, is_asynchronous: bool
 ) -> None:
-    (index,) = peers.indexes(0)
+    (index,) = peers.indexes
     assert index.slots_of(KEYS) == [0, 1, 2, -1]
     memory = started(1, is_asynchronous=is_asynchronous)
     assert load_from(memory, index.memory, 0, 1, 2).ok
@@ -248,7 +249,7 @@ def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
     seal(memory, 0)
     loads = (
         LoadCommand(2, "r", (0,), (8,), KEYS[:1]),
-        LoadCommand(3, "r", (1,), (9,), KEYS[1:2], peers.indexes(0)[0].memory),
+        LoadCommand(3, "r", (1,), (9,), KEYS[1:2], peers.indexes[0].memory),
     )
     memory.obey(StepCommands(loads=loads))
     told: list[int] = []
@@ -266,7 +267,7 @@ def test_a_changed_byte_of_a_peer_is_never_loaded(
 ) -> None:
     owner._host.segment.tensors[1][1, 17] ^= 1
     memory = started(1, verify=verify)
-    report = load_from(memory, peers.indexes(0)[0].memory, 0, 1, 2)
+    report = load_from(memory, peers.indexes[0].memory, 0, 1, 2)
     assert (report.ok, report.block_ids) == (False, (1,))
     assert memory.take_invalid_blocks() == {9}
     assert not blocks_of(memory)[1][9].any()
@@ -278,7 +279,7 @@ def test_a_changed_label_of_a_peer_is_never_believed(
     rows = owner._host.labels._rows
     rows["checksum"][0] ^= 1
     rows["parent"][2, 5] ^= 1
-    report = load_from(started(1), peers.indexes(0)[0].memory, 0, 1, 2)
+    report = load_from(started(1), peers.indexes[0].memory, 0, 1, 2)
     assert report.block_ids == (0, 2)
 
 
@@ -339,7 +340,7 @@ def test_a_slot_that_its_owner_uses_again_during_a_load_is_not_loaded(
     at_copies[:] = [nothing, nothing, nothing]
     if moment < 2:
         at_copies[moment] = acts[what]
-    peer = peers.indexes(0)[0].memory
+    peer = peers.indexes[0].memory
     command = LoadCommand(2, "r", (0, 1, 2), (8, 9, 10), KEYS[:3], peer)
     memory._num_loads["r"] += 1
     memory._start_peer_load(command, peer)
@@ -358,11 +359,11 @@ def test_a_killed_peer_leaves_its_blocks_to_the_others(
 ) -> None:
     owner.close()  # its lock goes; the memory service has its memory
     peers.refresh()
-    (index,) = peers.indexes(0)
+    (index,) = peers.indexes
     assert load_from(started(1), index.memory, 0, 1).ok
     service.close()
     peers.refresh()
-    assert peers.indexes(0) == [index]
+    assert peers.indexes == (index,)
     assert load_from(started(2, keeps_memory=False), index.memory, 0).detail.startswith(
         "the memory of replica 0 cannot be read: no memory service answers"
     )
@@ -377,7 +378,7 @@ def test_a_peer_of_other_weights_is_never_read(
     peers = Peers(partial(service_address, name), 1, is_threaded=False)
     peers.begin([shape])
     peers.refresh()
-    assert peers.indexes(0) == []
+    assert peers.indexes == ()
     address = service_address(name)
     numbers = MemoryServiceClient(address.address).list(f"{name}/")
     peer = PeerMemory(0, (numbers[f"{name}/rank0"],))
@@ -393,35 +394,61 @@ def test_peers_come_and_go(started: Started, name: str) -> None:
     peers = Peers(partial(service_address, name), 0, is_threaded=False)
     peers.begin([shape])
     peers.refresh()
-    assert peers.indexes(0) == []
+    assert peers.indexes == ()
     second = started(12, 1.0, host_memory_per_rank="2MiB")
     store(second, (0, 1), (5, 6))
     seal(second, 0, 1)
     peers.refresh()
-    (index,) = peers.indexes(0)
+    (index,) = peers.indexes
     assert (index.memory.replica, index.slots_of(KEYS)) == (12, [0, 1, -1, -1])
     second.close()
     third = started(12, 1.0)  # of another size: the memory is new
     store(third, (5,), (7,))
     seal(third, 5)
     peers.refresh()
-    (index,) = peers.indexes(0)
+    (index,) = peers.indexes
     assert index.slots_of(KEYS) == [5, -1, -1, -1]
     client = MemoryServiceClient(service_address(name).address)
     client.drop(f"{name}/replica12/rank0")
     peers.refresh()
-    assert peers.indexes(0) == []
+    assert peers.indexes == ()
 
 
-def test_memory_that_was_replaced_is_mapped_again(
+def test_memory_that_was_replaced_is_let_go_and_mapped_again(
     started: Started, owner: RankMemory, peers: Peers
 ) -> None:
     memory = started(1)
-    assert load_from(memory, peers.indexes(0)[0].memory, 0).ok
+    assert load_from(memory, peers.indexes[0].memory, 0).ok
+    assert not memory._peers._readers
     owner.close()
     again = started(0, 1.0, host_memory_per_rank="2MiB")
     store(again, (0, 1), (5, 6))
     seal(again, 0, 1)
-    assert load_from(memory, peers.indexes(0)[0].memory, 0).ok  # the old memory is mapped still
+    report = load_from(memory, peers.indexes[0].memory, 0)
+    assert report.detail.endswith("has other memory")
     peers.refresh()
-    assert load_from(memory, peers.indexes(0)[0].memory, 0, 1).ok
+    assert load_from(memory, peers.indexes[0].memory, 0, 1).ok
+
+
+def test_memory_that_peers_map_a_moment_longer_is_waited_for(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [NotEnoughMemoryError("full")] * 2
+
+    def open_late(*arguments: Any) -> HostSegment:
+        if refusals:
+            raise refusals.pop()
+        return open_segment(*arguments)
+
+    monkeypatch.setattr(rank_memory, "open_segment", open_late)
+    with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
+        started(0)  # there is no peer
+    assert len(refusals) == 1
+    refusals.clear()
+    started(0)
+    refusals += [NotEnoughMemoryError("full")] * 2
+    started(1)
+    refusals += [NotEnoughMemoryError("full")] * 9
+    monkeypatch.setattr(rank_memory, "PEERS_LET_GO_S", 0.2)
+    with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
+        started(2)

@@ -268,8 +268,8 @@ def new_name() -> Iterator[Callable[[], str]]:
 class Segment:
     """The kept memory of a rank, seen from outside."""
 
-    def __init__(self, name: str, rank: int) -> None:
-        address = service_address(name)
+    def __init__(self, name: str, rank: int, replica: int = 0) -> None:
+        address = service_address(name, replica)
         descriptor = MemoryServiceClient(address.address).attach(address.name_of(rank))
         assert descriptor is not None, f"nothing is kept of rank {rank} of {name}"
         try:

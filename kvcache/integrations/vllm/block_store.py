@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.held_blocks import HeldBlocks
 from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, BlockTables, NewTable
 from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.integrations.vllm.peer_loads import PeerLoads
+from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
@@ -97,6 +100,16 @@ class _Load:
     blocks: tuple[int, ...]
 
 
+class _Filled(NamedTuple):
+    """A block that is whole, and which one of its request's blocks it is."""
+
+    key: OffloadKey
+    parent: bytes
+    block: int
+    request: Any
+    column: int
+
+
 class BlockStore:
     """The tiers of one engine and their traffic.
 
@@ -108,8 +121,10 @@ class BlockStore:
         setting: EngineSetting,
         now: Callable[[], float],
         events: TierEvents | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Know nothing, and store nothing, until `adopt`. `events` follows the tiers."""
+        """Know nothing, and store nothing, until `adopt`. `events` follows the tiers; blocks of
+        `peers` are hits, too."""
         self._setting = setting
         self._finder = setting.groups.finder()
         self._hashes_per_block = setting.groups.hashes_per_block
@@ -123,6 +138,8 @@ class BlockStore:
         self._loads: dict[int, _Load] = {}
         self._waiting: set[str] = set()
         self._held = HeldBlocks()
+        self._peers = peers
+        self._peer_loads = PeerLoads(peers)
         self._kept: set[str] = set()
         self._loaded_into: set[int] = set()
         self._next = StepCommands()
@@ -148,6 +165,7 @@ class BlockStore:
         return (
             self._next != StepCommands()
             or tiers.num_open_jobs > num_overdue
+            or len(self._peer_loads) > 0
             or bool(tiers.discards)
             or tiers.has_spills
         )
@@ -179,6 +197,7 @@ class BlockStore:
             num_files = self._adopt_files(tiers, told)
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
         self.follow_events()
+        self._begin_peers(told)
         return len(held), num_files
 
     # --- a request's way
@@ -194,18 +213,18 @@ class BlockStore:
             return 0
         if self._held:  # while a copy hangs, others would wait behind it
             return 0
-        hit = find(tracked, num_computed_tokens, tiers.locate, _is_coming)
+        hit = find(tracked, num_computed_tokens, self._locate, _is_coming)
         keys = [] if hit is None else hit.keys
-        places = tiers.locate(keys)
+        places = self._locate(keys)
         longest = (request.num_tokens - 1) // (step := self._finder.alignment_tokens) * step
         num_asked = self._setting.groups.num_blocks_between(num_computed_tokens, longest)
         tracked.hits = TierHits(places, ends_unknown=False, num_asked=max(num_asked, len(keys)))
         least = num_computed_tokens + self._setting.options.offload.min_load_tokens
-        if hit is not None and hit.num_tokens >= least and (places != Place.HOST).any():
+        if hit is not None and hit.num_tokens >= least and not _is_in_host(places).all():
             if self._waits(tracked, keys, places):
                 self.counts.for_files.begin(request.request_id, self._now())
                 return None
-            hit = find(tracked, num_computed_tokens, tiers.locate, _is_in_host)
+            hit = find(tracked, num_computed_tokens, self._locate, _is_in_host)
         if hit is None or hit.num_tokens < least:
             return 0
         return hit.num_tokens - num_computed_tokens
@@ -216,7 +235,7 @@ class BlockStore:
         if self._tiers is None:
             return
         if tracked.hits is not None:
-            self._tiers.count(tracked.hits)
+            self._tiers.count(_own(tracked.hits))
             tracked.hits = None
         if tracked.is_looked_up:
             tracked.is_looked_up = False
@@ -230,32 +249,17 @@ class BlockStore:
             self._waiting.add(request.request_id)
         keys, blocks = self._needed(tracked, tables, num_external_tokens)
         self._loaded_into.update(blocks)
-        now_s = self._now()
-        job = self._tiers.plan_load(keys, now_s) if keys else None
-        num_loaded = 0 if job is None else len(job.keys)
-        following = self._next
-        if job is not None:
-            self._kinds[job.job_id] = JobKind.LOAD
-            self._loads[job.job_id] = _Load(request.request_id, blocks[:num_loaded])
-            self.counts.begins(job.job_id, num_loaded, self._num_tokens(job.keys))
-            self.counts.for_loads.begin(request.request_id, now_s)
-            load = LoadCommand(
-                job.job_id,
-                request.request_id,
-                tuple(job.sources.tolist()),
-                blocks[:num_loaded],
-                job.keys,
-            )
-            following = replace(following, loads=(*following.loads, load))
-        else:
+        loads = self._plan_loads(self._tiers, request.request_id, keys, blocks)
+        following = replace(self._next, loads=(*self._next.loads, *loads))
+        if not loads:
             following = replace(following, received=(*following.received, request.request_id))
-        if num_loaded < len(keys):
-            if self._setting.groups.fails_whole_requests:
-                tracked.is_computed = True
-                following = replace(following, failed=(*following.failed, request.request_id))
-            else:
-                missing = following.invalid_blocks + blocks[num_loaded:]
-                following = replace(following, invalid_blocks=missing)
+        loaded = {block for load in loads for block in load.blocks}
+        missing = tuple(block for block in blocks if block not in loaded)
+        if missing and self._setting.groups.fails_whole_requests:
+            tracked.is_computed = True
+            following = replace(following, failed=(*following.failed, request.request_id))
+        elif missing:
+            following = replace(following, invalid_blocks=following.invalid_blocks + missing)
         self._next = following
 
     def _track(self, request: Any) -> _Tracked:
@@ -348,6 +352,8 @@ class BlockStore:
         if self._tiers is None:
             return
         self._tiers.reset()
+        self._peer_loads.model_epoch += 1
+        self._next = replace(self._next, model_epoch=self._peer_loads.model_epoch)
         for tracked in self._requests.values():
             tracked.hits = None
         self.follow_events()
@@ -414,6 +420,16 @@ class BlockStore:
             tiers.disk_use.leave(problem)
         return len(keys)
 
+    def _begin_peers(self, told: Sequence[Inventory]) -> None:
+        """Look for peers, and see to it that all ranks were reset as often."""
+        epochs = {inventory.model_epoch for inventory in told}
+        self._peer_loads.model_epoch = max(epochs)
+        if len(epochs) > 1:
+            self._next = replace(self._next, model_epoch=max(epochs))
+        shapes = [inventory.shape for inventory in told if inventory.shape is not None]
+        if self._peers is not None and len(shapes) == len(told):
+            self._peers.begin(sorted(shapes, key=lambda shape: shape.rank))
+
     def _expire(self, tiers: TierHierarchy, now_s: float) -> None:
         """Give jobs up that are overdue. What a store still reads then is of no use."""
         for job in tiers.expire(now_s):
@@ -430,7 +446,8 @@ class BlockStore:
             tracked.wait_until_s = now_s + self._setting.options.offload.wait_s
         if now_s >= tracked.wait_until_s:
             return False
-        job = tiers.plan_fetch(keys, now_s)
+        is_own = places != Place.PEER
+        job = tiers.plan_fetch(list(compress(keys, is_own)), now_s)
         if job is not None:
             tracked.has_fetched = True
             self._kinds[job.job_id] = JobKind.FETCH
@@ -438,10 +455,52 @@ class BlockStore:
             fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
             self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
             return True
-        if places[np.flatnonzero(places != Place.HOST)[0]] == Place.HOST_PENDING:
+        if places[np.flatnonzero(~_is_in_host(places))[0]] == Place.HOST_PENDING:
             return True
         # There is no room for them now. A second part of its files comes when the first has gone.
         return not tracked.has_fetched and tiers.is_disk_in_use and tiers.num_open_jobs > 0
+
+    # --- loads
+
+    def _locate(self, keys: Sequence[OffloadKey]) -> PlaceArray:
+        """Return the place of each key, in own tiers or with a peer."""
+        assert self._tiers is not None
+        return self._peer_loads.locate(keys, self._tiers.locate(keys))
+
+    def _plan_loads(
+        self,
+        tiers: TierHierarchy,
+        request_id: str,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[int],
+    ) -> list[LoadCommand]:
+        """Plan to load those of a request's blocks that are in host memory, own or a peer's."""
+        is_peers = self._locate(keys) == Place.PEER
+        loads = self._peer_loads.plan(
+            request_id,
+            list(compress(keys, is_peers)),
+            list(compress(blocks, is_peers)),
+            lambda: self._jobs.open("", 0),
+        )
+        own, job, now_s = list(compress(keys, ~is_peers)), None, self._now()
+        if own:
+            job = tiers.plan_load(own, now_s)
+        if job is not None:
+            load = LoadCommand(
+                job.job_id,
+                request_id,
+                tuple(job.sources.tolist()),
+                tuple(compress(blocks, ~is_peers))[: len(job.keys)],
+                job.keys,
+            )
+            loads.append(load)
+        for load in loads:
+            self._kinds[load.job_id] = JobKind.LOAD
+            self._loads[load.job_id] = _Load(request_id, load.blocks)
+            num_tokens = self._num_tokens([OffloadKey(key) for key in load.keys])
+            self.counts.begins(load.job_id, len(load.blocks), num_tokens)
+            self.counts.for_loads.begin(request_id, now_s)
+        return loads
 
     # --- stores
 
@@ -452,17 +511,48 @@ class BlockStore:
         tables_of: Callable[[str], BlockTables | None],
         now_s: float,
     ) -> StoreCommand | None:
-        """Plan to store the blocks that this step fills and no slot holds.
+        """Plan to store the blocks that this step fills and no slot on this node holds."""
+        filled = self._newly_filled(num_scheduled_tokens, tables_of)
+        if filled and self._peer_loads.has_peers:
+            is_stored = self._locate([each.key for each in filled]) != Place.PEER
+            filled = list(compress(filled, is_stored))
+        if not filled:
+            return None
+        keys, labels = [each.key for each in filled], None
+        if self._events is not None:
+            parents = [each.parent for each in filled]
+            places = [(each.request, each.column) for each in filled]
+            labels = self._events.contents.labels(keys, parents, places)
+            tiers.describe(keys, labels)
+        tiers.see(keys)
+        job = tiers.plan_store(keys, now_s, labels=labels)
+        if job is None:
+            return None
+        chosen = [filled[place] for place in job.positions.tolist()]
+        blocks = tuple(each.block for each in chosen)
+        owners = frozenset(each.request.request_id for each in chosen)
+        self._kinds[job.job_id] = JobKind.STORE
+        self._stores[job.job_id] = _Store(owners, frozenset(blocks))
+        return StoreCommand(
+            job.job_id,
+            tuple(job.destinations.tolist()),
+            blocks,
+            job.keys,
+            tuple(each.parent for each in chosen),
+        )
+
+    def _newly_filled(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        tables_of: Callable[[str], BlockTables | None],
+    ) -> list[_Filled]:
+        """Return the blocks that this step fills.
 
         A block counts as filled when vLLM has hashed it: then all its tokens are known, and none is
         a draft that may be rejected. A group's null blocks have left its window.
         """
         tokens, requests = self._setting.groups.hash_tokens, self._requests
-        keys: list[OffloadKey] = []
-        blocks: list[int] = []
-        parents: list[bytes] = []
-        owners: list[str] = []
-        places: list[tuple[Any, int]] = []
+        filled: list[_Filled] = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             tracked = requests.get(request_id)
             if tracked is None:
@@ -484,33 +574,10 @@ class BlockStore:
                 if block == NULL_BLOCK:
                     continue
                 before = last - self._hashes_per_block[group]
-                keys.append(make_offload_key(hashes[last], group))
-                blocks.append(block)
-                parents.append(NO_PARENT if before < 0 else hashes[before])
-                owners.append(request_id)
-                if self._events is not None:
-                    places.append((request, column))
-        if not keys:
-            return None
-        labels = None
-        if self._events is not None:
-            labels = self._events.contents.labels(keys, parents, places)
-            tiers.describe(keys, labels)
-        tiers.see(keys)
-        job = tiers.plan_store(keys, now_s, labels=labels)
-        if job is None:
-            return None
-        chosen = job.positions.tolist()
-        stored = tuple(blocks[i] for i in chosen)
-        self._kinds[job.job_id] = JobKind.STORE
-        self._stores[job.job_id] = _Store(frozenset(owners[i] for i in chosen), frozenset(stored))
-        return StoreCommand(
-            job.job_id,
-            tuple(job.destinations.tolist()),
-            stored,
-            job.keys,
-            tuple(parents[i] for i in chosen),
-        )
+                key = make_offload_key(hashes[last], group)
+                parent = NO_PARENT if before < 0 else hashes[before]
+                filled.append(_Filled(key, parent, block, request, column))
+        return filled
 
     def _filled(self, first: int, end: int) -> list[tuple[int, int, int]]:
         """Return the last hash, the group and the column of each block that ends in the hashes
@@ -576,7 +643,8 @@ class BlockStore:
             self._held.release(job.job_id)
             num_failed = 0 if is_ok else None if job.is_wholly_failed else len(failed)
             self.counts.load_ends(job.job_id, load.request_id, num_failed, self._now())
-            tiers.loaded(job.job_id, ok=is_ok, failed=failed)
+            if not self._peer_loads.ended(job.job_id, ok=is_ok, failed=failed):
+                tiers.loaded(job.job_id, ok=is_ok, failed=failed)
             if not is_ok:
                 self._doubt(load.request_id)
         if len(visible):
@@ -639,7 +707,8 @@ class BlockStore:
 
 
 def _is_in_host(places: PlaceArray) -> BoolArray:
-    found: BoolArray = places == Place.HOST
+    """Say which keys are in host memory, own or a peer's."""
+    found: BoolArray = (places == Place.HOST) | (places == Place.PEER)
     return found
 
 
@@ -647,6 +716,12 @@ def _is_coming(places: PlaceArray) -> BoolArray:
     """Say which keys a tier has or is getting."""
     found: BoolArray = places > Place.UNKNOWN
     return found
+
+
+def _own(hits: TierHits) -> TierHits:
+    """Return what the own tiers were asked of a look-up."""
+    places = hits.places[hits.places != Place.PEER]
+    return TierHits(places, hits.ends_unknown, hits.num_asked - hits.num_keys + len(places))
 
 
 def _agreed(slot_keys: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:

@@ -35,7 +35,8 @@ from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
 from kvcache.integrations.vllm.kv_groups import NewTable
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
-from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.peers import Peers
+from kvcache.integrations.vllm.rank_memory import RankMemory, find_peers
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
 from kvcache.metrics.engine_socket import EngineSocket
@@ -62,6 +63,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._memory: RankMemory | None = None
         self._store: BlockStore | None = None
         self._events: TierEvents | None = None
+        self._peers: Peers | None = None
         self._block_pool: Any = None
         self._control: EngineControl | None = None
         self._socket: EngineSocket | None = None
@@ -69,7 +71,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._told_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             self._events = _tier_events(self._setting, vllm_config)
-            self._store = BlockStore(self._setting, time.monotonic, self._events)
+            self._peers = find_peers(self._setting)
+            self._store = BlockStore(self._setting, time.monotonic, self._events, self._peers)
             model = str(vllm_config.model_config.model)
             self._control = EngineControl(self._setting, model, self._store, self._further)
             name, replica = self._setting.options.name, self._setting.replica
@@ -269,6 +272,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def shutdown(self) -> None:
         """Give memory and files back; the memory service has the memory still."""
+        if self._peers is not None:
+            self._peers.close()
         if self._memory is not None:
             self._memory.close()
         if self._socket is not None:

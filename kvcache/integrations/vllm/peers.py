@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +33,7 @@ from kvcache.worker.host_memory.labels import SlotState
 from kvcache.worker.host_memory.segment import SegmentShape
 from kvcache.worker.host_memory.segment_reader import BoolArray, SegmentReader
 
-logger = get_logger(__name__)
+logger = get_logger("vllm.kvcache.peers")  # below vLLM's own, which shows lines of level INFO
 
 REFRESH_S = 0.2
 """How often the labels of peers are looked at."""
@@ -77,17 +79,16 @@ def read_segment(
 class _RankLabels:
     """The labels of one rank of a peer, and what they were when they were looked at last."""
 
-    def __init__(self, reader: SegmentReader) -> None:
+    def __init__(self, reader: SegmentReader, num_slots: int) -> None:
         self.reader = reader
-        num_slots = reader.shape.num_slots
+        self._rows = reader.rows[:num_slots]
         self.generations = np.zeros(num_slots, np.uint32)
         self.is_sealed = np.zeros(num_slots, np.bool_)
 
     def look(self) -> BoolArray:
         """Say of each slot whether its label has changed since the last look."""
-        rows = self.reader.rows
-        generations = rows["generation"].copy()
-        is_sealed = rows["state"] == SlotState.SEALED
+        generations = self._rows["generation"].copy()
+        is_sealed = self._rows["state"] == SlotState.SEALED
         changed: BoolArray = is_sealed != self.is_sealed
         changed |= is_sealed & (generations != self.generations)
         self.generations, self.is_sealed = generations, is_sealed
@@ -108,10 +109,16 @@ class _RankLabels:
 
     def are_same(self, slots: Int32Array) -> BoolArray:
         """Say of each slot whether its label is sealed, and the one that was looked at."""
-        rows = self.reader.rows
-        same: BoolArray = rows["state"][slots] == SlotState.SEALED
-        same &= rows["generation"][slots] == self.generations[slots]
+        same: BoolArray = self._rows["state"][slots] == SlotState.SEALED
+        same &= self._rows["generation"][slots] == self.generations[slots]
         return same
+
+
+class PeerBlock(NamedTuple):
+    """A block that a peer holds in a slot on every rank."""
+
+    memory: PeerMemory
+    slot: int
 
 
 class PeerIndex:
@@ -121,9 +128,10 @@ class PeerIndex:
     """
 
     def __init__(self, memory: PeerMemory, readers: Sequence[SegmentReader]) -> None:
-        """Know nothing until `refresh`. All readers have as many slots."""
+        """Know nothing until `refresh`. Ranks have as many slots as the one with the fewest."""
         self.memory = memory
-        self._ranks = [_RankLabels(reader) for reader in readers]
+        num_slots = min(reader.shape.num_slots for reader in readers)
+        self._ranks = [_RankLabels(reader, num_slots) for reader in readers]
         self._slots: dict[OffloadKey, int] = {}
         self._keys: dict[int, OffloadKey] = {}
 
@@ -212,11 +220,25 @@ class Peers:
         """End the thread."""
         self._ended.set()
 
-    def indexes(self, model_epoch: int) -> list[PeerIndex]:
-        """Return the peers that were reset as often as `model_epoch` says."""
-        return [index for index in self._indexes if index.is_of_epoch(model_epoch)]
+    @property
+    def indexes(self) -> tuple[PeerIndex, ...]:
+        """What each peer holds."""
+        return self._indexes
 
-    def distrust(self, memory: PeerMemory, keys: Sequence[OffloadKey]) -> None:
+    def find(self, keys: Sequence[OffloadKey], model_epoch: int) -> list[PeerBlock | None]:
+        """Return where each key can be loaded from, None where from no peer.
+
+        Only of peers that were reset as often as `model_epoch` says.
+        """
+        found: list[PeerBlock | None] = [None] * len(keys)
+        for index in self._indexes:
+            if index.is_of_epoch(model_epoch):
+                for place, slot in enumerate(index.slots_of(keys)):
+                    if slot >= 0 and found[place] is None:
+                        found[place] = PeerBlock(index.memory, slot)
+        return found
+
+    def distrust(self, memory: PeerMemory, keys: Iterable[OffloadKey]) -> None:
         """Do not load these keys from this memory until the peer seals them again."""
         for index in self._indexes:
             if index.memory == memory:
@@ -232,13 +254,14 @@ class Peers:
             index.refresh()
 
     def _run(self) -> None:
-        while not self._ended.wait(REFRESH_S):
+        while not self._ended.is_set():
             try:
                 self.refresh()
             except Exception:
                 logger.exception("other engines are not looked at any more")
                 self._indexes = ()
                 return
+            self._ended.wait(REFRESH_S if self._indexes else LIST_S)
 
     def _find(self) -> None:
         """Attach to new peers, and let go of those that the memory service has no more."""
@@ -278,8 +301,6 @@ class Peers:
                 read_segment(service, number, shape)
                 for number, shape in zip(memory.numbers, self._shapes, strict=True)
             ]
-            if len({reader.shape.num_slots for reader in readers}) > 1:
-                raise PlanMismatchError("its ranks have different numbers of slots")
         except PlanMismatchError as error:
             logger.info("blocks of replica %d are not shared: %s", memory.replica, error)
             self._refused.add(memory)
@@ -292,24 +313,28 @@ class Peers:
 
 
 class PeerReaders:
-    """Peers' memory of one rank, in its worker: mapped when the first load names it."""
+    """Peers' memory of one rank, in its worker: mapped while loads run.
+
+    Not longer: a mapping keeps memory that its owner may have replaced.
+    """
 
     def __init__(self, address_of: AddressOf, shape: SegmentShape) -> None:
         """Map nothing yet; the rank's own memory has this shape."""
         self._address_of = address_of
         self._shape = shape
-        self._readers: dict[int, tuple[PeerMemory, SegmentReader]] = {}
+        self._readers: WeakValueDictionary[PeerMemory, SegmentReader] = WeakValueDictionary()
         self._again_at_s: dict[PeerMemory, float] = {}
 
     def reader_of(self, memory: PeerMemory) -> SegmentReader:
-        """Return a reader of the peer's memory.
+        """Return a reader of the peer's memory, which is mapped as long as the caller keeps it.
 
-        Maps it if need be, within `ANSWER_S`; after a failure not before `AGAIN_S` have passed. Of
-        each replica, the last one is mapped. Raises NotRunningError with what is wrong.
+        Asks the memory service for it, within `ANSWER_S`; after a failure not before `AGAIN_S` have
+        passed. Raises NotRunningError with what is wrong.
         """
         replica, now_s = memory.replica, time.monotonic()
-        if (known := self._readers.get(replica)) is not None and known[0] == memory:
-            return known[1]
+        reader = self._readers.get(memory)
+        if reader is not None:
+            return reader
         if now_s < self._again_at_s.get(memory, 0.0):
             raise NotRunningError(f"the memory of replica {replica} could not be read just now")
         service = replace(self._address_of(replica), timeout_s=ANSWER_S)
@@ -320,7 +345,7 @@ class PeerReaders:
             raise NotRunningError(
                 f"the memory of replica {replica} cannot be read: {error}"
             ) from error
-        self._readers[replica] = memory, reader
+        self._readers[memory] = reader
         return reader
 
 

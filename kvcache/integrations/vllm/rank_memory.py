@@ -24,6 +24,7 @@ from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import (
     AlreadyRunningError,
     ConfigurationError,
+    KVCacheError,
     NotEnoughMemoryError,
     NotRunningError,
 )
@@ -37,7 +38,7 @@ from kvcache.integrations.vllm.block_labels import (
     labelled_keys,
 )
 from kvcache.integrations.vllm.options import EngineSetting
-from kvcache.integrations.vllm.peers import PeerReaders
+from kvcache.integrations.vllm.peers import PeerReaders, Peers
 from kvcache.integrations.vllm.step_messages import (
     Inventory,
     LoadCommand,
@@ -67,7 +68,7 @@ from kvcache.worker.files.store import NUM_DIRECTORIES
 from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import Rows
-from kvcache.worker.host_memory.segment import PRIVATE, SegmentShape, open_segment
+from kvcache.worker.host_memory.segment import PRIVATE, HostSegment, SegmentShape, open_segment
 from kvcache.worker.host_memory.segment_reader import SegmentReader
 from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, Region
 from kvcache.worker.tiers import Tiers
@@ -80,6 +81,9 @@ DEFAULT_MEMORY_SHARE = 8
 
 OTHER_ENGINE_S = 30.0
 """How long a rank waits for the process before it to be gone."""
+
+PEERS_LET_GO_S = 5.0
+"""How long a rank waits for memory of its own that others map."""
 
 SCAN_S = 60.0
 """How long a rank reads at its start what files there are."""
@@ -418,6 +422,14 @@ class RankMemory:
         return tuple(keys), ""
 
 
+def find_peers(setting: EngineSetting) -> Peers | None:
+    """Return the other replicas of an engine's name; None if its memory ends with it."""
+    options = setting.options
+    if not options.offload.keeps_memory:
+        return None
+    return Peers(partial(service_address, options.name), setting.replica)
+
+
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:
     """Return the rank's host memory; raises as `RankMemory` does."""
     options = setting.options
@@ -435,7 +447,7 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
         ensure_service(service.address, options.idle_memory_s)
         _await_free(service, setting, rank)
     try:
-        segment = open_segment(shape, service)
+        segment = _open_segment(shape, service, setting)
     except NotEnoughMemoryError as error:
         raise NotEnoughMemoryError(
             f"rank {rank} has no room for its host memory of {shape.size_bytes} bytes: lower "
@@ -444,6 +456,32 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
     if service is not None and segment.origin.startswith(PRIVATE):
         logger.warning("rank %d: %s", rank, segment.origin)
     return HostPool(segment, is_pinned=False)
+
+
+def _open_segment(
+    shape: SegmentShape, service: MemoryServiceAddress | None, setting: EngineSetting
+) -> HostSegment:
+    """Return the rank's segment. If it takes the place of another one, which peers may map a moment
+    longer, wait for its memory. Raises NotEnoughMemoryError."""
+    give_up_s = time.monotonic() + PEERS_LET_GO_S
+    while True:
+        try:
+            return open_segment(shape, service)
+        except NotEnoughMemoryError:
+            if service is None or not _has_peers(service, setting):
+                raise
+            if time.monotonic() > give_up_s:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def _has_peers(service: MemoryServiceAddress, setting: EngineSetting) -> bool:
+    client = MemoryServiceClient(service.address, service.timeout_s)
+    try:
+        kept = client.list(f"{setting.options.name}/")
+    except KVCacheError:
+        return False
+    return any(not name.startswith(f"{service.cluster}/rank") for name in kept)
 
 
 def _open_files(

@@ -104,9 +104,9 @@ class SegmentReader:
 
     def are_unchanged(self, slots: Int32Array, rows: Rows) -> BoolArray:
         """Say of each slot whether its label is still the one in `rows`, withdrawn never since."""
-        now = np.frombuffer(self.rows[slots].tobytes(), np.uint8).reshape(len(slots), -1)
-        before = np.frombuffer(rows.tobytes(), np.uint8).reshape(len(slots), -1)
-        unchanged: BoolArray = (now == before).all(axis=1)
+        size, (now, before) = rows.itemsize, (self.rows[slots].tobytes(), rows.tobytes())
+        same = np.frombuffer(now, np.uint8) == np.frombuffer(before, np.uint8)
+        unchanged: BoolArray = same.reshape(len(slots), size).all(axis=1)
         return unchanged
 
     @property

@@ -1,0 +1,429 @@
+"""Two replicas of one name, each with its store and ranks, on real memory and without vLLM."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.kv_groups import KVGroups
+from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
+from kvcache.integrations.vllm.peers import Peers
+from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.step_messages import StepCommands
+from kvcache.memory_service.client import service_address
+from kvcache.memory_service.service import HostMemoryService
+from kvcache.specs import FullAttentionSpec
+from kvcache.worker.copies.rows import RowMover
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 4
+ONE_GROUP = KVGroups((FullAttentionSpec(TOKENS, 1, 1),), TOKENS)
+NUM_BLOCKS = 40
+NUM_RANKS = 2
+WIDTH = 256
+SLOT_BYTES = 2 * WIDTH
+DEADLINE_S = 30.0
+
+
+def request_of(number: int, num_tokens: int, content: str) -> Any:
+    """A request as the store sees it; equal contents have equal hashes."""
+    hashes = [sha256(f"{content}{i}".encode()).digest() for i in range(num_tokens // TOKENS)]
+    return SimpleNamespace(
+        request_id=f"r{number}", num_tokens=num_tokens, num_computed_tokens=0, block_hashes=hashes
+    )
+
+
+@cache
+def bytes_of(digest: bytes, rank: int) -> torch.Tensor:
+    """The bytes of a block on a rank: `(layers, width)`."""
+    draw = np.random.default_rng([rank, *digest[:8]])
+    return torch.from_numpy(draw.integers(0, 256, (2, WIDTH), np.uint8))
+
+
+class Replica:
+    """One engine: it computes the right bytes, and says which blocks it has loaded wrong ones."""
+
+    def __init__(self, name: str, replica: int, num_slots: int = 8, **options: Any) -> None:
+        options.setdefault("is_asynchronous", False)
+        memory = {"host_memory_per_rank": f"{num_slots * SLOT_BYTES}B", "copy_priority": "normal"}
+        offload = {**memory, **options.pop("offload", {})}
+        parsed = ConnectorOptions.parse({"name": name, "offload": offload, **options})
+        setting = EngineSetting(parsed, "model", ONE_GROUP, NUM_BLOCKS, NUM_RANKS, replica)
+        self.layers = [
+            {f"layer{i}": torch.zeros(NUM_BLOCKS, WIDTH, dtype=torch.uint8) for i in range(2)}
+            for _ in range(NUM_RANKS)
+        ]
+        self.memories = [RankMemory(setting, rank, self.layers[rank]) for rank in range(NUM_RANKS)]
+        self.peers = Peers(partial(service_address, name), replica, is_threaded=False)
+        self.store = BlockStore(setting, time.monotonic, peers=self.peers)
+        self.num_adopted, _ = self.store.adopt(
+            {memory.rank: memory.inventory() for memory in self.memories}
+        )
+        self.is_asynchronous = parsed.is_asynchronous
+        self.num_requests = 0
+        self.num_failed = 0
+
+    def run(self, content: str, num_tokens: int) -> int:
+        """Run a request to its end; return how many of its tokens were loaded and right."""
+        self.num_requests += 1
+        request = request_of(self.num_requests, num_tokens, content)
+        give_up_s = time.monotonic() + DEADLINE_S
+        while (found := self.store.num_matched(request, 0)) is None:
+            assert time.monotonic() < give_up_s, "the request waits on and on"
+            self.step()
+        blocks = list(range(1, 1 + len(request.block_hashes) + 1))
+        for layers in self.layers:  # what was there is another request's
+            for rows in layers.values():
+                rows[blocks] = 255
+        self.store.allocated(request, [blocks], found)
+        request.num_computed_tokens = found
+        invalid = self._load(request, blocks, give_up_s)
+        num_loaded = min([found // TOKENS, *(blocks.index(block) for block in invalid)])
+        self.num_failed += num_loaded * TOKENS < found
+        request.num_computed_tokens = num_loaded * TOKENS
+        self.compute(request, blocks)
+        self.step({request.request_id: num_tokens - request.num_computed_tokens}, blocks)
+        is_read = self.store.finished(request.request_id)
+        reading = set(range(NUM_RANKS)) if is_read else set()
+        while reading:  # its blocks are used again next
+            assert time.monotonic() < give_up_s, "a store does not end"
+            self.step()
+            time.sleep(0)
+            for memory in self.memories:
+                if request.request_id in memory.take_finished()[0]:
+                    reading.discard(memory.rank)
+        self.step()
+        self.store.check()
+        return num_loaded * TOKENS
+
+    def _load(self, request: Any, blocks: Sequence[int], give_up_s: float) -> set[int]:
+        """Load what was found; check the bytes of each block, and return those that were not
+        loaded."""
+        found = request.num_computed_tokens // TOKENS
+        waiting = set(range(NUM_RANKS)) if found and self.is_asynchronous else set()
+        invalid: set[int] = set()
+        is_begun = False
+        while waiting or not is_begun:
+            is_begun = True
+            assert time.monotonic() < give_up_s, "a load does not end"
+            self.step()
+            time.sleep(0)  # lets the thread copy
+            for memory in self.memories:
+                if request.request_id in memory.take_finished()[1]:
+                    waiting.discard(memory.rank)
+                invalid |= memory.take_invalid_blocks()  # in vLLM's order
+        self.store.received([request.request_id])
+        for block, digest in zip(blocks[:found], request.block_hashes, strict=False):
+            if block not in invalid:
+                for rank in range(NUM_RANKS):
+                    assert torch.equal(self.row(rank, block), bytes_of(digest, rank))
+        return invalid
+
+    def compute(self, request: Any, blocks: Sequence[int]) -> None:
+        """Fill the blocks that were not loaded."""
+        first = request.num_computed_tokens // TOKENS
+        for block, digest in list(zip(blocks, request.block_hashes, strict=False))[first:]:
+            for rank, layers in enumerate(self.layers):
+                for i, rows in enumerate(layers.values()):
+                    rows[block] = bytes_of(digest, rank)[i]
+
+    def row(self, rank: int, block: int) -> torch.Tensor:
+        return torch.stack([rows[block] for rows in self.layers[rank].values()])
+
+    def step(self, scheduled: dict[str, int] | None = None, blocks: Sequence[int] = ()) -> None:
+        commands = self.store.commands(scheduled or {}, lambda _: [blocks])
+        for memory in self.memories:
+            memory.await_stores(commands)
+            memory.obey(commands)
+            memory.store(commands)
+        self.report()
+
+    def report(self) -> None:
+        told = [memory.take_reports() for memory in self.memories]
+        for reports in told:
+            if reports is not None:
+                self.store.reported(reports)
+
+    def settle(self) -> None:
+        """Step until nothing is left to be done."""
+        give_up_s = time.monotonic() + DEADLINE_S
+        while self.store.has_unsent_commands:
+            assert time.monotonic() < give_up_s, "there is always something left to be done"
+            self.step()
+        self.peers.refresh()
+
+    def held(self) -> set[bytes]:
+        """The blocks that it holds on every rank."""
+        held = [
+            {key[:32] for key in memory.inventory().slot_keys.values()} for memory in self.memories
+        ]
+        assert held[0] == held[1]
+        return held[0]
+
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
+
+Start = Callable[..., Replica]
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def start(name: str) -> Iterator[Start]:
+    """Starts replicas of one name."""
+    service = HostMemoryService(service_address(name).address, max_segments=9, max_bytes=2**30)
+    service.serve()
+    started: list[Replica] = []
+
+    def make(replica: int, **options: Any) -> Replica:
+        started.append(Replica(name, replica, **options))
+        return started[-1]
+
+    yield make
+    for replica in started:
+        replica.close()
+    service.close()
+
+
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+def pair(start: Start, request: pytest.FixtureRequest) -> tuple[Replica, Replica]:
+    return start(0, is_asynchronous=request.param), start(1, is_asynchronous=request.param)
+
+
+def settle(*replicas: Replica) -> None:
+    for replica in replicas:
+        replica.settle()
+    for replica in replicas:
+        replica.peers.refresh()
+
+
+def test_what_one_computes_the_other_loads_and_each_block_is_stored_once(
+    pair: tuple[Replica, Replica],
+) -> None:
+    first, second = pair
+    assert first.run("a", 17) == 0
+    settle(*pair)
+    assert second.run("a", 25) == 16
+    settle(*pair)
+    digests = request_of(0, 24, "a").block_hashes
+    assert (first.held(), second.held()) == (set(digests[:4]), set(digests[4:]))
+    assert first.run("a", 25) == 24
+    assert second.run("a", 25) == 24
+    settle(*pair)
+    assert (first.held(), second.held()) == (set(digests[:4]), set(digests[4:]))
+
+
+def test_blocks_of_a_replica_that_is_gone_are_loaded_and_stored_no_second_time(
+    start: Start,
+) -> None:
+    first = start(0)
+    first.run("a", 17)
+    first.settle()
+    first.close()
+    second = start(1)
+    second.settle()
+    assert second.run("a", 17) == 16
+    second.settle()
+    assert second.held() == set()
+    again = start(0)
+    assert again.num_adopted == 4
+    again.settle()
+    assert again.run("a", 17) == 16
+
+
+def test_after_a_reset_no_block_from_before_is_loaded_by_either(start: Start) -> None:
+    first, second = start(0), start(1)
+    first.run("a", 17)
+    settle(first, second)
+    second.store.reset()
+    assert second.run("a", 17) == 0  # the first one has old blocks still
+    settle(first, second)
+    first.store.reset()
+    assert first.run("b", 9) == 0
+    settle(first, second)
+    assert second.run("b", 9) == 8
+    assert first.run("a", 17) == 16
+    first.close()
+    again = start(0)
+    settle(again, second)
+    assert again.run("a", 17) == 16
+
+
+def test_a_changed_byte_is_computed_again_and_stored_by_the_one_who_did(start: Start) -> None:
+    first, second = start(0), start(1)
+    first.run("a", 17)
+    settle(first, second)
+    first.memories[1]._host.segment.tensors[0][1, 9] ^= 1
+    assert second.run("a", 17) == 4
+    assert second.num_failed == 1
+    settle(first, second)
+    assert second.held() == {request_of(0, 17, "a").block_hashes[1]}
+    assert second.run("a", 17) == 16
+
+
+def test_blocks_that_a_peer_has_in_memory_are_not_read_from_own_files(
+    start: Start, tmp_path: Path
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB", "write": "on_store"}
+    second = start(1, offload={"disk": disk})
+    second.run("a", 17)
+    for content in "bcd":
+        second.run(content, 33)
+        second.settle()
+    first = start(0)
+    first.run("a", 17)
+    settle(first, second)
+    fetches: list[StepCommands] = []
+    commands = second.store.commands
+
+    def watched(*arguments: Any) -> StepCommands:
+        made = commands(*arguments)
+        fetches.extend([made] if made.fetches else [])
+        return made
+
+    second.store.commands = watched  # type: ignore[method-assign]
+    assert second.run("a", 17) == 16
+    assert not fetches
+
+
+def test_the_limit_of_files_holds_for_each_of_two_writers(start: Start, tmp_path: Path) -> None:
+    capacity = 12 * SLOT_BYTES
+    disk = {"directory": str(tmp_path), "capacity_per_rank": f"{capacity}B"}
+    replicas = [start(i, offload={"disk": disk}) for i in (0, 1)]
+    for number in range(30):
+        for i, replica in enumerate(replicas):
+            replica.run(f"content {number} of {i}", 21)
+            replica.settle()
+            replica.peers.refresh()
+    ranks = {path.parents[1] for path in tmp_path.rglob("*.kvb")}
+    assert len(ranks) == 2 * NUM_RANKS
+    for rank in ranks:
+        files = list(rank.rglob("*.kvb"))
+        assert 6 < len(files) <= 12
+        assert sum(path.stat().st_size for path in files) <= capacity + len(files) * 1024
+
+
+def run_on_and_on(name: str, replica: int, seed: int) -> None:
+    """Run requests until the process is killed; say so when the first one is through."""
+    engine, draw = Replica(name, replica), random.Random(seed)
+    while True:
+        engine.run(draw.choice("abcdefgh"), draw.randrange(5, 30))
+        if engine.num_requests == 1:
+            print("begun", flush=True)
+
+
+def test_an_owner_in_another_process_is_killed_at_any_moment(start: Start, name: str) -> None:
+    draw = random.Random(3)
+    engine = start(1)
+    runs = f"from {__name__} import *; run_on_and_on({name!r}, 0, int(sys.argv[1]))"
+    num_loaded = num_failed = 0
+    for seed in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {runs}", str(seed)],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        ) as owner:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == b"begun\n"
+            end_s = time.monotonic() + 0.5 + draw.random()
+            while time.monotonic() < end_s:
+                engine.peers.refresh()
+                num_loaded += engine.run(draw.choice("abcdefgh"), draw.randrange(5, 30))
+            owner.kill()
+        num_failed = engine.num_failed
+        for content in "abcdefgh":  # the memory stays, and nothing writes to it
+            engine.peers.refresh()
+            num_loaded += engine.run(content, 29)
+        assert engine.num_failed == num_failed
+    assert num_loaded > 100 * TOKENS
+
+
+class Faults:
+    """What happens during copies: another replica uses its slots again, or a byte changes."""
+
+    def __init__(self, draw: random.Random, replicas: Sequence[Replica]) -> None:
+        self.draw = draw
+        self.replicas = replicas
+        self.loader: Replica | None = None
+        self.num_acts = 0
+        self.problems: list[Exception] = []
+        self.is_acting = False
+
+    def before_copy(self) -> None:
+        draw = self.draw
+        if self.loader is None or self.is_acting or draw.random() > 0.3:
+            return
+        self.is_acting = True
+        self.num_acts += 1
+        try:
+            self._act(draw)
+        except Exception as error:  # the copy reports it as its own
+            self.problems.append(error)
+        self.is_acting = False
+
+    def _act(self, draw: random.Random) -> None:
+        owner = draw.choice([each for each in self.replicas if each is not self.loader])
+        kind = draw.choice(("run", "run", "evict", "flip"))
+        slot = draw.randrange(8)
+        if kind == "run":
+            owner.run(draw.choice("abcde"), draw.randrange(5, 30))
+        elif kind == "evict":
+            for memory in owner.memories:
+                memory.obey(StepCommands(forgotten_slots=(slot,)))
+        else:
+            tensors = draw.choice(owner.memories)._host.segment.tensors
+            tensors[draw.randrange(2)][slot, draw.randrange(WIDTH)] ^= 1
+
+
+@pytest.mark.seeds(8)
+def test_whatever_an_owner_does_during_a_load_no_byte_is_wrong(
+    seed: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    options = {"is_asynchronous": bool(seed % 2)}
+    replicas = [start(0, **options), start(1, num_slots=11, **options)]
+    faults = Faults(draw, replicas)
+    copy = RowMover.copy_hashed
+
+    def copy_hashed(*arguments: Any) -> None:
+        faults.before_copy()
+        copy(*arguments)
+
+    monkeypatch.setattr(RowMover, "copy_hashed", copy_hashed)
+    num_loaded = 0
+    for _ in range(80):
+        replica = draw.choice(replicas)
+        if draw.random() < 0.7:
+            replica.peers.refresh()
+        faults.loader = replica
+        num_loaded += replica.run(draw.choice("abcde"), draw.randrange(5, 30))
+        faults.loader = None
+        if draw.random() < 0.03:
+            replica.store.reset()
+    for replica in replicas:
+        replica.settle()
+        assert len(replica.store._peer_loads) == 0
+        statistics = replica.store.statistics
+        assert statistics is not None and not any(statistics.open_jobs.values())
+    assert faults.problems == []
+    assert num_loaded > 0
+    assert faults.num_acts > 10

@@ -1,0 +1,60 @@
+"""Two real vLLM engines of one name on a node: each loads what the other one has computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.conftest import Engine, Segment, Starter
+from tests.vllm.test_connector import HITS, MEMORY, PROMPTS
+
+pytestmark = pytest.mark.vllm
+
+PROBES = [[(11 * i + 5 * k) % 400 + 50 for i in range(40)] for k in range(50)]
+"""Prompts that show whether one engine has seen the other."""
+
+
+def test_what_one_engine_computes_the_other_loads_even_when_the_first_is_killed(
+    start: Starter, new_name: Callable[[], str]
+) -> None:
+    name = new_name()
+    first, second = (start({"name": name, "replica": i, **MEMORY}) for i in (0, 1))
+    cold = first.generate(PROMPTS)
+    assert cold.cached == [0, 0, 0]
+    first.generate(PROBES, 1)
+    await_peer(second)
+
+    loaded = second.generate(PROMPTS[:1])
+    assert (loaded.cached, loaded.tokens) == (HITS[:1], cold.tokens[:1])
+    second.generate(PROBES[:1], 1)  # a step after the last one brings its seals
+    held = [set(Segment(name, 0, replica).digests()) for replica in (0, 1)]
+    assert held[0] and held[1] and not held[0] & held[1]
+
+    first.kill()
+    second.reset()
+    loaded = second.generate(PROMPTS[:2])
+    assert (loaded.cached, loaded.tokens) == (HITS[:2], cold.tokens[:2])
+
+    kept = Segment(name, 0, 0)
+    for slot in kept.sealed_slots():
+        kept.flip_byte(slot, tensor=slot % len(kept.shape.widths))
+    second.reset()
+    assert second.generate(PROMPTS).tokens == cold.tokens
+    assert "could not load" in second.errors()
+    second.reset()
+    again = second.generate(PROMPTS)
+    assert (again.cached, again.tokens) == (HITS, cold.tokens)
+    second.kill()
+
+
+def await_peer(engine: Engine) -> None:
+    """Return when an engine loads what another one has computed."""
+    deadline_s = time.monotonic() + 20
+    for probe in PROBES:
+        if engine.generate([probe], 1).cached != [0]:
+            return
+        assert time.monotonic() < deadline_s, "the engine does not see the other one"
+        time.sleep(0.2)
+    raise AssertionError("the engine does not see the other one")
