@@ -24,7 +24,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench,serve,plots,transformers,docs]'
-	$(BIN)/python -c 'import kvcache.worker, kvcache.core.flat_core'  # what is machine code is compiled, once
+	$(BIN)/python -c 'import kvcache.worker, kvcache.core.flat_core'  # compile the kernels once
 	touch $@
 
 demo: setup

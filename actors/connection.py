@@ -187,7 +187,7 @@ class ClientConnection:
         )
 
     def tick(self, now_s: float) -> None:
-        """Do what is due at `now_s`."""
+        """Do the work that is due at `now_s`."""
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self.tick_s
             self.send(self.session.on_tick())

@@ -79,7 +79,7 @@ class MemoryServiceActor:
             self._problem = str(error)
 
     def report(self) -> MemoryServiceReport:
-        """Return what is kept; start to serve if it does not serve yet."""
+        """Return the kept memory; start to serve if it does not serve yet."""
         try:
             if self._service is None:
                 self._serve()

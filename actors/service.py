@@ -54,7 +54,7 @@ class Decider(Protocol):
         """Return a substitute for a message that cannot be sent, for `reason`."""
 
     def on_tick(self) -> list[Outgoing]:
-        """Do what is due by the clock."""
+        """Do the work that is due by the clock."""
 
     def on_error(self, reason: str) -> list[Outgoing]:
         """Continue after an error in a decision, with new state: the old one may be
@@ -119,7 +119,7 @@ class CoordinatorService:
         self.serve(self.transport.receive(self._tick_s))
 
     def tick(self) -> None:
-        """Do what is due by the clock."""
+        """Do the work that is due by the clock."""
         if self._error:
             self.send(self._drop_books())
         now_s = self._clock.now()

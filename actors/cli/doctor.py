@@ -72,7 +72,7 @@ def doctor(
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, with values, and the remedy. `prevents_launch`: a launch would fail."""
+    """A problem with its values, and the remedy. `prevents_launch`: a launch would fail."""
 
     what: str
     remedy: str

@@ -326,7 +326,7 @@ class Offloading:
                     told += self._note(self.storing.restore(request_id, num_hit_tokens, now_s))
 
     def _note(self, commands: Sequence[_JobCommand]) -> Sequence[_JobCommand]:
-        """Note of which kind the jobs of these commands are."""
+        """Note the kind of each job of these commands."""
         for command in commands:
             self._kinds[command.job_id] = _KINDS[type(command)]
         return commands

@@ -119,7 +119,7 @@ class _PlainHashFn(HashFn):
 
     @abstractmethod
     def _digests_after(self, above: bytes, pieces: list[bytes]) -> list[bytes]:
-        """Digests of pieces, each of which follows the digest before it."""
+        """Digests of pieces; each follows the digest before it."""
 
     def _chain_at_once(
         self, parent: bytes, token_bytes: bytes, block_size: int, num_blocks: int

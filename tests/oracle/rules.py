@@ -74,28 +74,28 @@ def core_of(rules: Sequence[Rule]) -> type[SlowCore]:
 RULES = (
     Rule(
         name="one block for each content",
-        ours="who computes again what is cached keeps a private block of its own and, of full "
-        "attention, holds the cached one besides: fewer blocks are free while it runs, and its own "
-        "is empty when it goes",
-        theirs="caches the second block, too: both are evicted, each in its turn",
-        because="each content has one place, and no content goes before what continues it",
+        ours="a request that recomputes cached content keeps a private block and, with full "
+        "attention, also references the cached one: fewer blocks are free while it runs, and its "
+        "own is blank when it ends",
+        theirs="caches the second block, too: both are evicted, each at its time",
+        because="each content is cached once, and no content is evicted before its continuations",
         core=KeepsCopies,
     ),
     Rule(
         name="tail first over all groups",
-        ours="`free` gives the blocks of all groups back together, the last tokens' first",
-        theirs="frees one group after the other, so that all of the first group goes before any "
-        "of the second",
+        ours="`free` releases the blocks of all groups together, last tokens first",
+        theirs="frees one group after the other, so that all of the first group is evicted before "
+        "any of the second",
         because="`free` releases tail first: a freed request is evicted from its end, not one "
-        "group before the other, since a prefix hits only where every group still has it",
+        "group before the other, because a prefix hits only if every group still has it",
         core=FreesGroupByGroup,
     ),
     Rule(
         name="EAGLE drops inside the limit",
         ours="a hit is at most `num_tokens - 1` tokens, and the last matched block of it is "
         "dropped: in hybrids as with one group",
-        theirs="does so with one group; in hybrids it matches one block behind the limit first "
-        "and drops that one, which hits a block more where the prompt ends in a cached block",
+        theirs="does so with one group; in hybrids it first matches one block after the limit "
+        "and drops that one, which hits one block more if the prompt ends in a cached block",
         because="the longest hit is at most `num_tokens - 1` tokens; EAGLE drops the last matched "
         "block. One rule for one group and for several",
         core=MatchesBehindTheLimit,
