@@ -10,9 +10,8 @@ Moves no bytes, and makes no step wait: a request whose prefix is in a tier is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
 
@@ -40,13 +39,10 @@ from kvcache.protocol.commands import (
     Command,
     Copy,
     Discard,
-    Fetch,
     Label,
-    Load,
     Reset,
     SealSlots,
     Spill,
-    Store,
     Unlabel,
 )
 from kvcache.protocol.messages import LabelReport, Outgoing
@@ -60,15 +56,6 @@ MAX_DISCARDED_KEYS = 16384
 
 SPARE_PART = 16
 """One in this many device blocks is left to running requests when prefixes are loaded."""
-
-
-_JobCommand: TypeAlias = Store | Fetch | Load | Spill
-_KINDS: Mapping[type[_JobCommand], JobKind] = {
-    Store: JobKind.STORE,
-    Fetch: JobKind.FETCH,
-    Load: JobKind.LOAD,
-    Spill: JobKind.SPILL,
-}
 
 
 class Offloading:
@@ -98,7 +85,6 @@ class Offloading:
         )
         self.storing = BlockStoring(tiers, manager)
         self._to_discard: dict[OffloadKey, None] = {}
-        self._kinds: dict[int, JobKind] = {}
         self._pending: list[Command] = []
         self._adoption: TierAdoption | None = None
         self._adoption_s = settings.adoption_s
@@ -125,7 +111,7 @@ class Offloading:
         now_s = self._clock.now()
         store = self._tails.swap_out(request, num_tokens, num_cached_tokens, block_ids, now_s)
         if store is not None:
-            self._pending += self._note([store])
+            self._pending.append(store)
 
     def on_request_finished(self, request_id: str) -> None:
         """Forget the request's wish."""
@@ -166,10 +152,10 @@ class Offloading:
             self._after_step(step, result, told, now_s)
         for command in taken:
             if isinstance(command, Label):
-                told += self._note(self.storing.store(command.block_ids, now_s))
+                told += self.storing.store(command.block_ids, now_s)
         if self.storing.may_store_more:
-            told += self._note(self.storing.store_more(now_s))
-        told += self._note(self._loading.advance(now_s))
+            told += self.storing.store_more(now_s)
+        told += self._loading.advance(now_s)
         evicted = self._manager.take_commands()  # of blocks that loads have taken
         if evicted:
             self._recorder.record(Withdrawn((), evicted))
@@ -183,13 +169,13 @@ class Offloading:
         self._discard(told)
         if spill is not None:  # after discards, whose files make room
             packed = pack_keys(spill.keys, len(spill.keys[0]))
-            told += self._note([Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed)])
+            told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
         self._emit()
         return told
 
     def on_ended(self, job: EndedJob) -> bool:
         """Take the reports of all ranks; return whether it was a job of the tiers."""
-        kind = self._kinds.pop(job.job_id, None)
+        kind = self.tiers.transfers.kind_of(job.job_id)
         if kind is None:
             return False
         is_ok = not job.failures
@@ -323,13 +309,7 @@ class Offloading:
             if slot != NO_SLOT:
                 self._loading.on_admitted(self._manager.control.request(request_id), num_hit_tokens)
                 if num_hit_tokens:
-                    told += self._note(self.storing.restore(request_id, num_hit_tokens, now_s))
-
-    def _note(self, commands: Sequence[_JobCommand]) -> Sequence[_JobCommand]:
-        """Note the kind of each job of these commands."""
-        for command in commands:
-            self._kinds[command.job_id] = _KINDS[type(command)]
-        return commands
+                    told += self.storing.restore(request_id, num_hit_tokens, now_s)
 
     def _discard(self, told: list[Command]) -> None:
         gone = self.tiers.discards.take()

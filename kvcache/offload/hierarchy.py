@@ -133,7 +133,8 @@ class TierHierarchy:
         self.host = host
         self.disk = disk
         self.options = HierarchyOptions() if options is None else options
-        self._transfers = TransferTable(new_job_id, self.options.deadlines)
+        self.transfers = TransferTable(new_job_id, self.options.deadlines)
+        """The open jobs. For reading only."""
         self._spills = SpillQueue(host, self.options.spare_share)
         self.disk_use = DiskUse()
         """Whether the disk is used. Callers report its failures."""
@@ -146,7 +147,7 @@ class TierHierarchy:
     @property
     def num_open_jobs(self) -> int:
         """Jobs whose end has not been reported."""
-        return len(self._transfers)
+        return len(self.transfers)
 
     @property
     def is_disk_in_use(self) -> bool:
@@ -244,7 +245,7 @@ class TierHierarchy:
             return None
         stored = [keys[i] for i in reserved.positions.tolist()]
         self.discards.drop_addresses(reserved.addresses)
-        job = self._transfers.open(
+        job = self.transfers.open(
             JobKind.STORE, stored, reserved.addresses, now_s, is_private=is_private
         )
         return StoreJob(job.job_id, job.keys, reserved.positions, reserved.addresses)
@@ -259,7 +260,7 @@ class TierHierarchy:
         if self.disk is None or not self.is_disk_in_use:
             return None
         is_wanted = (self.disk.states_of(keys) == READY) & (in_host == NOTHING)
-        room = self.options.max_fetching_blocks - self._transfers.num_keys(JobKind.FETCH)
+        room = self.options.max_fetching_blocks - self.transfers.num_keys(JobKind.FETCH)
         wanted = [keys[i] for i in np.flatnonzero(is_wanted)[: max(room, 0)].tolist()]
         if not wanted:
             return None
@@ -279,7 +280,7 @@ class TierHierarchy:
             return None
         self.disk.hold(fetched)
         self.discards.drop_addresses(reserved.addresses)
-        job = self._transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
+        job = self.transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
         return FetchJob(job.job_id, job.keys, reserved.addresses)
 
     def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
@@ -294,7 +295,7 @@ class TierHierarchy:
         loaded = keys[: len(addresses)]
         if self.disk is not None:
             self.disk.touch(loaded)
-        job = self._transfers.open(JobKind.LOAD, loaded, addresses, now_s)
+        job = self.transfers.open(JobKind.LOAD, loaded, addresses, now_s)
         return LoadJob(job.job_id, job.keys, addresses)
 
     def plan_spills(self, now_s: float) -> SpillJob | None:
@@ -321,7 +322,7 @@ class TierHierarchy:
         self.discards.add_keys(reserved.evicted_keys)
         spilled = [wanted[i] for i in reserved.positions.tolist()]
         self.discards.drop_keys(spilled)
-        job = self._transfers.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
+        job = self.transfers.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
         return SpillJob(job.job_id, job.keys, job.addresses)
 
     def _tenant(self, namespace: Namespace | None) -> str:
@@ -330,7 +331,7 @@ class TierHierarchy:
         return "" if tenants is None or namespace is None else tenants.shares.name_in(namespace)
 
     def _room_to_spill(self) -> int:
-        return self.options.max_spilling_blocks - self._transfers.num_keys(JobKind.SPILL)
+        return self.options.max_spilling_blocks - self.transfers.num_keys(JobKind.SPILL)
 
     # Results
 
@@ -340,7 +341,7 @@ class TierHierarchy:
         Raises InvalidInputError for a job that is not open, as the other three do.
         """
         ok = as_bool("ok", ok)
-        job = self._transfers.require(job_id, JobKind.STORE)
+        job = self.transfers.require(job_id, JobKind.STORE)
         self.host.complete_store(job.keys, success=ok)
         self._close(job, is_good=ok)
         if not ok or job.is_private:
@@ -366,7 +367,7 @@ class TierHierarchy:
         failed = as_integers("failed", failed).tolist()
         lost = None if lost is None else as_integers("lost", lost).tolist()
         ok = as_bool("ok", ok)
-        job = self._transfers.require(job_id, JobKind.FETCH)
+        job = self.transfers.require(job_id, JobKind.FETCH)
         good, bad = job.split(ok, failed)
         if job.is_overdue:
             self.host.complete_store(job.keys, success=False)
@@ -388,7 +389,7 @@ class TierHierarchy:
         retried."""
         failed = as_integers("failed", failed).tolist()
         ok = as_bool("ok", ok)
-        job = self._transfers.require(job_id, JobKind.SPILL)
+        job = self.transfers.require(job_id, JobKind.SPILL)
         good, bad = job.split(ok and not job.is_overdue, () if job.is_overdue else failed)
         is_known = self.host.states_of(good) == READY
         bad += [good[i] for i in np.flatnonzero(~is_known).tolist()]
@@ -407,7 +408,7 @@ class TierHierarchy:
         `fetched`)."""
         failed = as_integers("failed", failed).tolist()
         ok = as_bool("ok", ok)
-        job = self._transfers.require(job_id, JobKind.LOAD)
+        job = self.transfers.require(job_id, JobKind.LOAD)
         _, bad = job.split(ok, failed)
         self.host.complete_load(job.keys)
         self.host.forget(bad)
@@ -423,7 +424,7 @@ class TierHierarchy:
         """
         now_s = as_number("now_s", now_s)
         self.disk_use.look(now_s)
-        late = self._transfers.expire(now_s)
+        late = self.transfers.expire(now_s)
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH):
                 self.host.forget(job.keys)
@@ -507,10 +508,10 @@ class TierHierarchy:
         return HierarchyStatistics(
             host=self.host.statistics(),
             disk=None if self.disk is None else self.disk.statistics(),
-            open_jobs=self._transfers.by_kind(),
-            num_overdue=self._transfers.num_overdue(),
-            num_failed_jobs=self._transfers.num_failed,
-            num_expired_jobs=self._transfers.num_expired,
+            open_jobs=self.transfers.by_kind(),
+            num_overdue=self.transfers.num_overdue(),
+            num_failed_jobs=self.transfers.num_failed,
+            num_expired_jobs=self.transfers.num_expired,
             num_disk_rests=self.disk_use.num_rests,
             disk_problem=self.disk_use.problem,
         )
@@ -525,7 +526,7 @@ class TierHierarchy:
         if num_clean:
             raise InvariantError(f"{num_clean} host keys are dirty without need")
         stores, loads, spills, fetches = (
-            sum(len(job.keys) for job in self._transfers.jobs() if job.kind is kind)
+            sum(len(job.keys) for job in self.transfers.jobs() if job.kind is kind)
             for kind in (JobKind.STORE, JobKind.LOAD, JobKind.SPILL, JobKind.FETCH)
         )
         expected = [(stores + fetches, loads, spills), (spills, fetches, 0)]
@@ -541,7 +542,7 @@ class TierHierarchy:
     @property
     def _answering_disk(self) -> TierManager | None:
         """The disk; None without one, while it is not used, or while one of its jobs is overdue."""
-        is_overdue = self._transfers.num_overdue(JobKind.SPILL, JobKind.FETCH)
+        is_overdue = self.transfers.num_overdue(JobKind.SPILL, JobKind.FETCH)
         return None if self.disk_use.is_off or is_overdue else self.disk
 
     def _not_on_disk(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -568,5 +569,5 @@ class TierHierarchy:
         return visible
 
     def _close(self, job: OpenJob, *, is_good: bool) -> None:
-        self._transfers.close(job, is_good=is_good)
+        self.transfers.close(job, is_good=is_good)
         self._spills.wake()

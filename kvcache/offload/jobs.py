@@ -182,6 +182,11 @@ class TransferTable:
             )
         return job
 
+    def kind_of(self, job_id: int) -> JobKind | None:
+        """Return what an open job does; None if it is not open here."""
+        job = self._open.get(job_id)
+        return None if job is None else job.kind
+
     def close(self, job: OpenJob, *, is_good: bool) -> None:
         """Close an open job."""
         del self._open[job.job_id]
