@@ -367,7 +367,9 @@ def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> Non
 
 def test_a_directory_that_cannot_be_used_ends_the_start(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path / "missing"), "capacity_per_rank": "16KiB"}
-    with pytest.raises(ConfigurationError, match="missing is not a directory: make or mount it first"):
+    with pytest.raises(
+        ConfigurationError, match="missing is not a directory: make or mount it first"
+    ):
         RankMemory(setting_of(name, disk=disk), 0, caches())
     small = {"directory": str(tmp_path), "capacity_per_rank": "1000B"}
     with pytest.raises(
