@@ -192,10 +192,10 @@ def _show_kept(name: str, kept: list[KeptMemory], as_json: bool) -> None:
         rows = [asdict(each) for each in kept]
         print_json(json.dumps({"state": "not running", "name": name, "kept": rows}, indent=2))
         return
-    table = Table("replica", "rank", "memory", "used by")
+    table = Table("memory", "size", "used by")
     for each in kept:
         user = f"process {each.process_id}" if each.process_id else "no process"
-        table.add_row(str(each.replica), str(each.rank), bytes_text(each.num_bytes), user)
+        table.add_row(each.name, bytes_text(each.num_bytes), user)
     title = f"no engine {name} runs; its memory service keeps, for the next one"
     print_table(Console(file=sys.stdout), title, table)
 

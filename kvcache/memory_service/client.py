@@ -30,9 +30,6 @@ from kvcache.memory_service.protocol import (
     socket_name,
 )
 
-MAX_LISTED_REPLICAS = 64
-"""Replicas of an engine whose memory `kept_memory` looks for."""
-
 RETRY_S = 0.01
 """Pause after an attempt to connect that found no room."""
 
@@ -154,26 +151,27 @@ class MemoryServiceClient:
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """Memory that is kept of one rank of an engine. `process_id` has it now, 0 if none has."""
+    """Memory that is kept under `name`. `process_id` has it now, 0 if none has."""
 
-    replica: int
-    rank: int
+    name: str
     num_bytes: int
     process_id: int
 
 
 def kept_memory(name: str) -> list[KeptMemory]:
-    """Return what the memory service of the engines `name` keeps; raises as the client does."""
+    """Return what the memory service of the engines `name` keeps, by rank and replica.
+
+    Raises as the client does.
+    """
+    client = MemoryServiceClient(service_address(name).address)
     found: list[KeptMemory] = []
-    for replica in range(MAX_LISTED_REPLICAS):
-        address = service_address(name, replica)
-        client = MemoryServiceClient(address.address)
-        rank = 0
-        while (descriptor := client.attach(address.name_of(rank))) is not None:
-            try:
-                size = os.fstat(descriptor).st_size
-                found.append(KeptMemory(replica, rank, size, lock_owner(descriptor)))
-            finally:
-                os.close(descriptor)
-            rank += 1
+    for each in sorted(client.list(f"{name}/")):
+        descriptor = client.attach(each)
+        if descriptor is None:
+            continue  # dropped since
+        try:
+            size = os.fstat(descriptor).st_size
+            found.append(KeptMemory(each, size, lock_owner(descriptor)))
+        finally:
+            os.close(descriptor)
     return found

@@ -84,7 +84,7 @@ def test_memory_that_an_engine_has_left_is_shown() -> None:
     told = run("status", "--vllm", name)
     service.close()
     assert found["state"] == "not running"
-    assert found["kept"] == [{"replica": 1, "rank": 0, "num_bytes": 4096, "process_id": 0}]
+    assert found["kept"] == [{"name": f"{name}/replica1/rank0", "num_bytes": 4096, "process_id": 0}]
     assert f"no engine {name} runs" in told and "4.0 KiB" in told
 
 

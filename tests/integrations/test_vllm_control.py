@@ -65,7 +65,7 @@ def test_an_engine_says_what_it_has_loaded_from_where(asked: Asked) -> None:
     requests = asked.statistics().requests
     assert requests.num_loaded_tokens > requests.num_fetched_tokens > 0
     assert requests.num_loaded_tokens + requests.num_fetched_tokens <= 2 * 8 * 12
-    assert (requests.num_failed_loads, requests.num_waiting) == (0, 0)
+    assert requests.num_failed_loads == 0
 
 
 def test_waits_and_failed_loads_are_counted() -> None:
@@ -80,6 +80,7 @@ def test_waits_and_failed_loads_are_counted() -> None:
     assert cluster.store.counts.statistics(cluster.time_s).num_waiting == 1
     assert cluster.store.counts.statistics(cluster.time_s).load_wait_s == 2.0
     cluster.work()
+    cluster.store.received(["s"])
     cluster.time_s += 5.0
     requests = cluster.store.counts.statistics(cluster.time_s)
     assert (requests.load_wait_s, requests.num_waiting) == (2.0, 0)
@@ -183,6 +184,7 @@ def test_a_load_that_is_given_up_counts_once_as_failed() -> None:
     cluster.obey(load)
     cluster.time_s += 2.0
     cluster.store.reported(RankReports(overdue_loads=(load.loads[0].job_id,)))
+    cluster.store.received(["s"])
     cluster.time_s += 5.0
     cluster.work()
     requests = cluster.store.counts.statistics(cluster.time_s)

@@ -499,7 +499,8 @@ class BlockStore:
             self._loads[load.job_id] = _Load(request_id, load.blocks)
             num_tokens = self._num_tokens([OffloadKey(key) for key in load.keys])
             self.counts.begins(load.job_id, len(load.blocks), num_tokens)
-            self.counts.for_loads.begin(request_id, now_s)
+            if self._setting.options.is_asynchronous:
+                self.counts.for_loads.begin(request_id, now_s)
         return loads
 
     # --- stores
@@ -642,7 +643,7 @@ class BlockStore:
             load = self._loads.pop(job.job_id)
             self._held.release(job.job_id)
             num_failed = 0 if is_ok else None if job.is_wholly_failed else len(failed)
-            self.counts.load_ends(job.job_id, load.request_id, num_failed, self._now())
+            self.counts.load_ends(job.job_id, num_failed)
             if not self._peer_loads.ended(job.job_id, ok=is_ok, failed=failed):
                 tiers.loaded(job.job_id, ok=is_ok, failed=failed)
             if not is_ok:
@@ -667,7 +668,7 @@ class BlockStore:
             len(load.blocks),
         )
         self._held.hold(job_id, load.blocks)
-        self.counts.load_ends(job_id, load.request_id, None, self._now())
+        self.counts.load_ends(job_id, None)
         if (tracked := self._requests.get(load.request_id)) is not None:
             tracked.is_computed = True
             tracked.next_hash = 0

@@ -56,9 +56,8 @@ class RequestCounts:
         """Note how many blocks and tokens a load, or a fetch from files, moves."""
         self._jobs[job_id] = num_blocks, num_tokens
 
-    def load_ends(self, job_id: int, request_id: str, num_failed: int | None, now_s: float) -> None:
+    def load_ends(self, job_id: int, num_failed: int | None) -> None:
         """Count a load, once; `num_failed` of its blocks have failed, all of them if it is None."""
-        self.for_loads.end(request_id, now_s)
         if job_id not in self._jobs:
             return  # it was given up
         num_blocks, num_tokens = self._jobs.pop(job_id)
