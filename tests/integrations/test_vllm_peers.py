@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -56,12 +57,13 @@ def key_of(number: int) -> OffloadKey:
 class Owner:
     """Segments of one peer's ranks, and an index of them."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, shapes: Sequence[SegmentShape] = ()) -> None:
+        shapes = shapes or [SHAPE] * num_ranks
         self.segments = [
-            HostSegment(make_memory("test", SHAPE.size_bytes), SHAPE) for _ in range(num_ranks)
+            HostSegment(make_memory("test", shape.size_bytes), shape) for shape in shapes
         ]
         readers = [SegmentReader(segment.descriptor, SHAPE) for segment in self.segments]
-        self.index = PeerIndex(PeerMemory(1, tuple(range(num_ranks))), readers)
+        self.index = PeerIndex(PeerMemory(1, tuple(range(len(shapes)))), readers)
 
     def write(self, rank: int, contents: dict[int, int], *, checksum: int = 7) -> None:
         """Have slots hold blocks of these numbers, sealed."""
@@ -89,6 +91,14 @@ def test_an_index_follows_what_all_ranks_have_sealed_in_the_same_slot() -> None:
     owner.write(1, {1: 11})
     owner.index.refresh()
     assert owner.found(10, 11, 12, 13) == [0, 1, -1, -1]
+
+
+def test_ranks_may_have_different_numbers_of_slots() -> None:
+    owner = Owner(shapes=[SHAPE, replace(SHAPE, num_slots=5)])
+    owner.write(0, {4: 10, 5: 11})
+    owner.write(1, {4: 10})
+    owner.index.refresh()
+    assert owner.found(10, 11) == [4, -1]
 
 
 def test_an_index_forgets_what_was_withdrawn_or_overwritten() -> None:
