@@ -49,7 +49,7 @@ def connect_peer(
     """Return the connection of `peer` to the coordinator at `endpoint`.
 
     A worker's actor puts payloads of Ray calls into `mailbox`; sockets do not use it. Raises
-    ClusterError if the endpoint cannot be meant, NotRunningError if its actor is gone.
+    ClusterError if the endpoint is invalid, NotRunningError if its actor is gone.
     """
     limits = TransportLimits(max_message_bytes)
     if endpoint.address.startswith(UNIX_SCHEME):

@@ -4,7 +4,7 @@ protocol.py     peers, identities, statistics, and the two ends every transport 
 node_server.py  the coordinator's end (default): unix_server.py on its node, zmq_server.py beyond
 unix_server.py  the coordinator's end over Unix sockets; unix_channel.py is one connection
 unix_peer.py    a worker's or client's end over a Unix socket
-zmq_server.py   the coordinator's end over ZMQ, with keys (curve.py) where they are asked for
+zmq_server.py   the coordinator's end over ZMQ, with keys (curve.py) if they are required
 zmq_peer.py     a worker's or client's end over ZMQ
 ray.py          both ends as Ray actor calls (fallback)
 """

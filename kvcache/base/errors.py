@@ -6,7 +6,7 @@ Every module may raise these. A message says what happened, with the values, and
     ├── InvalidInputError (ValueError)      the caller's mistake; nothing was changed
     │   ├── ConfigurationError              an invalid configuration
     │   ├── RequestError                    a request or step that contradicts the state
-    │   ├── BlockError                      a block id, or an operation on it, that makes no sense
+    │   ├── BlockError                      an invalid block id, or an invalid operation on it
     │   ├── PlanMismatchError               ranks that disagree (rank, layer or group, field)
     │   ├── TraceError                      a workload that cannot be read (file, line)
     │   └── RecordingError                  a recording that cannot be read (file, byte)

@@ -230,7 +230,7 @@ class ClientSession:
         self._submitted_s.pop(step, None)
 
     def detach(self) -> list[FromClient]:
-        """Begin to detach for good; running requests are freed. `on_tick` repeats it until it is
+        """Begin to detach permanently; running requests are freed. `on_tick` repeats it until it is
         confirmed: then the state is CLOSED.
 
         A client that never tried to attach is closed at once. A client that was attaching may be

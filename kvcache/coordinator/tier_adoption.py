@@ -62,7 +62,7 @@ class TierAdoption:
         """Ask every rank. Until the answers arrive, the tiers do not know their contents."""
         self._tiers.begin_adoption()
         logger.info(
-            "epoch %d: ranks are asked what they hold in tiers: %s",
+            "epoch %d: ranks are asked for their tier contents: %s",
             self._epoch,
             ", ".join(self._open),
         )
@@ -114,7 +114,7 @@ class TierAdoption:
             collection = self._open[HOST_MEDIUM]
             collection.problem = collection.problem or "it takes too long"
         if FILE_MEDIUM in self._open:
-            problem = "ranks still read what files there are: none is found before they have"
+            problem = "ranks still read their directories: no file is hit before they have finished"
             logger.warning("epoch %d: the %s tier is late: %s", self._epoch, FILE_MEDIUM, problem)
             self._tiers.disk_use.postpone(problem)
 

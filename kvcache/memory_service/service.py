@@ -255,7 +255,7 @@ class HostMemoryService:
             raise MalformedMessageError("it is not a question of the memory service's protocol")
         verb, name = values
         if len(name.encode()) > MAX_NAME_BYTES or (descriptor is None) != (verb != "put"):
-            raise MalformedMessageError(f"{verb} of {name[:50]!r} cannot be meant so")
+            raise MalformedMessageError(f"{verb} of {name[:50]!r} is invalid")
         if verb == "list":
             return None
         old = self._kept.get(name)

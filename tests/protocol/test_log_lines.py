@@ -259,7 +259,7 @@ def test_every_rest_of_a_tier_is_told(
     assert len(rests) == counts["begun"] > 0
     assert len(lines(caplog, r"^INFO files are asked again after rest \d+$")) == counts["over"] > 0
     assert lines(caplog, r"^WARNING job \d+ of tiers failed: fetch: rank \d+: ")
-    assert lines(caplog, r"^INFO epoch 1: ranks are asked what they hold in tiers: host, file$")
+    assert lines(caplog, r"^INFO epoch 1: ranks are asked for their tier contents: host, file$")
     assert lines(caplog, r"^INFO epoch 1: of the file tier \d+ blocks are taken over$")
 
 

@@ -225,7 +225,9 @@ def test_files_that_are_read_for_long_are_not_waited_for_and_found_later() -> No
         offloading.on_labels(reading)
         offloading.on_tick()
     assert bench.look_up() is OffloadAnswer.MISS
-    assert offloading.statistics().tiers.disk_problem.startswith("ranks still read what files")
+    assert offloading.statistics().tiers.disk_problem.startswith(
+        "ranks still read their directories"
+    )
     assert [c for c in offloading.commands([labels]) if isinstance(c, (Store, Spill))]
     assert not offloading.tiers.has_spills  # it may have the very file
     offloading.tiers.reset()
