@@ -38,17 +38,22 @@ Job = StoreCommand | LoadCommand | FileCommand
 
 
 def setting_of(num_ranks: int = 2, **offload: Any) -> EngineSetting:
-    is_asynchronous = offload.pop("is_asynchronous", True)
     groups = offload.pop("groups", ONE_GROUP)
-    options = ConnectorOptions.parse({"offload": offload, "is_asynchronous": is_asynchronous})
+    plain = ("is_asynchronous", "adopt_after_reset")
+    extra = {key: offload.pop(key) for key in plain if key in offload}
+    options = ConnectorOptions.parse({"offload": offload, **extra})
     return EngineSetting(options, "model", groups, num_blocks=99, num_ranks=num_ranks)
 
 
-def request_of(name: str, num_tokens: int, content: str = "a") -> Any:
+def request_of(name: str, num_tokens: int, content: str = "a", adapter: Any = None) -> Any:
     """A request as the store sees it; equal contents have equal hashes."""
     hashes = [sha256(f"{content}{i}".encode()).digest() for i in range(num_tokens // TOKENS)]
     return SimpleNamespace(
-        request_id=name, num_tokens=num_tokens, num_computed_tokens=0, block_hashes=hashes
+        request_id=name,
+        num_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_hashes=hashes,
+        lora_request=adapter,
     )
 
 
@@ -461,6 +466,31 @@ def test_a_reset_forgets_everything_on_all_ranks() -> None:
     cluster.settle()
     assert cluster.sealed_keys() == [set(), set()]
     assert [rank.files for rank in cluster.ranks] == [{}, {}]
+
+
+@pytest.mark.parametrize("adopt_after_reset", [False, True])
+def test_after_a_reset_no_other_engine_finds_what_is_stored(adopt_after_reset: bool) -> None:
+    cluster = Cluster(num_files=NUM_FILES, spare_share=0.5, adopt_after_reset=adopt_after_reset)
+    cluster.run(request_of("r", 13))
+    cluster.store.reset()
+    assert cluster.run(request_of("s", 13)) == 0
+    cluster.settle()
+    assert cluster.run(request_of("t", 13)) == 12
+    assert cluster.restart()[0] == 3
+    assert cluster.run(request_of("u", 13)) == (12 if adopt_after_reset else 0)
+
+
+def test_a_request_that_has_begun_before_a_reset_is_not_kept() -> None:
+    cluster = Cluster()
+    begun, waits = request_of("begun", 25), request_of("waits", 13, "b")
+    assert (cluster.begin(begun), cluster.begin(waits)) == (0, 0)
+    begun.num_computed_tokens = 12
+    cluster.store.reset()
+    assert cluster.store.num_matched(begun, 12) == 0
+    assert cluster.step(begun).store is None
+    assert cluster.begin(waits) == 0
+    assert cluster.step(waits).store is not None
+    assert cluster.store.num_matched(request_of("s", 13, "b"), 0) == 12
 
 
 def test_what_has_left_memory_comes_back_from_files() -> None:

@@ -75,7 +75,6 @@ def setting_of(**changes: Any) -> Any:
         ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, "),
-        ({"lora_config": object()}, "remove --enable-lora"),
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
         (
             {"specs": [FullAttentionSpec(), MambaSpec()]},

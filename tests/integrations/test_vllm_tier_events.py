@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
 from kvcache.requests.hash_algorithms import BlockHash
+from tests.integrations.test_vllm_adapters import make_adapter
 from tests.integrations.test_vllm_block_store import TOKENS, Cluster, request_of, setting_of
 
 KINDS = [GroupKind("full")]
@@ -113,11 +114,14 @@ def test_a_block_is_told_with_its_tokens_and_its_parent() -> None:
     assert cluster.told[1].parent_block_hash == short_hash(BlockHash(request.block_hashes[2]))
 
 
-def test_an_adapter_is_told_by_its_name() -> None:
+def test_an_adapter_is_told_by_its_name(tmp_path: Path) -> None:
     cluster = Followed()
-    adapter = SimpleNamespace(lora_name="fr", lora_path="/fr")
-    cluster.run(described("r", 9, lora_request=adapter, extra_keys=(("lora", "fr"),)))
+    adapter = make_adapter(tmp_path / "fr", b"weights", "fr")
+    request = described("r", 9, lora_request=adapter, extra_keys=(("lora", "fr"),))
+    cluster.run(request)
     assert cluster.told[0].lora_name == "fr"
+    told = [block_hash for event in cluster.told for block_hash in event.block_hashes]
+    assert told == [short_hash(BlockHash(each)) for each in request.block_hashes]
 
 
 def test_a_block_whose_hash_covers_embeddings_is_not_told() -> None:

@@ -56,6 +56,13 @@ def made_model(python: str, directory: Path, kind: str = "llama") -> str:
     return str(directory)
 
 
+def make_adapter(python: str, directory: Path, seed: int) -> str:
+    """Make a LoRA adapter of the tiny model there, in place of any other."""
+    maker = ROOT / "tests" / "vllm" / "make_adapter.py"
+    subprocess.run([python, str(maker), str(directory), str(seed)], check=True, timeout=120)
+    return str(directory)
+
+
 @dataclass(frozen=True)
 class Answer:
     """The output of an engine, and how many tokens of each prompt it did not compute."""
@@ -105,8 +112,11 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 40,
         salts: Sequence[str] | None = None,
+        adapter: str | None = None,
     ) -> Answer:
-        told = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, salts=salts)
+        told = self.ask(
+            do="generate", prompts=prompts, max_tokens=max_tokens, salts=salts, adapter=adapter
+        )
         return Answer(told["tokens"], told["cached"], told["first_token_s"])
 
     def count(self) -> dict[str, int]:

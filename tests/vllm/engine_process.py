@@ -25,6 +25,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig
     from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
     from vllm.v1.metrics.reader import Counter
 
     if "kv_events_config" in options:
@@ -51,7 +52,13 @@ def main() -> None:
                 TokensPrompt(prompt_token_ids=ids, **({} if salt is None else {"cache_salt": salt}))
                 for ids, salt in zip(command["prompts"], salts, strict=True)
             ]
-            outputs = engine.generate(prompts, sampling, use_tqdm=False)
+            adapter = command.get("adapter")
+            outputs = engine.generate(
+                prompts,
+                sampling,
+                use_tqdm=False,
+                lora_request=LoRARequest("adapter", 1, adapter) if adapter else None,
+            )
             say(
                 {
                     "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -68,6 +75,9 @@ def main() -> None:
             say({m.name.removeprefix("vllm:"): m.value for m in metrics if isinstance(m, Counter)})
         elif command["do"] == "reset":
             say({"reset": engine.reset_prefix_cache(reset_connector=command["connector"])})
+        elif command["do"] == "sleep":
+            engine.sleep(command["level"])
+            say({"awake": engine.wake_up()})
         elif command["do"] == "stop":
             break
         else:

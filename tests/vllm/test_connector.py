@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model
+from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model, make_adapter
 
 pytestmark = pytest.mark.vllm
 
@@ -78,7 +78,8 @@ def killed(
     start: Starter, num_ranks: int, name: str, expected: list[list[int]]
 ) -> dict[str, Answer]:
     """An engine's output before it was killed: cold, after a reset, after another."""
-    engine = start({"name": name, **MEMORY}, tensor_parallel_size=num_ranks)
+    extra = {"name": name, "adopt_after_reset": True, **MEMORY}
+    engine = start(extra, tensor_parallel_size=num_ranks)
     found = {"cold": engine.generate(PROMPTS)}
     engine.reset()
     found["warm"] = engine.generate(PROMPTS)
@@ -364,4 +365,35 @@ def test_a_load_that_hangs_and_writes_later_changes_no_token(
     engine.reset()  # only possible when no block is held any more
     loaded = engine.generate(PROMPTS)
     assert (loaded.tokens, loaded.cached) == (expected, HITS)
+    engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
+) -> None:
+    adapter = make_adapter(python, tmp_path, 1)
+    extra = {"name": new_name(), **MEMORY}
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    engine = start(extra, **lora)
+    plain, old = engine.generate(PROMPTS), engine.generate(PROMPTS, adapter=adapter)
+    assert (old.cached, old.tokens != plain.tokens) == ([0, 0, 0], True)
+    engine.reset()
+    warm = engine.generate(PROMPTS, adapter=adapter)
+    assert (warm.cached, warm.tokens) == (HITS, old.tokens)
+    engine.kill()
+    make_adapter(python, tmp_path, 2)
+    engine = start(extra, **lora)
+    new = engine.generate(PROMPTS, adapter=adapter)
+    assert (new.cached, new.tokens != old.tokens) == ([0, 0, 0], True)
+    engine.reset()
+    warm = engine.generate(PROMPTS, adapter=adapter)
+    assert (warm.cached, warm.tokens) == (HITS, new.tokens)
+    assert engine.generate(PROMPTS).cached == HITS  # what the first engine has stored
+    for level in (1, 2):
+        engine.ask(do="sleep", level=level)
+        assert engine.generate(PROMPTS).cached == [0, 0, 0]
+        engine.reset()
+        slept = engine.generate(PROMPTS)
+        assert (slept.cached, slept.tokens) == (HITS, plain.tokens)
     engine.kill()

@@ -8,9 +8,10 @@ scheduler's thread. Refuses to touch bytes, and to read a clock: the time is pas
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.tier_hits import BoolArray
+from kvcache.integrations.vllm.adapters import AdapterRevisions, digest_below
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.held_blocks import HeldBlocks
 from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, BlockTables, NewTable
@@ -53,11 +55,14 @@ logger = get_logger(__name__)
 
 @dataclass
 class _Tracked:
-    """A request that vLLM has told of. `next_hash`: the first that was not looked at for a store;
+    """A request that vLLM has told of. `origin`: which adapter and weights compute its blocks, None
+    if they are not kept. `next_hash`: the first that was not looked at for a store;
     `wait_until_s`: until when it waits for what is pending or in files. `is_computed`: nothing is
     loaded for it any more."""
 
     request: Any
+    origin: bytes | None = b""
+    digests: list[BlockHash] = field(default_factory=list)
     next_hash: int = 0
     num_local_tokens: int = 0
     wait_until_s: float | None = None
@@ -73,9 +78,13 @@ class _Tracked:
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """vLLM's own."""
+        """vLLM's own, or those under which blocks of its origin are kept."""
         hashes: Sequence[BlockHash] = self.request.block_hashes
-        return hashes
+        if not self.origin:
+            return hashes
+        known = self.digests
+        known += [BlockHash(digest_below(each, self.origin)) for each in hashes[len(known) :]]
+        return known
 
     @property
     def namespace(self) -> Namespace:
@@ -140,6 +149,8 @@ class BlockStore:
         self._held = HeldBlocks()
         self._peers = peers
         self._peer_loads = PeerLoads(peers)
+        self._adapters = AdapterRevisions()
+        self._weights = b""  # in each key, once weights may have changed
         self._kept: set[str] = set()
         self._loaded_into: set[int] = set()
         self._next = StepCommands()
@@ -211,7 +222,7 @@ class BlockStore:
         tiers, find = self._tiers, self._finder.find
         if tiers is None or tracked.is_computed or not self._has_whole_hashes(request):
             return 0
-        if self._held:  # while a copy hangs, others would wait behind it
+        if tracked.origin is None or self._held:  # while a copy hangs, others would wait behind it
             return 0
         hit = find(tracked, num_computed_tokens, self._locate, _is_coming)
         keys = [] if hit is None else hit.keys
@@ -265,7 +276,9 @@ class BlockStore:
     def _track(self, request: Any) -> _Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
-            tracked = self._requests[request.request_id] = _Tracked(request)
+            revision = self._adapters.revision_of(request.lora_request)
+            origin = None if revision is None else self._weights + revision
+            tracked = self._requests[request.request_id] = _Tracked(request, origin)
         return tracked
 
     def _needed(
@@ -348,14 +361,23 @@ class BlockStore:
                 self._end(ended)
 
     def reset(self) -> None:
-        """Forget everything: here now, on the ranks with the next step."""
+        """Forget everything: here now, on the ranks with the next step.
+
+        The weights may be others from now on. Blocks of requests that have begun follow from the
+        old ones, and are not kept. Unless the options say that weights stay, no other engine finds
+        what this one computes: it has read its weights where the old ones are.
+        """
         if self._tiers is None:
             return
         self._tiers.reset()
         self._peer_loads.model_epoch += 1
         self._next = replace(self._next, model_epoch=self._peer_loads.model_epoch)
-        for tracked in self._requests.values():
-            tracked.hits = None
+        if not self._setting.options.adopt_after_reset:
+            self._weights = uuid.uuid4().bytes
+        for request_id, tracked in list(self._requests.items()):
+            tracked.hits = tracked.origin = None
+            if not tracked.request.num_computed_tokens and request_id not in self._waiting:
+                del self._requests[request_id]
         self.follow_events()
 
     def follow_events(self, *, is_cleared: bool = False) -> None:
@@ -556,7 +578,7 @@ class BlockStore:
         filled: list[_Filled] = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             tracked = requests.get(request_id)
-            if tracked is None:
+            if tracked is None or tracked.origin is None:
                 continue
             request, first = tracked.request, tracked.next_hash
             end = (request.num_computed_tokens + num_tokens) // tokens
@@ -569,7 +591,7 @@ class BlockStore:
             if tables is None:
                 continue
             tracked.next_hash = end
-            hashes = request.block_hashes
+            hashes = tracked.block_hashes
             for last, group, column in self._filled(first, end):
                 block = tables[group][column]
                 if block == NULL_BLOCK:

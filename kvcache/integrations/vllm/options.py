@@ -53,17 +53,19 @@ class ConnectorOptions(Section):
 
     `name`: of the engine on its node; the next engine of that name adopts the memory. `replica`:
     which of the engines of that name it is; without one, vLLM's data parallel index.
-    `weight_revision`: change it whenever weights change under the same model name. `offload`: as in
-    a cluster's configuration; without `host_memory_per_rank`, the ranks of an engine take an eighth
-    of the node's memory together. `idle_memory_s`: how long the memory is kept when no engine uses
-    it. `is_asynchronous`: steps do not wait for loads and stores. `events`: a publisher of what the
-    tiers hold, as in a cluster's configuration. `record`: a directory for traces of the requests
-    that the engine serves.
+    `weight_revision`: change it whenever weights change under the same model name.
+    `adopt_after_reset`: weights never change in a running engine, so the next one may use what was
+    stored after a reset. `offload`: as in a cluster's configuration; without
+    `host_memory_per_rank`, the ranks of an engine take an eighth of the node's memory together.
+    `idle_memory_s`: how long the memory is kept when no engine uses it. `is_asynchronous`: steps do
+    not wait for loads and stores. `events`: a publisher of what the tiers hold, as in a cluster's
+    configuration. `record`: a directory for traces of the requests that the engine serves.
     """
 
     name: Annotated[str, _NAME] = "vllm"
     replica: Annotated[int, Field(ge=0, le=MAX_REPLICA)] | None = None
     weight_revision: Annotated[str, Field(max_length=200)] = ""
+    adopt_after_reset: bool = False
     offload: OffloadConfig = OffloadConfig()
     idle_memory_s: Seconds = 3600.0
     is_asynchronous: bool = True
@@ -177,11 +179,6 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         size = getattr(parallel, flag, 1)
         if size != 1:
             raise ConfigurationError(f"{flag} is {size}, the connector serves 1: set it to 1")
-    if vllm_config.lora_config is not None:
-        raise ConfigurationError(
-            "LoRA is on, and the connector cannot tell two adapters of one name apart: remove "
-            "--enable-lora, or the connector"
-        )
     if str(vllm_config.device_config.device_type) != "cpu":
         raise ConfigurationError(
             f"device is {vllm_config.device_config.device_type!r}, the connector serves cpu so "
@@ -205,6 +202,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             cache.cache_dtype,
             cache.prefix_caching_hash_algo,
             model.compute_hash(),
+            *(() if vllm_config.lora_config is None else (vllm_config.lora_config.lora_dtype,)),
         )
     )
     return EngineSetting(
