@@ -99,7 +99,7 @@ def test_a_pin_holds_until_it_is_ended(engine: Engine, tmp_path: Path) -> None:
     longer = shown("pin", "--tokens", ",".join(map(str, PROMPT)))
     assert longer["num_blocks"] == 4
     run("unpin", str(made["pin_id"]))
-    assert "those that hold" in run("unpin", str(made["pin_id"]), exit_code=2)
+    assert "the pins are" in run("unpin", str(made["pin_id"]), exit_code=2)
     unpinned = shown("unpin", str(longer["pin_id"]))
     assert unpinned == {"name": "test-admin", "unpinned": longer["pin_id"]}
     assert shown("pins")["pins"] == []
