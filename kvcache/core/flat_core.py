@@ -247,7 +247,7 @@ class FlatCore:
                 self.notifier.sealed(notes)
         if self._merges_duplicates:
             for step in completed:
-                self._merge(step.rows)
+                self._merge(step.published_rows())
             self._settle()
 
     def take_merges(self) -> list[tuple[str, TableChange]]:
@@ -433,7 +433,7 @@ class FlatCore:
                     return RowsReserved(is_reserved, patch)
         patch = self._take_patch()
         if first:
-            self.steps.note_rows(self._published[:first].tolist())
+            self.steps.note_rows(self._published[:first].copy())
         for place in places[LONG, :second].tolist():
             slot = int(slots[place])
             table.sync(slot)
@@ -489,7 +489,7 @@ class FlatCore:
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
         patch = self._take_patch()
         if num_published:
-            self.steps.note_rows(self._published[:num_published].tolist())
+            self.steps.note_rows(self._published[:num_published].copy())
         self._settle()
         return RowsAdmitted(answers[0], answers[1], answers[2], patch)
 

@@ -650,9 +650,8 @@ def admit_rows(
 
 
 @inner
-def _fills(core: Any, r: int, publishes: int, cached: int) -> bool:
+def _fills(c: Any, r: int, publishes: int, cached: int) -> bool:
     """Return whether a row has full units to publish when `cached` tokens become hittable."""
-    c = columns_of(core)
     is_full = cached >= (np.int64(c.row[r, UNITS]) + 1) * c.tokens.shape[1]
     return is_full and publishes != 0 and c.row[r, FLAGS] & NO_CACHING == 0
 
@@ -699,7 +698,7 @@ def _inspect(
     num_busy = num_late = num_units = most = is_sharing = np.int64(0)
     for i in range(len(slots)):
         r = np.int64(running[slots[i], ROW])
-        is_late, fills = computed[i] >= c.row[r, SKIP_AT], _fills(core, r, publishes, cached[i])
+        is_late, fills = computed[i] >= c.row[r, SKIP_AT], _fills(c, r, publishes, cached[i])
         if not (is_late or fills or slot_tokens[i] > c.row[r, CAPACITY]):
             continue
         places[BUSY, num_busy] = i
@@ -798,7 +797,7 @@ def run_rows(
     for k in range(num_busy):
         i = places[BUSY, k]
         r, slot = np.int64(running[slots[i], ROW]), np.int64(slots[i])
-        if is_reserved[i] == 0 or not _fills(core, r, publishes, cached[i]):
+        if is_reserved[i] == 0 or not _fills(c, r, publishes, cached[i]):
             continue
         if _is_long(core, r, running, slot, width):
             places[LONG, num_long] = i

@@ -70,7 +70,7 @@ def settle_notes(core: Any, notes: Any, serial: int, waiting: Any) -> int:
 class OpenStep:
     """A step that made blocks hittable: its notes, and the units of rows that it published.
 
-    Each entry of `rows` has row, generation, first unit and end. `waits`: notes of
+    Each array in `rows` has row, generation, first unit and end, shape `(n, 4)`. `waits`: notes of
     other steps wait for this one; the same content may then be noted more than once.
     """
 
@@ -79,7 +79,11 @@ class OpenStep:
     serial: int
     notes: list[NodeNotes] = field(default_factory=list)
     waits: bool = False
-    rows: list[list[int]] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
+
+    def published_rows(self) -> list[list[int]]:
+        """Return the entries of all arrays in `rows`, in order."""
+        return [row for rows in self.rows for row in rows.tolist()]
 
 
 class StepTable:
@@ -124,14 +128,16 @@ class StepTable:
         if self._client_id not in self._waiting:
             self._numbers.pop(self._client_id, None)
 
-    def note_rows(self, rows: list[list[int]]) -> None:
+    def note_rows(self, rows: Any) -> None:
         """Remember the units that rows published: row, generation, first unit, end."""
         if self.current is not None:
-            self.current.rows += rows
+            self.current.rows.append(rows)
 
     def note_row(self, r: int, start: int, end: int) -> None:
         """Remember that a row publishes its units `[start, end)`."""
-        self.note_rows([[r, self._store.columns.row.item(r, GENERATION), start, end]])
+        if self.current is not None:
+            generation = self._store.columns.row.item(r, GENERATION)
+            self.current.rows.append(np.array([(r, generation, start, end)], np.int32))
 
     def note(self, notes: NodeNotes) -> None:
         """Remember what became hittable in the open step."""
@@ -170,7 +176,7 @@ class StepTable:
         while waiting and waiting[-1].step >= from_step:
             step = waiting.pop()
             failed.append(step)
-            for r, generation, units, _ in reversed(step.rows):
+            for r, generation, units, _ in reversed(step.published_rows()):
                 if row.item(r, GENERATION) == generation and row.item(r, UNITS) > units:
                     rewind_row(core, r, units)
         return failed
