@@ -229,8 +229,8 @@ def test_a_driver_that_stood_still_meanwhile_is_told_with_its_next_call(
         assert said["type"] == "SupersededError"
         assert said["text"] == (
             f"cluster {config.name} was taken over by process {os.getpid()} on "
-            f"{cluster.status().coordinator_node.host} in epoch 2: schedule there, this process is "
-            "not obeyed any more"
+            f"{cluster.status().coordinator_node.host} in epoch 2: schedule there, workers do not "
+            "obey this process any more"
         )
         assert driver.ask("step")["type"] == "SupersededError"
         status = driver.ask("status")
