@@ -1,6 +1,6 @@
 """Commands about a vLLM engine on this node: `--vllm NAME` of `status`, `top`, `usage`, `clear`.
 
-The engine is found by its name, without Ray. One that has ended may have left memory.
+The engine is found by its name, without Ray. After its end, its memory may still be kept.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CLEAR_S = 10.0
 
 
 def show_status(which: str, as_json: bool) -> None:
-    """Print how an engine does, or what memory it has left.
+    """Print an engine's status, or the memory that it has left.
 
-    Raises NotRunningError if neither is there.
+    Raises NotRunningError if there is neither.
     """
     from kvcache.base.errors import NotRunningError
 
@@ -47,12 +47,12 @@ def show_status(which: str, as_json: bool) -> None:
 
 
 def show_metrics(which: str) -> None:
-    """Print an engine's metrics as Prometheus reads them."""
+    """Print an engine's metrics in Prometheus' format."""
     print_json(_ask(which, "metrics")["text"].rstrip("\n"))
 
 
 def show_usage(which: str, as_json: bool) -> None:
-    """Print what an engine's tiers hold."""
+    """Print the contents of an engine's tiers."""
     found = _statistics(which)
     tiers = {} if found.tiers is None else {"host": found.tiers.host, "disk": found.tiers.disk}
     held = {name: tier for name, tier in tiers.items() if tier is not None}
@@ -74,7 +74,7 @@ def watch(
     is_over: Callable[[float], bool],
     as_json: bool,
 ) -> None:
-    """Print an engine's status again and again until `is_over` after so many seconds."""
+    """Print an engine's status repeatedly until `is_over` after this many seconds."""
     console, begun_s = Console(file=sys.stdout), time.monotonic()
     before = _statistics(which)
     while True:
@@ -93,7 +93,7 @@ def watch(
 
 
 def clear_engine(which: str, is_confirmed: bool, as_json: bool) -> None:
-    """Drop what an engine's tiers hold; ask first."""
+    """Empty an engine's tiers; ask first."""
     from actors.cli.admin import ask_on_terminal
 
     held = _num_held(_statistics(which))
@@ -151,7 +151,7 @@ def facts(found: EngineStatistics) -> dict[str, str]:
 
 
 def rates(before: EngineStatistics, now: EngineStatistics) -> dict[str, str]:
-    """Return what happened between two looks."""
+    """Return the rates between two looks."""
     seconds = max(1e-9, now.uptime_s - before.uptime_s)
     old, new = before.requests, now.requests
     if before.process_id != now.process_id:

@@ -1,4 +1,4 @@
-"""The socket of an engine without a cluster: who asks on its node learns how it does.
+"""The socket through which an engine without a cluster reports its status on its node.
 
 A Unix socket under an abstract name that follows from the engine's, for processes of the same user.
 One question for each connection, one answer: a packet of JSON each. The engine's end is one thread
@@ -38,7 +38,7 @@ _SOCKETS = Path("/proc/net/unix")
 
 
 def engine_address(name: str, replica: int) -> str:
-    """Return where the engine `name` of this user listens on this node."""
+    """Return the address of this user's engine `name` on this node."""
     return f"{ADDRESS_SCHEME}kvcache-engine-{os.getuid()}/{name}/{replica}"
 
 
@@ -59,7 +59,7 @@ def ask_engine(
     """Return an engine's answer.
 
     Raises NotRunningError if there is no such engine, DeadlineError if it is silent for
-    `timeout_s`, ClusterError for what it refuses.
+    `timeout_s`, ClusterError if it refuses the question.
     """
     with make_socket(timeout_s) as connected:
         try:
@@ -85,10 +85,10 @@ def ask_engine(
 
 
 class EngineSocket:
-    """Answers on behalf of an engine, in a thread of its own."""
+    """Answers questions to an engine, in a separate thread."""
 
     def __init__(self, name: str, replica: int, answering: Answering) -> None:
-        """Listen nowhere before `start`."""
+        """Set up; `start` begins to listen."""
         self._address = engine_address(name, replica)
         self._answering = answering
         self._listener: socket.socket | None = None
@@ -99,7 +99,7 @@ class EngineSocket:
         self._loop.start()
 
     def close(self) -> None:
-        """Answer nothing more. May be called again."""
+        """Stop answering. Repeatable."""
         self._loop.stop()
         self._loop.join(_QUESTION_S + _WAIT_S)
         if self._listener is not None:

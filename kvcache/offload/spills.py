@@ -1,4 +1,4 @@
-"""What a tier holds that no lower tier has, and in which order it is written there.
+"""The contents of a tier that no lower tier has, and the order in which they are written there.
 
 The hierarchy asks for the next keys when it plans spills. Starts no transfer.
 """
@@ -16,7 +16,7 @@ from kvcache.offload.tier_manager import TierManager
 
 
 class SpillQueue:
-    """The dirty content of a tier, and which of it is written to the lower tier next.
+    """The dirty contents of a tier, and the next ones to write to the lower tier.
 
     The next victims must be clean in time: a share of all slots, and as many as the last store
     lacked. With write-through, everything stored goes to disk as well.

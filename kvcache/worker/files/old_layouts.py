@@ -1,11 +1,11 @@
-"""Removes files that no engine reads any more: those of a rank's earlier layouts.
+"""Removes files that no engine reads any more, because a rank's layout has changed.
 
-Each layout fingerprint has directories of its own (tier.py). Another model, weight revision or
-number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes
-what it has left itself, and rank 0 also what ranks have left that are no more. Other ranks may have
+Each layout fingerprint has its own directories (tier.py). Another model, weight revision or
+number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes its
+own old files, and rank 0 also those of ranks that no longer exist. Other ranks may have
 other fingerprints, and other replicas may run, so theirs are not touched.
 
-A directory is moved out of the way first, under its lock: an engine that begins meanwhile with the
+A directory is first moved away, under its lock: an engine that starts at the same time with the
 old layout makes a new one.
 """
 
@@ -29,7 +29,7 @@ from kvcache.worker.files.tier import ABOUT, ABOUT_PREFIX
 logger = get_logger(__name__)
 
 MAX_DIRECTORIES = 64
-"""Removed at one start. The next start goes on."""
+"""Limit of removals at one start. The next start continues."""
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _RANK = re.compile(r"rank(\d+)")
@@ -38,7 +38,7 @@ _REMOVED = "removed-"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Whose files: `root` has a directory for each layout, `fingerprint` is the one in use."""
+    """A rank's directories: `root` has one per layout, `fingerprint` is the layout in use."""
 
     root: Path
     fingerprint: str
@@ -48,24 +48,24 @@ class RankPlace:
 
     @property
     def below(self) -> str:
-        """Where the ranks' directories are below a layout's."""
+        """The path of the ranks' directories below a layout's."""
         return f"replica{self.replica}" if self.replica else ""
 
     def may_remove(self, rank: int) -> bool:
-        """Say whether directories of a rank are this one's to remove."""
+        """Say whether this rank may remove directories of `rank`."""
         return rank == self.rank or (self.rank == 0 and rank >= self.num_ranks)
 
 
 def remove_old_layouts(place: RankPlace) -> int:
-    """Remove the old directories that are this rank's to remove and that no process uses; return
-    how many. Never raises for what the disk refuses: it is logged, and left."""
+    """Remove the old directories that this rank may remove and that no process uses; return
+    how many. Errors of the disk are logged, not raised."""
     num_removed = 0
     try:
         for directory in _old_directories(place):
             if num_removed == MAX_DIRECTORIES:
                 break
             num_removed += _remove(directory, place)
-        for trash in place.root.glob(f"{_REMOVED}*"):  # of a process that was killed
+        for trash in place.root.glob(f"{_REMOVED}*"):  # left by a killed process
             shutil.rmtree(trash, ignore_errors=True)
     except OSError as error:
         logger.warning("old files below %s are left there: %s", place.root, error.strerror)
@@ -73,7 +73,7 @@ def remove_old_layouts(place: RankPlace) -> int:
 
 
 def remove_in_background(place: RankPlace) -> threading.Thread:
-    """Do it in a thread of low priority, which ends with the process."""
+    """Remove them in a thread of low priority, which ends with the process."""
 
     def run() -> None:
         take_priority("low")
@@ -97,7 +97,7 @@ def _old_directories(place: RankPlace) -> Iterator[Path]:
 
 
 def _remove(directory: Path, place: RankPlace) -> bool:
-    """Remove a directory unless a process has its lock, or it is none of ours."""
+    """Remove a directory unless a process has its lock, or it is not a rank's."""
     try:
         lock = os.open(directory / ABOUT, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -109,12 +109,12 @@ def _remove(directory: Path, place: RankPlace) -> bool:
         trash = place.root / f"{_REMOVED}{uuid.uuid4().hex}"
         directory.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
-    except OSError as error:  # in use; or the disk refuses
+    except OSError as error:  # in use, or an error of the disk
         logger.info("old files in %s are left there: %s", directory, error.strerror)
         return False
     finally:
         os.close(lock)
-    with suppress(OSError):  # others are left in it
+    with suppress(OSError):  # it is not empty
         directory.parent.rmdir()
         if place.below:
             directory.parent.parent.rmdir()
