@@ -182,9 +182,7 @@ class BlockPool:
         check_kind("policies", policies, Mapping, ConfigurationError)
         self._prefix_groups = frozenset(groups.tolist())
         make = partial(make_eviction_policy, eviction_policy, policies=policies)
-        self._store = store = ColumnStore(
-            num_blocks, _SPECS, 1, _CONTENT_BYTES, use_eagle=False, step_tokens=1
-        )
+        self._store = store = ColumnStore(num_blocks, _SPECS, _CONTENT_BYTES)
         store.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
         store.columns.number[LOGS_GONE] = 1
         self._order = PolicyOrder(

@@ -37,6 +37,7 @@ from __future__ import annotations
 import os
 from collections import namedtuple
 from collections.abc import Sequence
+from math import gcd, lcm
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,11 +221,9 @@ class ColumnStore:
         self,
         num_blocks: int,
         specs: Sequence[KVCacheSpec],
-        unit_tokens: int,
         digest_bytes: int,
         *,
-        use_eagle: bool,
-        step_tokens: int,
+        use_eagle: bool = False,
         ages: BlockAges | None = None,
     ) -> None:
         """Allocate the columns of a pool of free blocks. `ages` counts the ages of its blocks.
@@ -236,13 +235,14 @@ class ColumnStore:
             raise ConfigurationError(
                 f"a pool of {num_blocks} blocks has no room for the null block: use at least 1"
             )
+        sizes = [spec.block_size for spec in specs]
+        self.unit_tokens = unit_tokens = gcd(*sizes) or 1
         self.num_groups = len(specs)
         self.keeps_states = any(spec.num_state_blocks is not None for spec in specs)
         self._has_ends = any(
             spec.num_state_blocks is not None and spec.can_prefix_cache for spec in specs
         )
         self._extra_columns = max((spec.num_state_blocks or 0 for spec in specs), default=0)
-        self.unit_tokens = unit_tokens
         width = 2 * self.num_groups
         most_units = max((spec.block_size // unit_tokens for spec in specs), default=1)
         # A prompt's nodes are added before the old contents of its blocks are forgotten. Unused
@@ -285,7 +285,7 @@ class ColumnStore:
         number = c.number
         number[NEXT_NODE] = number[SEALED_BELOW] = 1
         number[SEED] = int.from_bytes(os.urandom(7), "little")
-        number[STEP_TOKENS], number[IS_EAGLE] = step_tokens, use_eagle
+        number[STEP_TOKENS], number[IS_EAGLE] = lcm(*sizes), use_eagle
         number[NUM_PREFIX_GROUPS] = sum(spec.reads_whole_prefix for spec in specs)
         number[FREE] = number[BLANK] = num_blocks - 1
         ids = np.arange(num_blocks, dtype=int32)

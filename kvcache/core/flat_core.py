@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from math import gcd, lcm
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -159,17 +158,15 @@ class FlatCore:
             require_eagle_support(specs)
         policy_name, policies = settings.eviction_policy, settings.policies
         require_eviction_policy(policy_name, policies)
-        self.sizes = sizes = [spec.block_size for spec in specs]
-        self.hash_block_size = gcd(*sizes) or 1
+        self.sizes = [spec.block_size for spec in specs]
         self.store = store = ColumnStore(
             config.num_blocks,
             specs,
-            self.hash_block_size,
             hash_fn.digest_bytes,
             use_eagle=settings.use_eagle,
-            step_tokens=lcm(*sizes) if sizes else 1,
             ages=settings.ages,
         )
+        self.hash_block_size = store.unit_tokens
         self.can_hit = settings.enable_caching and can_cache_prefixes(specs)
         self.hits_stopped = False
         self.prefix_groups = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
@@ -187,11 +184,8 @@ class FlatCore:
         self.notifier = Notifier(
             store,
             self.digester,
-            settings.events,
+            settings,
             event_groups=frozenset(range(len(specs)) if publishes_all else self.prefix_groups),
-            has_workers=settings.has_workers,
-            none_hash=self.none_hash,
-            offload=settings.offload,
             namespaces=self.namespaces,
             slots_of=self._slots_of,
         )

@@ -20,8 +20,7 @@ from kvcache.core.interface import (
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
-    EventSink,
-    OffloadHooks,
+    CoreSettings,
 )
 from kvcache.core.kinds.rule import LENGTH, SIZE
 from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
@@ -77,12 +76,9 @@ class Notifier:
         self,
         store: ColumnStore,
         digester: Digester,
-        sink: EventSink | None,
+        settings: CoreSettings,
         *,
         event_groups: frozenset[int],
-        has_workers: bool,
-        none_hash: bytes,
-        offload: OffloadHooks | None,
         namespaces: dict[int, Namespace],
         slots_of: Callable[[NodeNotes], Int32Array],
     ) -> None:
@@ -91,14 +87,14 @@ class Notifier:
         `namespaces` is a live view of the namespaces of roots. `slots_of` returns the slots of the
         requests that computed blocks.
         """
-        self.has_workers = has_workers
-        self.event_groups = frozenset() if sink is None else event_groups
-        self.offload = offload
-        self.has_listeners = has_workers or bool(self.event_groups) or offload is not None
-        self.needs_digests = has_workers or bool(self.event_groups)
+        self.has_workers = settings.has_workers
+        self.event_groups = frozenset() if settings.events is None else event_groups
+        self.offload = settings.offload
+        self.needs_digests = self.has_workers or bool(self.event_groups)
+        self.has_listeners = self.needs_digests or self.offload is not None
         self.copies = PendingCopies()
-        self._store, self._digester, self._sink = store, digester, sink
-        self._none_hash = none_hash
+        self._store, self._digester, self._sink = store, digester, settings.events
+        self._none_hash = settings.none_hash
         self._namespaces, self._slots_of = namespaces, slots_of
         self._commands: list[Command] = []
         # Only one of the first two is filled: before one grows, the other becomes a command.
