@@ -136,8 +136,8 @@ def _summary(report: PlanReport) -> dict[str, str]:
         "memory": f"{bytes_text(report.allocated_bytes)} on {report.num_ranks} ranks",
         "per token": f"{report.bytes_per_token:,.1f} bytes, all ranks",
         "one request": (
-            f"{bytes_text(report.request_bytes)} of full length, of which padding wastes "
-            f"{bytes_text(report.request_padding_bytes)} ({padding:.1%})"
+            f"{bytes_text(report.request_bytes)} of full length, with "
+            f"{bytes_text(report.request_padding_bytes)} ({padding:.1%}) of padding"
         ),
         "prefix caching": "possible" if report.can_prefix_cache else "not possible",
         "layout": report.layout,

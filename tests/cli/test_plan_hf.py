@@ -44,7 +44,7 @@ def test_a_published_model_is_shown_in_numbers(llama: Path) -> None:
         "1,572,848 tokens fit",
         "12.00 requests of full length",
         "327,680.0 bytes, all ranks",
-        "of full length, of which padding wastes 0 B",
+        "of full length, with 0 B (0.0%) of padding",
     ):
         assert text in shown
 
