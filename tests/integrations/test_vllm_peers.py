@@ -132,16 +132,6 @@ def test_what_could_not_be_loaded_is_found_again_once_it_is_sealed_again() -> No
     assert owner.found(10, 11) == [0, 1]
 
 
-def test_a_peer_that_was_reset_less_or_more_often_is_not_asked() -> None:
-    owner = Owner(num_ranks=2)
-    assert owner.index.is_of_epoch(0)
-    owner.segments[1].model_epoch = 1
-    assert not owner.index.is_of_epoch(0)
-    assert not owner.index.is_of_epoch(1)
-    owner.segments[0].model_epoch = 1
-    assert owner.index.is_of_epoch(1)
-
-
 def test_a_reader_takes_another_size_and_no_other_layout() -> None:
     owner = Owner()
     descriptor = owner.segments[0].descriptor

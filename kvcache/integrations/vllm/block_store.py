@@ -208,7 +208,9 @@ class BlockStore:
             num_files = self._adopt_files(tiers, told)
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
         self.follow_events()
-        self._begin_peers(told)
+        shapes = [inventory.shape for inventory in told if inventory.shape is not None]
+        if self._peers is not None and len(shapes) == len(told):
+            self._peers.begin(sorted(shapes, key=lambda shape: shape.rank))
         return len(held), num_files
 
     # --- a request's way
@@ -370,8 +372,6 @@ class BlockStore:
         if self._tiers is None:
             return
         self._tiers.reset()
-        self._peer_loads.model_epoch += 1
-        self._next = replace(self._next, model_epoch=self._peer_loads.model_epoch)
         if not self._setting.options.adopt_after_reset:
             self._weights = uuid.uuid4().bytes
         for request_id, tracked in list(self._requests.items()):
@@ -441,16 +441,6 @@ class BlockStore:
         if problem:
             tiers.disk_use.leave(problem)
         return len(keys)
-
-    def _begin_peers(self, told: Sequence[Inventory]) -> None:
-        """Look for peers, and see to it that all ranks were reset as often."""
-        epochs = {inventory.model_epoch for inventory in told}
-        self._peer_loads.model_epoch = max(epochs)
-        if len(epochs) > 1:
-            self._next = replace(self._next, model_epoch=max(epochs))
-        shapes = [inventory.shape for inventory in told if inventory.shape is not None]
-        if self._peers is not None and len(shapes) == len(told):
-            self._peers.begin(sorted(shapes, key=lambda shape: shape.rank))
 
     def _expire(self, tiers: TierHierarchy, now_s: float) -> None:
         """Give jobs up that are overdue. What a store still reads then is of no use."""

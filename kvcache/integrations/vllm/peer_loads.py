@@ -26,17 +26,12 @@ class _OpenLoad:
 
 
 class PeerLoads:
-    """The loads from peers of one engine, and which peers it may load from.
-
-    `model_epoch` counts the engine's resets. A reset follows a change of weights, so only peers
-    that were reset as often have blocks of the same ones.
-    """
+    """The loads from peers of one engine, and which blocks they can load."""
 
     def __init__(self, peers: Peers | None) -> None:
         """Load from `peers`; from nobody without."""
         self._peers = peers
         self._open: dict[int, _OpenLoad] = {}
-        self.model_epoch = 0
 
     def __len__(self) -> int:
         """Return the number of open loads."""
@@ -53,7 +48,7 @@ class PeerLoads:
         if self._peers is None or not self.has_peers:
             return places
         wanted = np.flatnonzero((places == Place.NOWHERE) | (places == Place.DISK)).tolist()
-        found = self._peers.find([keys[place] for place in wanted], self.model_epoch)
+        found = self._peers.find([keys[place] for place in wanted])
         places = places.copy()
         places[[place for place, block in zip(wanted, found, strict=True) if block]] = Place.PEER
         return places
@@ -69,7 +64,7 @@ class PeerLoads:
         if self._peers is None or not keys:
             return []
         slots: dict[PeerMemory, dict[int, int]] = {}  # places in `keys`, by slot
-        for place, block in enumerate(self._peers.find(keys, self.model_epoch)):
+        for place, block in enumerate(self._peers.find(keys)):
             if block is not None:
                 slots.setdefault(block.memory, {})[block.slot] = place
         commands = []

@@ -138,11 +138,6 @@ class PeerIndex:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def is_of_epoch(self, model_epoch: int) -> bool:
-        """Say whether the peer was reset as often as that. Its blocks are of other weights if not,
-        because a reset follows a change of weights."""
-        return all(max(0, rank.reader.model_epoch) == model_epoch for rank in self._ranks)
-
     def slots_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slot of each key, -1 for a block that the peer does not hold now."""
         get = self._slots.get
@@ -225,17 +220,13 @@ class Peers:
         """What each peer holds."""
         return self._indexes
 
-    def find(self, keys: Sequence[OffloadKey], model_epoch: int) -> list[PeerBlock | None]:
-        """Return where each key can be loaded from, None where from no peer.
-
-        Only of peers that were reset as often as `model_epoch` says.
-        """
+    def find(self, keys: Sequence[OffloadKey]) -> list[PeerBlock | None]:
+        """Return where each key can be loaded from, None where from no peer."""
         found: list[PeerBlock | None] = [None] * len(keys)
         for index in self._indexes:
-            if index.is_of_epoch(model_epoch):
-                for place, slot in enumerate(index.slots_of(keys)):
-                    if slot >= 0 and found[place] is None:
-                        found[place] = PeerBlock(index.memory, slot)
+            for place, slot in enumerate(index.slots_of(keys)):
+                if slot >= 0 and found[place] is None:
+                    found[place] = PeerBlock(index.memory, slot)
         return found
 
     def distrust(self, memory: PeerMemory, keys: Iterable[OffloadKey]) -> None:

@@ -192,7 +192,6 @@ class RankMemory:
             keys,
             problem,
             self._host.segment.shape,
-            max(0, self._host.segment.model_epoch),
         )
 
     def await_stores(self, commands: StepCommands) -> None:
@@ -213,8 +212,6 @@ class RankMemory:
         if commands.forgotten_slots or commands.forgotten_keys:
             slots = int32_array(commands.forgotten_slots)
             self._jobs.discard(Discard(FILE_MEDIUM, slots, commands.forgotten_keys))
-        if commands.model_epoch is not None:
-            self._host.segment.model_epoch = commands.model_epoch
         if commands.sealed:
             self._jobs.seal(SealSlots(HOST_MEDIUM, int32_array(commands.sealed)))
         for spill in commands.spills:

@@ -63,16 +63,15 @@ class StepCommands:
 
     Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
     Then, before the forward or behind it: forget the slots `forgotten_slots` and the files of
-    `forgotten_keys`, note the model epoch of a reset, seal the slots `sealed`; begin to write and
-    read files, and to load; say that `invalid_blocks` or all blocks of the requests `failed` were
-    not loaded, that the requests `received` wait for nothing, and that those of `released` need
-    their blocks no more. Behind the forward: begin the store.
+    `forgotten_keys`, seal the slots `sealed`; begin to write and read files, and to load; say that
+    `invalid_blocks` or all blocks of the requests `failed` were not loaded, that the requests
+    `received` wait for nothing, and that those of `released` need their blocks no more. Behind the
+    forward: begin the store.
     """
 
     reused_blocks: tuple[int, ...] = ()
     forgotten_slots: tuple[int, ...] = ()
     forgotten_keys: bytes = b""
-    model_epoch: int | None = None
     sealed: tuple[int, ...] = ()
     spills: tuple[FileCommand, ...] = ()
     fetches: tuple[FileCommand, ...] = ()
@@ -103,7 +102,7 @@ class RankReports:
 class Inventory:
     """What a rank has room for, and what it has adopted: `slot_keys[slot]` of each sealed slot,
     `file_keys` of each file. `files_problem` says why it does without files, if it does. `shape` is
-    that of its memory, `model_epoch` that of its last reset, 0 before the first."""
+    that of its memory."""
 
     num_slots: int
     slot_keys: dict[int, bytes]
@@ -111,4 +110,3 @@ class Inventory:
     file_keys: tuple[bytes, ...] = ()
     files_problem: str = ""
     shape: SegmentShape | None = None
-    model_epoch: int = 0

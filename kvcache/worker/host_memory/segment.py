@@ -57,10 +57,10 @@ _HEAD = struct.Struct("<8sII64sqqqqqqI")
 digest bytes, tokens of a label, total bytes, and a checksum over them and the tensors' widths."""
 
 _CRC = struct.Struct("<I")
-MODEL_EPOCH = struct.Struct("<q")
-MODEL_EPOCH_OFFSET = 2048
+_MODEL_EPOCH = struct.Struct("<q")
+_MODEL_EPOCH_OFFSET = 2048
 _WIDTHS_OFFSET = 256
-_MAX_TENSORS = (MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
+_MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,12 @@ class HostSegment:
     @property
     def model_epoch(self) -> int:
         """The model epoch of the last reset, `UNKNOWN_MODEL_EPOCH` before the first."""
-        (epoch,) = MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
+        (epoch,) = _MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
         return int(epoch)
 
     @model_epoch.setter
     def model_epoch(self, model_epoch: int) -> None:
-        packed = np.frombuffer(MODEL_EPOCH.pack(model_epoch), np.uint8)
+        packed = np.frombuffer(_MODEL_EPOCH.pack(model_epoch), np.uint8)
         self._model_epoch_bytes()[:] = packed
 
     def reset(self, model_epoch: int) -> None:
@@ -243,7 +243,7 @@ class HostSegment:
         return self._bytes[offset : offset + num_bytes]
 
     def _model_epoch_bytes(self) -> ByteArray:
-        return self._part(MODEL_EPOCH_OFFSET, MODEL_EPOCH.size)
+        return self._part(_MODEL_EPOCH_OFFSET, _MODEL_EPOCH.size)
 
 
 def _take_for_this_process(descriptor: int) -> None:

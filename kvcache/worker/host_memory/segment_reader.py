@@ -39,8 +39,6 @@ from kvcache.worker.host_memory.labels import (
 )
 from kvcache.worker.host_memory.segment import (
     HEAD_BYTES,
-    MODEL_EPOCH,
-    MODEL_EPOCH_OFFSET,
     SegmentShape,
     shape_in,
 )
@@ -76,12 +74,6 @@ class SegmentReader:
         self._memory = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
         rows = np.frombuffer(self._memory, np.uint8, shape.rows_bytes, shape.offsets[0])
         self.rows: Rows = rows.view(row_type(shape.digest_bytes, shape.max_block_tokens))
-
-    @property
-    def model_epoch(self) -> int:
-        """The model epoch of the owner's last reset, live."""
-        (epoch,) = MODEL_EPOCH.unpack_from(self._memory, MODEL_EPOCH_OFFSET)
-        return int(epoch)
 
     def rows_at(self, slots: Int32Array) -> Rows:
         """Return the labels of slots as they are now, a copy; raises IndexError."""
