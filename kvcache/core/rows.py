@@ -657,9 +657,8 @@ def _fills(c: Any, r: int, publishes: int, cached: int) -> bool:
 
 
 @inner
-def _is_long(core: Any, r: int, running: Any, slot: int, width: int) -> bool:
+def _is_long(c: Any, r: int, running: Any, slot: int, width: int) -> bool:
     """Return whether Python must publish the row in a slot; see LONG."""
-    c = columns_of(core)
     oldest = max(running[slot, FIRST_IN_RING], running[slot, TOKENS] - width)
     is_old = np.int64(c.row[r, UNITS]) * c.tokens.shape[1] < oldest
     return is_old or c.row[r, FLAGS] & HAS_ITEMS != 0
@@ -799,7 +798,7 @@ def run_rows(
         r, slot = np.int64(running[slots[i], ROW]), np.int64(slots[i])
         if is_reserved[i] == 0 or not _fills(c, r, publishes, cached[i]):
             continue
-        if _is_long(core, r, running, slot, width):
+        if _is_long(c, r, running, slot, width):
             places[LONG, num_long] = i
             num_long += 1
             continue
