@@ -374,8 +374,18 @@ def test_a_rank_that_is_missing_ends_the_start() -> None:
     store = BlockStore(setting_of(), lambda: 0.0)
     with pytest.raises(ConfigurationError, match="1 of 2 ranks have told of host memory"):
         store.adopt({0: Inventory(NUM_SLOTS, {})})
-    with pytest.raises(ConfigurationError, match=r"of \[7, 8\] slots: give every rank the same"):
-        store.adopt({0: Inventory(8, {}), 1: Inventory(7, {})})
+
+
+def test_the_rank_with_the_fewest_slots_decides_how_many_blocks_there_are() -> None:
+    request = request_of("r", 29)
+    keys = dict(enumerate(keys_of_hashes(request)))
+    store = BlockStore(setting_of(), lambda: 0.0)
+    shorter = {slot: key for slot, key in keys.items() if slot < 5}
+    assert store.adopt({0: Inventory(8, keys), 1: Inventory(6, shorter)}) == (5, 0)
+    statistics = store.statistics
+    assert statistics is not None and statistics.host.num_slots == 6
+    assert store.commands({}, lambda _: None).forgotten_slots == (5,)
+    assert store.num_matched(request, 0) == 20
 
 
 def test_a_store_that_is_not_answered_in_time_is_given_up() -> None:

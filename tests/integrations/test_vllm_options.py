@@ -74,7 +74,10 @@ def setting_of(**changes: Any) -> Any:
         ({"kv_transfer_config__kv_load_failure_policy": "fail"}, 'set it to "recompute"'),
         ({"cache_config__enable_prefix_caching": False}, "remove --no-enable-prefix-caching"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, "),
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2, ",
+        ),
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
         (
             {"specs": [FullAttentionSpec(), MambaSpec()]},

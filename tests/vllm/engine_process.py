@@ -31,14 +31,8 @@ def main() -> None:
     if "kv_events_config" in options:
         options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
     begun_s = time.monotonic()
-    engine = LLM(
-        enforce_eager=True,
-        dtype="float32",
-        block_size=32,
-        seed=0,
-        disable_log_stats=False,
-        **options,
-    )
+    chosen = {"enforce_eager": True, "dtype": "float32", "block_size": 32, "seed": 0, **options}
+    engine = LLM(disable_log_stats=False, **chosen)
     say({"ready_s": time.monotonic() - begun_s})
     for line in sys.stdin:
         command = json.loads(line)

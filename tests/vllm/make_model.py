@@ -1,7 +1,7 @@
 """Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND]`.
 
-KIND is `llama`, `gemma3`, whose layers have sliding windows and full attention in turn, or
-`mistral`, whose layers all have sliding windows.
+KIND is `llama`, `llama3`, which has three layers, `gemma3`, whose layers have sliding windows and
+full attention in turn, or `mistral`, whose layers all have sliding windows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def main(directory: str, kind: str = "llama") -> None:
         config = MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=64)
         MistralForCausalLM(config).save_pretrained(directory)
     else:
-        LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2)).save_pretrained(directory)
+        num_layers = 3 if kind == "llama3" else 2
+        LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num_layers)).save_pretrained(
+            directory
+        )
     names = ["<pad>", "<s>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")

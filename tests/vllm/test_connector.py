@@ -26,6 +26,10 @@ SMALL_POOL = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128}
 """Room for five of the eight requests that run at a time: prefills in chunks, and preemptions."""
 
 
+PIPELINE = {"pipeline_parallel_size": 2, "enforce_eager": False}
+"""On CPUs, vLLM makes the tensors between stages only where it compiles the model."""
+
+
 def families() -> list[list[int]]:
     """100 prompts of ten shared prefixes, in random order."""
     draw = random.Random(5)
@@ -313,6 +317,34 @@ def test_groups_with_sliding_windows_only_load_their_last_blocks(
     assert engine.generate(PROMPTS).tokens == expected
     assert "could not load" in engine.errors()
     engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pipeline_ranks_keep_their_layers_and_survive_a_kill(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
+) -> None:
+    model = made_model(python, tmp_path / "llama3", "llama3")
+    engine = start(model=model)
+    expected = engine.generate(PROMPTS).tokens
+    engine.kill()
+    name = new_name()
+    engine = start({"name": name, **MEMORY}, model=model, **PIPELINE)
+    cold = engine.generate(PROMPTS)
+    engine.reset()
+    warm = engine.generate(PROMPTS)
+    engine.generate(PROMPTS[:1], 1)
+    engine.kill()
+    assert (cold.cached, warm.cached) == ([0, 0, 0], HITS)
+    assert cold.tokens == warm.tokens == expected
+    segments = [Segment(name, rank) for rank in range(2)]
+    assert [len(segment.shape.widths) for segment in segments] == [2, 1]
+    engine = start({"name": name, **MEMORY}, model=model, **PIPELINE)
+    for slot in segments[1].sealed_slots()[::3]:
+        segments[1].flip_byte(slot)
+    answer = engine.generate(PROMPTS)
+    engine.kill()
+    assert answer.tokens == expected
+    assert "could not load" in engine.errors()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -184,25 +184,26 @@ class BlockStore:
     def adopt(self, inventories: Mapping[int, Inventory]) -> tuple[int, int]:
         """Begin with what all ranks have alike; return how many host blocks and files that is.
 
-        What they disagree about is forgotten on all of them. Raises ConfigurationError unless each
-        rank is there and has as much room.
+        What they disagree about is forgotten on all of them. The rank with the largest blocks, of
+        pipeline ranks that with the most layers, decides how many there are. Raises
+        ConfigurationError unless each rank is there.
         """
         told = list(inventories.values())
-        sizes = {inventory.num_slots for inventory in told}
-        if len(told) != self._setting.num_ranks or len(sizes) != 1:
+        if len(told) != self._setting.num_ranks:
             raise ConfigurationError(
-                f"{len(told)} of {self._setting.num_ranks} ranks have told of host memory, "
-                f"of {sorted(sizes)} slots: give every rank the same offload.host_memory_per_rank"
+                f"{len(told)} of {self._setting.num_ranks} ranks have told of host memory: restart "
+                "vLLM"
             )
+        num_slots = min(each.num_slots for each in told)
         num_files = min(each.num_files for each in told)
         shape = told[0].shape
         block_bytes = 0 if shape is None else shape.slot_bytes
-        tiers = self._make_tiers(told[0].num_slots, num_files, block_bytes)
+        tiers = self._make_tiers(num_slots, num_files, block_bytes)
         self._tiers = tiers
         tiers.begin_adoption()
         held = _agreed([inventory.slot_keys for inventory in told])
         tiers.adopt_host(block_labels(int32_array(list(held)), list(held.values())))
-        stale = {slot for inventory in told for slot in inventory.slot_keys} - held.keys()
+        stale = {slot for each in told for slot in each.slot_keys if slot < num_slots} - held.keys()
         num_files = 0
         if tiers.disk is not None:
             num_files = self._adopt_files(tiers, told)

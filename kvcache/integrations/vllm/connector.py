@@ -94,9 +94,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         assert self._store is not None, "asked of a worker's connector"
         return self._store
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Inventory]) -> None:
-        """Begin with what the ranks have adopted."""
-        count, num_files = self.store.adopt(metadata)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], Inventory]
+    ) -> None:
+        """Begin with what the ranks have adopted, by pipeline and tensor rank."""
+        count, num_files = self.store.adopt(dict(enumerate(metadata.values())))
         logger.info(
             "kvcache %r: adopted %d blocks and %d files",
             self._setting.options.name,

@@ -172,7 +172,6 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             f"from process to process: use {' or '.join(_HASHES)}"
         )
     for flag in (
-        "pipeline_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
     ):
