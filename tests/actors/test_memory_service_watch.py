@@ -116,10 +116,10 @@ def test_memory_is_put_again_when_its_service_has_come_back(
     assert {0, 1} <= set(site.put)
     assert watch.statuses()[0].num_restarts == 1
     assert watch.statuses()[0].warnings() == [
-        "host memory of rank 0 ends with its process: the memory service of node 10.0.0.7 has it "
-        "not yet",
-        "host memory of rank 1 ends with its process: the memory service of node 10.0.0.7 has it "
-        "not: no memory service answers",
+        "host memory of rank 0 ends with its process: the memory service of node 10.0.0.7 does not "
+        "have it yet",
+        "host memory of rank 1 ends with its process: the memory service of node 10.0.0.7 does not "
+        "have it: no memory service answers",
     ]
     site.seen = replace(SERVING, process_id=71)
     look_again(site)

@@ -664,7 +664,7 @@ def test_per_request_calls_use_the_same_numbers_and_send_their_commands() -> Non
         ("explode", {}, "there is no method 'explode': use one of allocate_slots,"),
         ("usage", {"x": 1}, "usage does not know x: leave it out"),
         ("free", {"request_id": 3}, "free: request_id is 3: pass str"),
-        ("evict_blocks", {"block_ids": b"123"}, "evict_blocks: block_ids is no packed int32"),
+        ("evict_blocks", {"block_ids": b"123"}, "evict_blocks: block_ids is not a packed int32"),
         ("get_computed_blocks", {"request": {"request_id": "r"}}, "request r: the prompt is empty"),
         ("get_computed_blocks", {"request": {"bogus": 1}}, "request does not know ['bogus']"),
     ],
