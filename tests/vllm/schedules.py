@@ -1,16 +1,18 @@
 """Faults at drawn moments, against the tokens of a vLLM without a connector.
 
-    python -m tests.vllm.schedules --seeds 0:50
+    python -m tests.vllm.schedules --seeds 0:50 [--ranks 2] [--scratch DIRECTORY]
 
-Each seed draws a fault and its moment within a load of prompts with shared prefixes: the engine or
-the memory service is killed or stopped for a while, bytes of the host segment change, files are
-damaged, cut or removed. The engine's next answers, or those of the next engine if it died, must be
-the expected tokens, within a deadline. One engine serves seed after seed as long as it lives.
+Each seed draws a fault and its moment within a load of prompts with shared prefixes: the engine,
+one of several workers or the memory service is killed or stopped for a while, bytes of the host
+segment change, files are damaged, cut or removed. The engine's next answers, or those of the next
+engine if it died, must be the expected tokens, within a deadline. One engine serves seed after seed
+as long as it lives.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -52,6 +54,11 @@ FAULTS = (
     "damage both",
 )
 
+FAULTS_OF_RANKS = (*FAULTS, "kill worker", "stop worker")
+"""Drawn from when there are several."""
+
+DEADLY = ("kill engine", "kill engine core", "kill worker")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -87,12 +94,18 @@ class World:
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
     engine: Engine | None = None
 
-    def expect(self) -> None:
-        """Ask a vLLM without a connector."""
+    def expect(self, kept: Path | None = None) -> None:
+        """Ask a vLLM without a connector, unless an earlier one has answered into the file
+        `kept`."""
+        if kept is not None and kept.exists():
+            self.expected = dict(enumerate(json.loads(kept.read_text())))
+            return
         engine = self.start(tensor_parallel_size=self.num_ranks)
         for i in range(4):
             self.expected[i] = engine.generate(prompts_of(i), NUM_TOKENS).tokens
         engine.kill()
+        if kept is not None:
+            kept.write_text(json.dumps(list(self.expected.values())))
 
     def living(self) -> Engine:
         """Return the engine; start one if there is none."""
@@ -114,7 +127,8 @@ class World:
     def run(self, seed: int) -> Outcome:
         """Run one seed; raises AssertionError with the difference."""
         draw = random.Random(seed)
-        fault, moment_s = draw.choice(FAULTS), draw.random() * 1.5
+        faults = FAULTS if self.num_ranks == 1 else FAULTS_OF_RANKS
+        fault, moment_s = draw.choice(faults), draw.random() * 1.5
         begun_s = time.monotonic()
         engine = self.living()
         engine.reset()
@@ -124,10 +138,10 @@ class World:
         try:
             answer = engine.generate(prompts_of(seed), NUM_TOKENS)
         except (AssertionError, OSError):
-            assert fault.startswith("kill engine"), f"seed {seed}: {fault} ends the engine"
+            assert fault in DEADLY, f"seed {seed}: {fault} ends the engine"
             is_restarted = True
         harm.join()
-        if fault.startswith("kill engine"):
+        if fault in DEADLY:
             engine.kill()
             self.engine = None
             is_restarted = True
@@ -143,7 +157,9 @@ class World:
         """Execute the drawn action."""
         acts: dict[str, Callable[[], None]] = {
             "kill engine": lambda: self._signal_engine(signal.SIGKILL),
-            "kill engine core": self._kill_core,
+            "kill engine core": lambda: self._kill_one("EngineCore", draw),
+            "kill worker": lambda: self._kill_one("Worker", draw),
+            "stop worker": lambda: self._stop_worker(draw),
             "stop engine": lambda: self._stop_engine(draw.random() * LONGEST_STOP_S),
             "kill memory service": lambda: self._signal_service(signal.SIGKILL),
             "stop memory service": lambda: self._stop_service(draw.random() * LONGEST_STOP_S),
@@ -168,15 +184,26 @@ class World:
         for process in processes_of_session(self.engine.process.pid):
             _send(process, number)
 
-    def _kill_core(self) -> None:
-        """Kill the process that computes, and the rest, which may wait for it, a moment later."""
-        assert self.engine is not None
-        others = set(processes_of_session(self.engine.process.pid)) - {self.engine.process.pid}
-        for process in sorted(others):
-            if "EngineCore" in Path(f"/proc/{process}/cmdline").read_text(errors="replace"):
-                _send(process, signal.SIGKILL)
+    def _kill_one(self, title: str, draw: random.Random) -> None:
+        """Kill one process, and the rest, which may wait for it, a moment later."""
+        _send(draw.choice(self._processes(title)), signal.SIGKILL)
         time.sleep(LONGEST_STOP_S)
         self._signal_engine(signal.SIGKILL)
+
+    def _stop_worker(self, draw: random.Random) -> None:
+        process = draw.choice(self._processes("Worker"))
+        _send(process, signal.SIGSTOP)
+        time.sleep(draw.random() * LONGEST_STOP_S)
+        _send(process, signal.SIGCONT)
+
+    def _processes(self, title: str) -> list[int]:
+        """Return the engine's processes that vLLM has given this title."""
+        assert self.engine is not None
+        found = []
+        for process in processes_of_session(self.engine.process.pid):
+            if title in Path(f"/proc/{process}/cmdline").read_text(errors="replace"):
+                found.append(process)
+        return sorted(found)
 
     def _stop_engine(self, seconds: float) -> None:
         self._signal_engine(signal.SIGSTOP)
@@ -210,19 +237,26 @@ class World:
     def _damage(self, draw: random.Random) -> None:
         """Change, cut and remove some files."""
         for path in self.directory.rglob("*.kvb"):
-            kind = draw.choice(("flip", "cut", "remove", "", ""))
-            try:
-                content = bytearray(path.read_bytes())
-                if kind == "flip":
-                    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-                if kind == "cut":
-                    del content[draw.randrange(len(content)) :]
-                if kind == "remove":
-                    path.unlink()
-                elif kind:
-                    path.write_bytes(content)
-            except FileNotFoundError:  # the tier has discarded it
-                continue
+            if draw.random() < 0.6:
+                damage(path, draw)
+
+
+def damage(path: Path, draw: random.Random) -> bool:
+    """Change, cut or remove a file; say whether it was there."""
+    kind = draw.choice(("flip", "cut", "remove"))
+    try:
+        content = bytearray(path.read_bytes())
+        if kind == "flip":
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        if kind == "cut":
+            del content[draw.randrange(len(content)) :]
+        if kind == "remove":
+            path.unlink()
+        else:
+            path.write_bytes(content)
+    except FileNotFoundError:  # the tier has discarded it
+        return False
+    return True
 
 
 def _send(process: int, number: int) -> None:
@@ -237,17 +271,21 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.vllm.schedules", description=__doc__)
     parser.add_argument("--seeds", default="0:10", help="A:B runs the seeds A to B - 1")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--scratch", help="keeps the model and the expected tokens")
     chosen = parser.parse_args()
     first, _, last = chosen.seeds.partition(":")
     with tempfile.TemporaryDirectory() as scratch:
-        model, files, logs = (Path(scratch) / name for name in ("model", "files", "logs"))
+        files, logs = (Path(scratch) / name for name in ("files", "logs"))
+        kept = Path(chosen.scratch or scratch)
+        model = kept / "model"
         for directory in (files, logs):
             directory.mkdir()
-        made_model(str(PYTHON), model)
+        if not model.exists():
+            made_model(str(PYTHON), model)
         world = World(Starter(str(PYTHON), str(model), logs), files, chosen.ranks)
         counts: Counter[str] = Counter()
         try:
-            world.expect()
+            world.expect(kept / f"expected{chosen.ranks}.json")
             for seed in range(int(first), int(last)):
                 outcome = world.run(seed)
                 counts[outcome.fault] += 1
