@@ -68,7 +68,7 @@ def status(
     if tenants := tenants_of(statistics):
         print_table(console, "tenants", tenant_table(tenants))
         for line in refusal_lines(tenants):
-            console.print(f"refused: {line}", markup=False)
+            console.print(f"no room: {line}", markup=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", style="yellow", markup=False)
 
@@ -103,14 +103,14 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
     if pending:
         print_table(console, f"{cluster.name} waits for", _pending_table(pending))
     if not (stuck or has_failed):
-        console.print(f"nothing is stuck in {cluster.name}", markup=False)
+        console.print(f"nothing is stuck in {cluster.name}: all waits are normal", markup=False)
     return bool(stuck) or has_failed
 
 
 def _pending_table(pending: Sequence[PendingWork]) -> Table:
-    table = Table("what", "for", "limit", "")
+    table = Table("what", "for", "limit", "state")
     for work in pending:
-        mark = "STUCK" if work.is_stuck else ""
+        mark = "STUCK" if work.is_stuck else "normal"
         table.add_row(work.what, f"{work.age_s:.1f} s", f"{work.limit_s:g} s", mark)
     return table
 
@@ -142,7 +142,8 @@ def _summary(status: ClusterStatus, statistics: CoordinatorStatistics | None) ->
                 f"{manager.num_preempted_requests:,} preempted"
             ),
             "clients": f"{statistics.num_clients:,}",
-            "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} refused)",
+            "steps": f"{statistics.num_steps:,} ({statistics.num_refused_steps:,} with an error)",
+            "no room": f"{statistics.num_no_room:,} times, for a new or resumed request or a fork",
         }
         if manager.num_pins:
             facts["pins"] = f"{manager.num_pins:,}, {core.num_pinned_blocks:,} blocks"
@@ -192,7 +193,7 @@ def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
         )
     facts["tokens loaded"] = (
         f"{offload.num_loaded_tokens:,} ({offload.num_fetched_tokens:,} from files), "
-        f"{offload.num_waiting_requests:,} requests wait"
+        f"requests waiting: {offload.num_waiting_requests:,}"
     )
     if offload.num_swapped_out:
         facts["requests swapped"] = (
@@ -201,7 +202,7 @@ def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
         )
     if offload.num_failed_jobs or offload.num_loads_given_up:
         facts["tiers' failures"] = (
-            f"{offload.num_failed_jobs:,} jobs, {offload.num_loads_given_up:,} loads given up"
+            f"jobs: {offload.num_failed_jobs:,}, loads given up: {offload.num_loads_given_up:,}"
             f"{'; the last: ' + offload.last_failure if offload.last_failure else ''}"
         )
     return facts
@@ -225,7 +226,7 @@ def tenant_table(tenants: Sequence[TenantStatistics]) -> Table:
     `evicted`: blocks lost by the tenant, and blocks evicted for it.
     """
     headings = ("tenant", "tier", "held", "cached", "pinned", "share")
-    table = Table(*headings, "hit rate", "evicted", "refused")
+    table = Table(*headings, "hit rate", "evicted", "no room")
     for each in tenants:
         asked = each.num_asked_tokens
         table.add_row(

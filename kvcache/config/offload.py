@@ -52,14 +52,14 @@ class OffloadConfig(Section):
 
     `host_memory_per_rank` None: none. A block is stored once its content was seen `store_after`
     times. A host slot holds `blocks_per_slot` device blocks. A request waits for a load of at least
-    `min_load_tokens`, at most `wait_s`; the loaded blocks are kept for it for `hold_s`. Jobs that
-    take longer than `job_s` are given up. With `keeps_memory`, a process of each node holds the
-    memory, so that it survives its worker. `verify`: `always` computes a checksum of each stored
-    block and compares it at each load, `sample` for one block in 16, `never` for none.
-    `copy_priority` is that of the copying threads: `low` yields to steps and other programs; `idle`
-    uses only idle processors, so steps are disturbed least, but on a busy node a load may take
-    seconds; `normal` yields to nothing. On CPU, `copy_threads` of a worker together copy
-    a store or load of 2 MiB or more.
+    `min_load_tokens`, at most `wait_s`; the loaded blocks are kept for it for `hold_s`. Loads and
+    stores that take longer than `job_s` are given up, transfers of files after four times as long.
+    With `keeps_memory`, a process of each node holds the memory, so that it survives its worker.
+    `verify`: `always` computes a checksum of each stored block and compares it at each load,
+    `sample` for one block in 16, `never` for none. `copy_priority` is that of the copying threads:
+    `low` yields to steps and other programs; `idle` uses only idle processors, so steps are
+    disturbed least, but on a busy node a load may take seconds; `normal` yields to nothing. On CPU,
+    `copy_threads` of a worker together copy a store or load of 2 MiB or more.
 
     `swap` decides about the unsealed tokens of a request that is preempted by swap: `always` moves
     them to host memory and back, `never` computes them again, `auto` takes the faster way, by

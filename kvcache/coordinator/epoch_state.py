@@ -427,6 +427,8 @@ class EpochState:
         self.reattachment.on_executed(message.client_id, message.step)
         self.counts.num_steps += 1
         self.counts.num_refused_steps += not served.is_executed
+        if isinstance(answer, StepResult):
+            self.counts.num_no_room += len(answer.no_room)
         out.append(_to_client(answer))
         if not served.is_executed and ledger.on_applied(self.window.applied_by_all):
             out.append(self._progress(ledger))

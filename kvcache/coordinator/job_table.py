@@ -14,8 +14,11 @@ from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, FailedForward, JobRep
 
 
 @dataclass
-class _Job:
-    """An open job. Invariant: `len(reported) < num_ranks`."""
+class RunningJob:
+    """An open job; without a client if it belongs to no step.
+
+    Invariant: `len(reported) < num_ranks`.
+    """
 
     client_id: str
     step: int
@@ -53,7 +56,7 @@ class JobTable:
         """Start without jobs."""
         self._num_ranks = num_ranks
         self._last_id = 0
-        self._open: dict[int, _Job] = {}
+        self._open: dict[int, RunningJob] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -61,7 +64,7 @@ class JobTable:
     def open(self, client_id: str = "", step: int = 0) -> int:
         """Begin the job of a client's step, or of none; return its number."""
         self._last_id += 1
-        self._open[self._last_id] = _Job(client_id, step)
+        self._open[self._last_id] = RunningJob(client_id, step)
         return self._last_id
 
     def cancel(self, job_id: int) -> None:

@@ -207,6 +207,12 @@ class Offloading:
         self._emit()
         return True
 
+    def open_transfer(self, job_id: int) -> tuple[JobKind, float] | None:
+        """Return the kind of an open transfer and how many seconds it may take; None if the job is
+        not one of the tiers."""
+        kind = self.tiers.transfers.kind_of(job_id)
+        return None if kind is None else (kind, self.tiers.options.deadlines.of(kind))
+
     def begin(self, question: LabelQuestion) -> list[Outgoing]:
         """Ask every rank for its tier contents from the previous epoch."""
         self._adoption = TierAdoption(self.tiers, question, self._adoption_s)

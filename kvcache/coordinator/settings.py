@@ -193,6 +193,7 @@ class EpochCounts:
 
     num_steps: int = 0
     num_refused_steps: int = 0
+    num_no_room: int = 0
     num_failed_forwards: int = 0
     num_dropped: int = 0
     last_dropped: str = ""
@@ -202,6 +203,9 @@ class EpochCounts:
 @dataclass(frozen=True)
 class CoordinatorStatistics:
     """Statistics at one moment; the counters are since the coordinator was made.
+
+    `num_no_room` counts the requests that `StepResult.no_room` named; one that is sent again counts
+    in each step.
 
     `num_dropped` messages were foreign, stale or impossible, `last_dropped` says why the last one
     was; `num_unattached` came from clients that must attach first. `num_kept_blocks` were cached
@@ -217,6 +221,7 @@ class CoordinatorStatistics:
     num_clients: int = 0
     num_steps: int = 0
     num_refused_steps: int = 0
+    num_no_room: int = 0
     num_failed_forwards: int = 0
     num_open_jobs: int = 0
     last_seq: int = 0
@@ -255,6 +260,7 @@ class CoordinatorStatistics:
             self,
             num_steps=self.num_steps + counts.num_steps,
             num_refused_steps=self.num_refused_steps + counts.num_refused_steps,
+            num_no_room=self.num_no_room + counts.num_no_room,
             num_failed_forwards=self.num_failed_forwards + counts.num_failed_forwards,
             num_resent=self.num_resent + num_resent,
             num_dropped=self.num_dropped + counts.num_dropped,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.coordinator import Coordinator
 from kvcache.coordinator.epoch_state import EpochState
+from kvcache.coordinator.job_table import RunningJob
 from kvcache.coordinator.settings import Phase
 
 logger = get_logger(__name__)
@@ -20,8 +21,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """How long a wait may last, in seconds, before it is stuck: for a rank's message, the clients
-    of the previous epoch, a step that could be executed, the end of a forward."""
+    """How long a wait may last, in seconds, before it is stuck: for a rank's message or audit, the
+    clients of the previous epoch, a step that could be executed, the end of a forward. Transfers
+    have the deadlines of the tiers."""
 
     rank_s: float
     client_s: float
@@ -107,11 +109,8 @@ class Watchdog:
                 yield "client", f"client {client} has not come back", limits.client_s, None
         for job_id, job in coordinator._jobs._open.items():
             ranks = set(range(coordinator.settings.num_ranks)) - job.reported
-            what = (
-                f"the forward of step {job.step} of {job.client_id} (job {job_id}) has not ended "
-                f"on {_ranks(ranks)}"
-            )
-            yield "forward", what, limits.forward_s, None
+            kind, subject, limit_s = self._describe_job(job_id, job, epoch_state)
+            yield kind, f"{subject} (job {job_id}) has not ended on {_ranks(ranks)}", limit_s, None
         window = epoch_state.window
         if len(window):
             seq = window.applied_by_all + 1
@@ -137,6 +136,20 @@ class Watchdog:
                     "but later ones have"
                 )
                 yield "step", what, limits.step_s, None
+
+    def _describe_job(
+        self, job_id: int, job: RunningJob, epoch_state: EpochState
+    ) -> tuple[str, str, float]:
+        """Return the kind of an open job, its description and its limit."""
+        offloading = epoch_state._offloading
+        transfer = None if offloading is None else offloading.open_transfer(job_id)
+        if transfer is not None:
+            kind, limit_s = transfer
+            return kind.value, f"the {kind.value} of tiers", limit_s
+        if job.client_id:
+            what = f"the forward of step {job.step} of {job.client_id}"
+            return "forward", what, self._limits.forward_s
+        return "audit", "the audit", self._limits.rank_s
 
 
 def signs_of_life(coordinator: Coordinator) -> dict[int, tuple[str, float]]:

@@ -46,6 +46,8 @@ def log_line(
     ]
     if now.num_refused_steps > before.num_refused_steps:
         parts.append(f"{now.num_refused_steps - before.num_refused_steps:,} steps refused")
+    if now.num_no_room > before.num_no_room:
+        parts.append(f"{now.num_no_room - before.num_no_room:,} times no room")
     if now.problem:
         parts.append(now.problem)
     return ", ".join(parts)
@@ -148,6 +150,7 @@ class _Samples:
         executed = statistics.num_steps - statistics.num_refused_steps
         yield self._one(known.STEPS, executed, "executed")
         yield self._one(known.STEPS, statistics.num_refused_steps, "refused")
+        yield self._one(known.NO_ROOM, statistics.num_no_room)
         yield from self._meters(meters)
         if statistics.manager is not None:
             yield from self._manager(statistics.manager)

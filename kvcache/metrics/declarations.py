@@ -68,6 +68,11 @@ PREEMPTIONS = _counter("kvcache_preemptions_total", "Requests that engines have 
 STEPS = _counter(
     "kvcache_steps_total", "Steps and calls by outcome: executed or refused.", "outcome"
 )
+NO_ROOM = _counter(
+    "kvcache_no_room_total",
+    "Requests that found no blocks or no slot (`StepResult.no_room`). A request that is sent again "
+    "counts in each step.",
+)
 STEP_QUEUE = _histogram(
     "kvcache_step_queue_seconds",
     "From the arrival of a step at the coordinator until its decision: 0 unless ranks are slow. "
@@ -216,8 +221,8 @@ WORKER_ERRORS = _counter(
 COORDINATOR_METRICS: tuple[Metric, ...] = (
     *(BLOCKS, CACHED_BLOCKS, SEALED_BLOCKS, PINNED_BLOCKS, USAGE),
     *(QUERIED_TOKENS, HIT_TOKENS, EVICTIONS, MERGED, HIT_AGE, EVICTION_AGE),
-    *(REQUESTS, CLIENTS, PINS, PREEMPTIONS, STEPS, STEP_QUEUE, STEP_DECISION, STEP_APPLIED),
-    *(UNACKNOWLEDGED, RESENT, ERRORS, EPOCH, IS_RUNNING),
+    *(REQUESTS, CLIENTS, PINS, PREEMPTIONS, STEPS, NO_ROOM),
+    *(STEP_QUEUE, STEP_DECISION, STEP_APPLIED, UNACKNOWLEDGED, RESENT, ERRORS, EPOCH, IS_RUNNING),
     *(TIER_BLOCKS, TIER_LOOKUPS, TIER_OPERATIONS, TIER_BYTES, TIER_JOBS, LOAD_WAITERS),
     *(TENANT_BLOCKS, TENANT_QUERIED_TOKENS, TENANT_HIT_TOKENS, TENANT_TIER_QUERIED_TOKENS),
     *(TENANT_TIER_HIT_TOKENS, TENANT_EVICTIONS, TENANT_REFUSALS),

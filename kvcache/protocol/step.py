@@ -239,7 +239,7 @@ class StepResult:
     `forked_slots[i]` is the slot of fork `i`'s child, `NO_SLOT` if none was free.
     `no_room` names requests that found no blocks or no slot, including children of forks;
     `waiting_for_load` those whose hit is being stored or loaded; `retry_later` those whose look-up
-    has no answer yet, because a tier still lists its files. `refused` names
+    has no answer yet, because a tier does not know yet what it holds. `refused` names
     the requests without room, including running rows, that can never fit: end them. The other
     requests of the step are served as if these were not there. `withdrawn` are requests admitted in
     a step that failed: new ones and children of forks are forgotten, resumed ones are preempted as

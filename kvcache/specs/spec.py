@@ -123,7 +123,8 @@ class KVCacheSpec(ABC):
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Return how many leading tokens are never read again after `num_computed_tokens` tokens.
 
-        Blocks that contain only such tokens can be dropped.
+        Blocks that contain only such tokens can be dropped. Divided by the block size, it must be
+        the `num_skipped` of the kind (`core/kinds/`).
         """
         require_tokens("num_computed_tokens", num_computed_tokens)
         return 0

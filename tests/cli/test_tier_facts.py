@@ -31,7 +31,7 @@ def test_a_healthy_tier_is_one_line_and_no_failures() -> None:
     assert facts == {
         "host tier": "70 of 100 blocks, 75.0% of look-ups hit, 3.0 MiB stored, 1.0 MiB loaded, "
         "1,234 evicted",
-        "tokens loaded": "4,096 (0 from files), 0 requests wait",
+        "tokens loaded": "4,096 (0 from files), requests waiting: 0",
     }
 
 
@@ -46,5 +46,5 @@ def test_files_have_a_line_and_failures_say_what_came_last() -> None:
     facts = tier_facts(offload)
     assert facts["files tier"].startswith("7 of 100 blocks")
     assert facts["tiers' failures"] == (
-        "2 jobs, 1 loads given up; the last: spill: rank 1: no space left on device"
+        "jobs: 2, loads given up: 1; the last: spill: rank 1: no space left on device"
     )

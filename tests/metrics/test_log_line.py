@@ -25,6 +25,13 @@ def test_a_line_says_what_happened_since_the_last_one() -> None:
     )
 
 
+def test_a_line_counts_requests_without_room_since_the_last_one() -> None:
+    before = replace(statistics(100, asked=0, hit=0, evicted=0), num_no_room=4)
+    now = replace(statistics(150, asked=0, hit=0, evicted=0), num_no_room=7)
+    assert log_line("chat", before, now, 10.0).endswith(", 3 times no room")
+    assert "no room" not in log_line("chat", before, replace(now, num_no_room=4), 10.0)
+
+
 def test_counts_of_another_epoch_are_not_taken_off() -> None:
     before = replace(statistics(100, asked=1000, hit=900, evicted=50), epoch=2)
     now = statistics(150, asked=100, hit=50, evicted=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvcache.base.clock import VirtualClock
@@ -131,7 +132,8 @@ def test_statistics_become_samples_with_the_labels_that_were_declared() -> None:
     bench.ask(1, new=(new("a"),))
     bench.ask(1_000_000)
     meters = CoordinatorMeters(bench.meter, AgeMeter(BOUNDS_S))
-    samples = coordinator_samples("x", bench.coordinator.statistics(), meters, {"malformed": 3})
+    statistics = replace(bench.coordinator.statistics(), num_no_room=5)
+    samples = coordinator_samples("x", statistics, meters, {"malformed": 3})
     values = {
         (sample.metric, sample.labels): sample.value
         for sample in samples
@@ -142,6 +144,7 @@ def test_statistics_become_samples_with_the_labels_that_were_declared() -> None:
     manager = bench.coordinator.statistics().manager
     assert manager is not None
     assert values[known.STEPS, ("x", "executed")] == 1
+    assert values[known.NO_ROOM, ("x",)] == 5
     assert values[known.BLOCKS, ("x", "in_use")] == 2
     assert values[known.BLOCKS, ("x", "free")] == 21
     assert values[known.USAGE, ("x",)] == 2 / 23

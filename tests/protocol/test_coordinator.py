@@ -13,7 +13,7 @@ from kvcache.base.clock import Clock, StallAwareClock, VirtualClock
 from kvcache.base.errors import ClusterError
 from kvcache.coordinator import Coordinator, Phase
 from kvcache.coordinator.membership import EPOCH_EVENTS
-from kvcache.coordinator.parts import CoordinatorParts
+from kvcache.coordinator.parts import CoordinatorParts, OffloadParts
 from kvcache.coordinator.remote_calls import pack_values, unpack_values
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.manager import KVCacheManager
@@ -106,6 +106,7 @@ class Bench:
         store: MemoryStateStore | None = None,
         nonce: str = "n",
         seen_by: Callable[[VirtualClock], Clock] = lambda machine: machine,
+        offload: OffloadParts | None = None,
         **changes: Any,
     ) -> None:
         """`seen_by` makes the coordinator's clock from the machine's."""
@@ -123,6 +124,7 @@ class Bench:
             ),
             seen_by(self.clock),
             self.store,
+            offload=offload,
         )
         self.coordinator = Coordinator(replace(settings, **changes), parts, nonce)
         self.processes = ["p", "q"]
@@ -220,6 +222,17 @@ def test_it_runs_when_every_rank_has_granted_and_begins_with_a_reset() -> None:
     assert isinstance(sent.message, StepCommands)
     assert (sent.message.epoch, sent.message.seq) == (1, 1)
     assert sent.message.commands == (Reset(0),)
+
+
+def test_a_request_without_room_counts_in_each_step_that_names_it() -> None:
+    bench = Bench().run()
+    (first,) = only(bench.step(1, new=tuple(new(f"r{i}") for i in range(6))), StepResult)
+    assert first.no_room == ("r4", "r5")
+    (second,) = only(bench.step(2, new=(new("r4"),)), StepResult)
+    assert second.no_room == ("r4",)
+    assert bench.coordinator.statistics().num_no_room == 3
+    bench.coordinator.on_worker_lost(0, "p", "gone")
+    assert bench.coordinator.statistics().num_no_room == 3
 
 
 def test_grants_are_repeated_until_answered() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvcache.coordinator.parts import OffloadParts
+from kvcache.coordinator.settings import AuditSettings, OffloadSettings
+from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.coordinator.watchdog import (
     PendingWork,
     Watchdog,
@@ -9,8 +12,22 @@ from kvcache.coordinator.watchdog import (
     signs_of_life,
     signs_of_progress,
 )
-from kvcache.protocol.messages import CollectLabels, Granted, Heartbeat, JobReport
-from tests.protocol.test_coordinator import Bench, new, only
+from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.jobs import Deadlines
+from kvcache.offload.options import HierarchyOptions, TierOptions
+from kvcache.offload.registry import make_tier
+from kvcache.offload.specs import HOST_MEDIUM
+from kvcache.protocol.commands import Audit, Store
+from kvcache.protocol.messages import (
+    CollectLabels,
+    Granted,
+    Heartbeat,
+    JobReport,
+    Outgoing,
+    StepCommands,
+)
+from tests.protocol.scenario import make_config
+from tests.protocol.test_coordinator import NUM_BLOCKS, Bench, new, only
 
 LIMITS = WatchLimits(rank_s=10.0, client_s=5.0, step_s=30.0, forward_s=20.0)
 
@@ -99,6 +116,35 @@ def test_messages_and_forwards_name_the_ranks_that_are_behind() -> None:
     bench.applied(1, 2)
     bench.finished(1, JobReport(1, True, "", 0))
     assert not {message, forward} & set(look(watchdog, bench))
+
+
+def test_a_job_is_named_by_its_kind_with_the_limit_of_that_kind() -> None:
+    options = HierarchyOptions(deadlines=Deadlines(store_s=3.0))
+    parts = OffloadParts(
+        OffloadSettings(adoption_s=1.0),
+        TierHitFinder(make_config(NUM_BLOCKS, is_hybrid=False), 4),
+        lambda new_job_id: TierHierarchy(
+            make_tier(TierOptions(HOST_MEDIUM, 8)), None, new_job_id, options
+        ),
+    )
+    bench = Bench(offload=parts, audit=AuditSettings("on")).run()
+    bench.clock.advance(2.0)  # no rank tells what its host memory holds
+    bench.coordinator.on_tick()
+
+    def job_id(out: list[Outgoing], kind: type[Audit | Store]) -> int:
+        commands = [c for message in only(out, StepCommands) for c in message.commands]
+        return next(command.job_id for command in commands if isinstance(command, kind))
+
+    sent = bench.step(1, new=(new("r"),))
+    for rank in (0, 1):
+        bench.applied(rank, only(sent, StepCommands)[-1].seq)
+    sent = bench.step(2, completed_step=1)  # seals its blocks
+    store, audit = job_id(sent, Store), job_id(sent, Audit)
+    waits = look(Watchdog(LIMITS), bench)
+    what = f"the store of tiers (job {store}) has not ended on rank 0, 1"
+    assert waits[what] == PendingWork("store", what, 0.0, 3.0)
+    what = f"the audit (job {audit}) has not ended on rank 0, 1"
+    assert waits[what] == PendingWork("audit", what, 0.0, 10.0)
 
 
 def test_a_client_that_has_lost_its_connection_is_named_until_it_is_heard() -> None:

@@ -88,7 +88,12 @@ def from_os_error(what: str, error: OSError) -> FileTierError:
 
 FILE_MAGIC = b"kvcb"
 FORMAT_VERSION = 1
-"""Version of each file and of a directory: ranks refuse directories of another version."""
+"""Version of each file, and of a directory in its `about`.
+
+If you raise it, ranks refuse the directories that exist: a launch fails until an operator removes
+them or chooses another root. To keep old files, leave the version in `about` as it is, and let
+`head_bytes` and `unpack_head` read both versions of a file.
+"""
 START_BYTES = 24
 MAX_HEAD_BYTES = 1 << 20
 _FIXED_HEAD_BYTES = 512
