@@ -170,11 +170,10 @@ def _hits(found: EngineStatistics) -> str:
     requests = found.requests
     if not requests.num_asked_tokens:
         return "-"
-    from_files = min(requests.num_fetched_tokens, requests.num_loaded_tokens)
     counts = {
         "device": requests.num_device_tokens,
-        "host": requests.num_loaded_tokens - from_files,
-        "disk": from_files,
+        "host": requests.num_loaded_tokens - requests.num_file_tokens,
+        "disk": requests.num_file_tokens,
     }
     shares = {name: count / requests.num_asked_tokens for name, count in counts.items()}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + " of tokens"

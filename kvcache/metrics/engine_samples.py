@@ -19,15 +19,17 @@ class RequestStatistics:
     preemption counts again.
 
     Of `num_asked_tokens`, `num_device_tokens` were on the device, `num_loaded_tokens` were loaded
-    from host memory; `num_fetched_tokens` were read there from files before. Loads of
-    `num_failed_tokens` have failed. Requests have waited `files_wait_s` seconds for files to be
-    read and `load_wait_s` for loads, together; `num_waiting` wait now.
+    from host memory; `num_file_tokens` of them came from files. `num_fetched_tokens` were read from
+    files, loaded since or not. Loads of `num_failed_tokens` have failed. Requests have waited
+    `files_wait_s` seconds for files to be read and `load_wait_s` for loads, together; `num_waiting`
+    wait now.
     """
 
     num_requests: int = 0
     num_asked_tokens: int = 0
     num_device_tokens: int = 0
     num_loaded_tokens: int = 0
+    num_file_tokens: int = 0
     num_fetched_tokens: int = 0
     num_failed_tokens: int = 0
     num_failed_loads: int = 0
@@ -85,18 +87,23 @@ def exposition(samples: list[Sample]) -> str:
         for sample in group:
             pairs = zip(metric.labels, sample.labels, strict=True)
             labels = ",".join(f'{label}="{value}"' for label, value in pairs)
-            lines.append(f"{metric.name}{{{labels}}} {sample.value:g}")
+            lines.append(f"{metric.name}{{{labels}}} {_number(sample.value)}")
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Return a value with all its digits."""
+    is_whole = isinstance(value, int) or value.is_integer()
+    return str(int(value)) if is_whole else repr(float(value))
 
 
 def _samples(name: str, statistics: EngineStatistics) -> Iterator[Sample]:
     requests, tiers = statistics.requests, statistics.tiers
-    from_memory = max(0, requests.num_loaded_tokens - requests.num_fetched_tokens)
     yield Sample(known.QUERIED_TOKENS, requests.num_asked_tokens, (name,))
     for tier, count in (
         ("device", requests.num_device_tokens),
-        ("host", from_memory),
-        ("disk", requests.num_loaded_tokens - from_memory),
+        ("host", requests.num_loaded_tokens - requests.num_file_tokens),
+        ("disk", requests.num_file_tokens),
     ):
         yield Sample(known.HIT_TOKENS, count, (name, tier))
     yield Sample(known.LOAD_WAITERS, requests.num_waiting, (name,))

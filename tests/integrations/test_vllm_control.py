@@ -14,7 +14,10 @@ import pytest
 from kvcache.base.errors import ClusterError, NotRunningError
 from kvcache.integrations.vllm import control as control_module
 from kvcache.integrations.vllm.control import EngineControl
+from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import RankReports
+from kvcache.metrics import Sample
+from kvcache.metrics.declarations import HIT_TOKENS, QUERIED_TOKENS
 from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
 from kvcache.metrics.engine_socket import EngineSocket, ask_engine, running_engines
 from tests.integrations.test_vllm_block_store import Cluster, request_of, setting_of
@@ -190,3 +193,37 @@ def test_a_load_that_is_given_up_counts_once_as_failed() -> None:
     requests = cluster.store.counts.statistics(cluster.time_s)
     assert (requests.num_failed_loads, requests.num_failed_tokens) == (1, 12)
     assert (requests.num_loaded_tokens, requests.load_wait_s) == (0, 2.0)
+
+
+def test_hits_only_rise_although_a_fetch_ends_before_its_load() -> None:
+    counts = RequestCounts()
+    seen = []
+    counts.begins(1, 250, 4000)
+    counts.load_ends(1, 0)
+    seen.append(hits_of(counts))
+    counts.begins(2, 62, 992)
+    counts.fetch_ends(2, 62)
+    seen.append(hits_of(counts))
+    counts.begins(3, 100, 1600)
+    counts.load_ends(3, 25)
+    seen.append(hits_of(counts))
+    assert seen == [
+        {"device": 0, "host": 4000, "disk": 0},
+        {"device": 0, "host": 4000, "disk": 0},
+        {"device": 0, "host": 4208, "disk": 992},
+    ]
+
+
+def hits_of(counts: RequestCounts) -> dict[str, float]:
+    requests = counts.statistics(0.0)
+    statistics = EngineStatistics("chat", 0, "tiny", 1, 1, 16, 1.0, requests, None)
+    samples = engine_samples(statistics)
+    return {each.labels[1]: each.value for each in samples if each.metric is HIT_TOKENS}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(123_456_789, "123456789"), (4e12, "4000000000000"), (1234567.0625, "1234567.0625")],
+)
+def test_metrics_have_all_their_digits(value: float, text: str) -> None:
+    assert f"}} {text}\n" in exposition([Sample(QUERIED_TOKENS, value, ("chat",))])

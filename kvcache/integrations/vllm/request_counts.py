@@ -40,7 +40,7 @@ class RequestCounts:
     def __init__(self) -> None:
         """Start with all counts at 0."""
         self._num_requests = self._num_asked_tokens = self._num_device_tokens = 0
-        self._num_loaded_tokens = self._num_fetched_tokens = 0
+        self._num_host_tokens = self._num_file_tokens = self._num_fetched_tokens = 0
         self._num_failed_tokens = self._num_failed_loads = 0
         self._jobs: dict[int, tuple[int, int]] = {}
         self.for_files = WaitTimes()
@@ -57,13 +57,19 @@ class RequestCounts:
         self._jobs[job_id] = num_blocks, num_tokens
 
     def load_ends(self, job_id: int, num_failed: int | None) -> None:
-        """Count a load, once; `num_failed` of its blocks have failed, all of them if it is None."""
+        """Count a load, once; `num_failed` of its blocks have failed, all of them if it is None.
+
+        Tokens that were fetched and not loaded yet count as loaded from files.
+        """
         if job_id not in self._jobs:
             return  # it was given up
         num_blocks, num_tokens = self._jobs.pop(job_id)
         num_failed = num_blocks if num_failed is None else num_failed
         num_lost = num_tokens * num_failed // num_blocks
-        self._num_loaded_tokens += num_tokens - num_lost
+        num_loaded = num_tokens - num_lost
+        num_from_files = min(self._num_fetched_tokens - self._num_file_tokens, num_loaded)
+        self._num_file_tokens += num_from_files
+        self._num_host_tokens += num_loaded - num_from_files
         self._num_failed_tokens += num_lost
         self._num_failed_loads += bool(num_failed)
 
@@ -79,11 +85,13 @@ class RequestCounts:
 
     def statistics(self, now_s: float) -> RequestStatistics:
         """Return frozen statistics."""
+        num_file_tokens = self._num_file_tokens
         return RequestStatistics(
             num_requests=self._num_requests,
             num_asked_tokens=self._num_asked_tokens,
             num_device_tokens=self._num_device_tokens,
-            num_loaded_tokens=self._num_loaded_tokens,
+            num_loaded_tokens=self._num_host_tokens + num_file_tokens,
+            num_file_tokens=num_file_tokens,
             num_fetched_tokens=self._num_fetched_tokens,
             num_failed_tokens=self._num_failed_tokens,
             num_failed_loads=self._num_failed_loads,
