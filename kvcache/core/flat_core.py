@@ -1091,6 +1091,7 @@ class FlatCore:
     ) -> bool:
         """Give rows the blocks that they lack, one tenant after the other. Return False, unchanged,
         unless there is room for all."""
+        self._settle()  # tenants count what rows have skipped
         core, tenants = self.store.address, required(self.tenants)
         lines, slots_of = table.rows[slots, ROW].tolist(), slots.tolist()
         lacking: dict[TenantAccount, int] = {}

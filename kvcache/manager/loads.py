@@ -31,7 +31,7 @@ from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
 from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_ledger import StepLedger, StepsUnderWay
-from kvcache.requests.request import BlockHasher, Request, copy_request
+from kvcache.requests.request import BlockHasher, Request, placeholder_of
 from kvcache.specs import NULL_BLOCK_ID, ceil_div
 
 
@@ -147,8 +147,7 @@ class PrefixLoads:
         if hit.num_tokens >= num_tokens:
             return None
         load_id = next(self._numbers)
-        # No engine uses such an id.
-        placeholder_request = copy_request(request, f"\x00load {load_id}")
+        placeholder_request = placeholder_of(request, load_id)
         spare = num_spare_blocks if self._table.num_taken else 0
         num_hit_tokens = max(0, num_tokens - self._num_dropped_tokens)
         wanted = Reservation(num_hit_tokens, num_tokens, 0, spare, num_tokens)

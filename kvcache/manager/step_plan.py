@@ -25,6 +25,7 @@ from kvcache.core.running import (
     IS_WRONG,
     NO_ROWS,
     NUM_POSITIONS,
+    SYNCED,
     TOKENS,
     RunningRows,
     check_rows,
@@ -42,7 +43,7 @@ from kvcache.protocol.step import (
     StepRequest,
     check_columns,
 )
-from kvcache.requests.request import BlockHasher, LoRARequest, Request
+from kvcache.requests.request import BlockHasher, LoRARequest, Request, check_request_id
 
 
 class StepPlan(NamedTuple):
@@ -195,6 +196,7 @@ class StepPlanner:
                 f"{where}: request {fork.parent_id} is to be forked but does not run: fork running "
                 "requests only, resume it first"
             )
+        check_request_id(fork.child_id)
         known = self._table.known.get(fork.child_id)
         if known is not None and id(known) not in gone:
             raise RequestError(
@@ -390,10 +392,9 @@ def _rows_after(table: RequestTable, rollback: Rollback) -> npt.NDArray[np.int32
     """Return the columns of all rows as they are after the rollback."""
     rows: npt.NDArray[np.int32] = table.rows.copy()
     for row in rollback.rows:
-        rows[row.known.slot, COMPUTED], rows[row.known.slot, TOKENS] = (
-            row.num_computed,
-            row.num_tokens,
-        )
+        slot = row.known.slot
+        rows[slot, COMPUTED] = row.num_computed
+        rows[slot, TOKENS] = rows[slot, SYNCED] = row.num_tokens
     waiting = (row.known for row in (*rollback.preempted_again, *rollback.overwritten))
     for known in (*rollback.forgotten, *waiting):
         if known.is_running:

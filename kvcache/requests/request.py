@@ -48,6 +48,9 @@ _TOKEN_BYTES = 4
 _NO_ITEMS: tuple[()] = ()
 """The default for multimodal items: recognised by identity."""
 
+_PLACEHOLDER = "\0"
+"""The first character of ids of placeholder requests. No other request has it."""
+
 
 class BlockHasher(Protocol):
     """Computes a request's digests, one per full block of `block_size` tokens."""
@@ -143,6 +146,7 @@ class Request:
         model_epoch: int = 0,
     ) -> None:
         request_id = as_text("request id", request_id, RequestError)
+        check_request_id(request_id)
         if lora is not None:
             check_kind(f"request {request_id}: lora", lora, LoRARequest, RequestError)
         if type(model_epoch) is not int or not 0 <= model_epoch <= MAX_INT:
@@ -456,6 +460,22 @@ def copy_request(
     )
     copy.append_checked_token_ids(tokens[num_prompt:])
     return copy
+
+
+def placeholder_of(request: Request, load_id: int) -> Request:
+    """Return a copy of the request, under an id that no other request has, for a load's blocks."""
+    copy = copy_request(request)
+    copy.request_id = f"{_PLACEHOLDER}load {load_id}"  # type: ignore[misc]  # no one has seen it yet
+    return copy
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise RequestError for an id that a placeholder request may have."""
+    if request_id[:1] == _PLACEHOLDER:
+        raise RequestError(
+            f"request id {shown(request_id)} begins with a NUL character, which marks ids of the "
+            "manager: use another id"
+        )
 
 
 def check_request(request: object) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.base.errors import BacklogFullError, RequestError
 from kvcache.manager import KVCacheManager
-from kvcache.protocol.step import StepRequest
+from kvcache.protocol.step import Fork, StepRequest
 from tests.manager.managers_under_test import FULL, make_manager
 from tests.manager.steps import Engine, ints, new, resume, row, running
 
@@ -114,6 +114,16 @@ CASES: dict[str, tuple[Case, str]] = {
     "a new request for no token": (
         lambda e: e.request(new=(new("r9", [1], 0),)),
         f"{LAST}: request r9: max_new_tokens is 0: pass an integer of at least 1",
+    ),
+    "a new request with an id of the manager": (
+        lambda e: e.request(new=(new("\0load 1", [1]),)),
+        "request id '\\x00load 1' begins with a NUL character, which marks ids of the manager: use "
+        "another id",
+    ),
+    "a fork with an id of the manager": (
+        lambda e: e.request(forks=(Fork("r1", "\0load 1"),)),
+        "request id '\\x00load 1' begins with a NUL character, which marks ids of the manager: use "
+        "another id",
     ),
     "a prompt beyond the model": (
         lambda e: e.request(new=(new("r9", [1] * (MAX + 1)),)),

@@ -12,7 +12,7 @@ import pytest
 from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
-from kvcache.manager import KVCacheManager
+from kvcache.manager import KVCacheManager, request_table
 from kvcache.protocol.step import StepResult
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
@@ -169,6 +169,42 @@ def test_a_row_may_bring_more_tokens_than_a_row_holds_back() -> None:
     assert first is not None and second is not None
     assert first.all_token_ids.tolist() == [1] * 3 + [*range(700), 7]
     assert second.all_token_ids.tolist() == [2, 2, 2, 9, 8]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_stay_right_when_steps_fail_and_come_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_table, "_RING_TOKENS", 8)
+    draw = random.Random(seed)
+    manager = make_manager(replace(FULL, max_model_len=4000), num_blocks=2100)
+    engine = Engine(manager)
+    engine.step(new=(new("r1", [1] * 3, 4000), new("r2", [2] * 6, 4000)))
+    tokens = {0: [1] * 3, 1: [2] * 6}
+    failed: tuple[int, ...] = ()
+    again: list[list[int]] = []
+    for _ in range(60):
+        before = {slot: list(known) for slot, known in tokens.items()}
+        slots = draw.sample([0, 1], draw.randint(1, 2))
+        appended = [[draw.randrange(9) for _ in range(draw.randint(1, 12))] for _ in slots]
+        if failed and draw.random() < 0.7:
+            slots, appended = list(failed), again
+        rows = [row(s, a, num_new=len(a)) for s, a in zip(slots, appended, strict=True)]
+        engine.step(*rows, **({"failed_step": engine.next_step - 1} if failed else {}))
+        for slot, more in zip(slots, appended, strict=True):
+            tokens[slot] += more
+        for name, slot in (("r1", 0), ("r2", 1)):
+            request = manager.get_request(name)
+            assert request is not None and request.all_token_ids.tolist() == tokens[slot]
+        manager.check()
+        failed = ()
+        if draw.random() < 0.4:
+            tokens, failed, again = before, tuple(slots), appended
+    engine.step(**({"failed_step": engine.next_step - 1} if failed else {}))
+    engine.step(completed_step=engine.next_step - 1)
+    for name, slot in (("r1", 0), ("r2", 1)):
+        request = Request(f"again {name}", [*tokens[slot], 5])
+        assert manager.get_computed_blocks(request)[1] >= len(tokens[slot]) // 4 * 4 - 4
 
 
 def test_a_client_that_is_gone_leaves_nothing() -> None:

@@ -12,7 +12,8 @@ from kvcache.manager import KVCacheManager
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.requests.request import Request
 from kvcache.tenants import TenantStatistics
-from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
+from tests.manager.managers_under_test import FULL, HYBRID, WINDOW, Shape, make_manager
+from tests.manager.steps import Engine, new, row
 from tests.tenants.tenant_traffic import TenantTraffic, count_tenants
 
 GUARANTEED = 24
@@ -80,6 +81,23 @@ def test_running_requests_leave_the_room_that_others_are_guaranteed() -> None:
     )
     quiet = Request("q", list(range(32)), tenant="quiet")
     assert manager.allocate_slots(quiet, 32) is not None
+    manager.check()
+
+
+def test_a_step_in_which_windows_move_leaves_the_room_that_others_are_guaranteed() -> None:
+    manager = make(WINDOW, num_blocks=21, quiet=TenantConfig(guaranteed=8))
+    engine = Engine(manager)
+    engine.step(
+        new=(
+            new("quiet", list(range(1, 33)), 32, tenant="quiet"),
+            new("noisy", list(range(100, 160)), 16, tenant="noisy"),
+        )
+    )
+    rows = row(0, [7]), row(1, [], num_new=44)
+    assert engine.step(*rows, completed_step=1).running_scheduled.tolist() == [1, 0]
+    more = new("more", list(range(300, 320)), 20, tenant="quiet")
+    result = engine.step(completed_step=2, new=(more,))
+    assert result.admitted_slots.tolist() == [2]
     manager.check()
 
 
