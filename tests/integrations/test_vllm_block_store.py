@@ -346,6 +346,24 @@ def test_a_failed_load_costs_no_store_of_requests_that_wait_for_their_own() -> N
     assert cluster.store.num_matched(request_of("fourth", 9, "b"), 0) == 8
 
 
+def test_a_request_whose_load_has_failed_is_computed_even_after_a_reset() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    request = request_of("s", 13)
+    assert cluster.begin(request) == 12
+    cluster.ranks[0].wrong = {min(cluster.ranks[0].slots)}
+    cluster.step()
+    cluster.store.received(["s"])
+    request.num_computed_tokens = 0
+    for other in ("t", "u"):
+        cluster.run(request_of(other, 13))
+        cluster.settle()
+        assert cluster.store.num_matched(request_of("v", 13), 0) == 12
+        assert cluster.store.num_matched(request, 0) == 0
+        cluster.store.reset()
+
+
 def test_a_store_that_fails_on_one_rank_is_tried_again() -> None:
     cluster = Cluster()
     request = request_of("r", 14)

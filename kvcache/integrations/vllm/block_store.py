@@ -269,8 +269,8 @@ class BlockStore:
             following = replace(following, received=(*following.received, request.request_id))
         loaded = {block for load in loads for block in load.blocks}
         missing = tuple(block for block in blocks if block not in loaded)
+        tracked.is_computed = tracked.is_computed or bool(missing)
         if missing and self._setting.groups.fails_whole_requests:
-            tracked.is_computed = True
             following = replace(following, failed=(*following.failed, request.request_id))
         elif missing:
             following = replace(following, invalid_blocks=following.invalid_blocks + missing)
@@ -379,6 +379,7 @@ class BlockStore:
             tracked.hits = tracked.origin = None
             if not tracked.request.num_computed_tokens and request_id not in self._waiting:
                 del self._requests[request_id]
+                self._track(tracked.request).is_computed = tracked.is_computed
         self.follow_events()
 
     def follow_events(self, *, is_cleared: bool = False) -> None:
@@ -693,11 +694,11 @@ class BlockStore:
         its blocks may follow from wrong bytes, on all ranks, and so may those of a step that was
         scheduled before the failure was known.
 
-        A request that vLLM computes from its start is not loaded again: vLLM goes on to reserve
-        blocks for it, and admits a second load only if they are free in spite of that.
+        The request is not loaded again: vLLM goes on to reserve blocks for it, and admits a second
+        load only if they are free in spite of that.
         """
         self._store_again([request_id])
-        if self._setting.groups.fails_whole_requests and request_id in self._requests:
+        if request_id in self._requests:
             self._requests[request_id].is_computed = True
         if not self._setting.options.is_asynchronous:
             for store in self._stores.values():
