@@ -183,26 +183,13 @@ class ProcessLink:
 
     def _start(self) -> None:
         """Start the process. If that fails, it is tried again later."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            theirs.set_inheritable(True)
-            command = [
-                sys.executable,
-                "-m",
-                "kvcache.events.publisher_process",
-                str(theirs.fileno()),
-            ]
-            try:
-                self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
-            except OSError as error:
-                ours.close()
-                self._problem = f"the event publisher cannot be started: {error}"
-                logger.error("%s: it is tried again in %g s", self._problem, _RESTART_S)
-                self._restart_at_s = self._clock.now() + _RESTART_S
-                return
-        ours.setblocking(False)
-        self._socket = ours
+        try:
+            self._socket = self._launch()
+        except OSError as error:
+            self._problem = f"the event publisher cannot be started: {error}"
+            logger.error("%s: it is tried again in %g s", self._problem, _RESTART_S)
+            self._restart_at_s = self._clock.now() + _RESTART_S
+            return
         self._reader = FrameReader()
         self._is_ready = self._is_told = False
         # Followers look for the next publisher at the same address.
@@ -211,6 +198,22 @@ class ProcessLink:
         self._waiting.append(memoryview(opening))
         self._waiting_bytes = len(opening)
         self._push()
+
+    def _launch(self) -> socket.socket:
+        """Start the process and return our socket. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+                ours.setblocking(False)
+                theirs.set_inheritable(True)
+                end = theirs.fileno()
+                command = [sys.executable, "-m", "kvcache.events.publisher_process", str(end)]
+                self._process = subprocess.Popen(command, pass_fds=(end,))
+            except OSError:
+                ours.close()
+                raise
+        return ours
 
     def _push(self) -> None:
         """Send as much as the socket takes."""

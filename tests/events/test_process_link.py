@@ -84,6 +84,20 @@ def test_a_publisher_that_is_made_again_is_where_the_one_before_was(link: Proces
         subscriber.wait_for(200, PATIENCE_S)
 
 
+def test_a_publisher_that_cannot_be_started_is_tried_again(
+    link: ProcessLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", full)
+        os.kill(link.statistics()["process_id"], signal.SIGKILL)
+        wait_until(link, lambda: link.statistics()["num_publisher_restarts"] == 1)
+        assert "cannot be started: [Errno 24]" in link.statistics()["problem"]
+    wait_until(link, lambda: link.needs_state)
+
+
 @pytest.mark.parametrize("said", [[["ready"]], [["figures", 7]], [["figures", {}]]])
 def test_a_publisher_that_talks_nonsense_is_made_again(
     link: ProcessLink, monkeypatch: pytest.MonkeyPatch, said: list[list[Any]]

@@ -227,3 +227,14 @@ def hits_of(counts: RequestCounts) -> dict[str, float]:
 )
 def test_metrics_have_all_their_digits(value: float, text: str) -> None:
     assert f"}} {text}\n" in exposition([Sample(QUERIED_TOKENS, value, ("chat",))])
+
+
+def test_statistics_that_fail_do_not_stop_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> dict[str, Any]:
+        raise ClusterError("the publisher has no statistics")
+
+    cluster = Cluster()
+    control = EngineControl(setting_of(**cluster.options), "tiny", cluster.store, fail)
+    assert control.statistics_if_any() is None
+    assert control.statistics_if_any() is None
+    assert caplog.text.count("statistics failed; the engine goes on") == 1

@@ -208,3 +208,19 @@ def test_a_late_follower_of_the_publisher_is_exact(published: Published) -> None
         assert mirror.checksum == subscriber.checksum
     published.mirror = mirror
     assert published.seen("CPU") == published.held()[0]
+
+
+def test_a_publisher_that_fails_does_not_stop_the_scheduler(
+    published: Published, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("no descriptor is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(published.sender.link, "poll", fail)
+        for content in "ab":
+            published.run(described(content, 13, content))
+        published.store.reset()
+    assert caplog.text.count("events of the tiers failed; the engine goes on") == 1
+    published.run(described("c", 13, "c"))
+    test_a_late_follower_of_the_publisher_is_exact(published)

@@ -34,6 +34,7 @@ from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
 from kvcache.integrations.vllm.kv_groups import NewTable
+from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.rank_memory import RankMemory, find_peers
@@ -69,6 +70,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._socket: EngineSocket | None = None
         self._recording: EngineRecording | None = None
         self._told_s = 0.0
+        self._errors = ObserverErrors()
         if role == KVConnectorRole.SCHEDULER:
             self._events = _tier_events(self._setting, vllm_config)
             self._peers = find_peers(self._setting)
@@ -175,7 +177,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if self._control is None or now_s - self._told_s < STATISTICS_S:
             return None
         self._told_s = now_s
-        return TierStats.of(self._control.statistics())
+        statistics = self._control.statistics_if_any()
+        return None if statistics is None else TierStats.of(statistics)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
@@ -195,7 +198,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def take_events(self) -> list[Any]:
         """Return what the tiers have stored and removed since the last call."""
-        return [] if self._events is None else engine_events(self._events.take())
+        try:
+            return [] if self._events is None else engine_events(self._events.take())
+        except Exception as error:
+            self._errors.note("events for vLLM", error)
+            return []
 
     def reset_cache(self) -> bool:
         """Forget every block."""

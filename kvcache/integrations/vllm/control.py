@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcache.base.errors import ClusterError, InvalidInputError, shown
 from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
 
@@ -41,6 +42,7 @@ class EngineControl:
         self._started_s = time.monotonic()
         self._wanted: threading.Event | None = None
         self._num_forgotten = 0
+        self._errors = ObserverErrors()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer a question: `{"do": "status"}`, `metrics` or `clear`. In any thread.
@@ -88,6 +90,14 @@ class EngineControl:
             except RuntimeError:  # a table has grown while it was read
                 continue
         raise ClusterError("the engine is too busy to be looked at: ask again")
+
+    def statistics_if_any(self) -> EngineStatistics | None:
+        """Return the same, None if that fails: the first error is logged."""
+        try:
+            return self.statistics()
+        except Exception as error:
+            self._errors.note("statistics", error)
+            return None
 
     def _clear(self) -> dict[str, Any]:
         wanted = self._wanted

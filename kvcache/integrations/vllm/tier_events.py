@@ -25,6 +25,7 @@ from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import GroupKind
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_labels import NO_PARENT
+from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.offload.events import OffloadingEvent, cache_events
 from kvcache.offload.hierarchy import TierHierarchy
 
@@ -33,7 +34,10 @@ OPEN_S = 15.0
 
 
 class TierEvents:
-    """Events of one engine's tiers. One user, in the scheduler's thread."""
+    """Events of one engine's tiers. One user, in the scheduler's thread.
+
+    An error is logged and ends one call: the publisher gets the whole state next.
+    """
 
     def __init__(
         self, contents: BlockContents, *, for_engine: bool, sender: FeedSender | None = None
@@ -42,28 +46,25 @@ class TierEvents:
         self.contents = contents
         self._for_engine = for_engine
         self._sender = sender
+        self._errors = ObserverErrors()
         self._waiting: list[BlocksStored | BlocksRemoved] = []
 
     def follow(self, tiers: TierHierarchy) -> None:
         """Take over what has changed in the tiers since the last call."""
-        events = self._translated(tiers.take_events())
-        if self._for_engine:
-            self._waiting += events
-        sender = self._sender
-        if sender is None:
-            return
-        sender.link.poll()
-        if sender.needs_state:
-            shape = (self.contents.block_sizes, NO_PARENT)
-            sender.send_state(pack_state(tiers.present_events(), *shape))
-        elif events:
-            sender.send_events(events)
+        try:
+            self._follow(tiers)
+        except Exception as error:
+            self._recover(error)
 
     def state_again(self, tiers: TierHierarchy) -> None:
         """Give the engine the whole state next: its stream says that every medium is empty."""
         self.follow(tiers)
-        if self._for_engine:
+        if not self._for_engine:
+            return
+        try:
             self._waiting = self._translated(tiers.present_events())
+        except Exception as error:
+            self._recover(error)
 
     def take(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events for the engine's stream since the last call."""
@@ -78,6 +79,25 @@ class TierEvents:
         """End the publisher."""
         if self._sender is not None:
             self._sender.link.close()
+
+    def _follow(self, tiers: TierHierarchy) -> None:
+        events = self._translated(tiers.take_events())
+        if self._for_engine:
+            self._waiting += events
+        sender = self._sender
+        if sender is None:
+            return
+        sender.link.poll()
+        if sender.needs_state:
+            shape = (self.contents.block_sizes, NO_PARENT)
+            sender.send_state(pack_state(tiers.present_events(), *shape))
+        elif events:
+            sender.send_events(events)
+
+    def _recover(self, error: Exception) -> None:
+        self._errors.note("events of the tiers", error)
+        if self._sender is not None:
+            self._sender.link.forget_state()
 
     def _translated(self, events: Sequence[OffloadingEvent]) -> list[BlocksStored | BlocksRemoved]:
         sizes = self.contents.block_sizes
