@@ -123,6 +123,21 @@ def test_a_clear_waits_for_the_scheduler(asked: Asked) -> None:
     assert asked.cluster.begin(request_of("s", 13)) == 0
 
 
+def test_the_next_engine_finds_what_is_stored_after_a_clear(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_module, "CLEAR_S", 0.01)
+    cluster = asked.cluster
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    asked.control.answer({"do": "clear"})
+    asked.control.step()
+    assert cluster.run(request_of("s", 13)) == 0
+    cluster.settle()
+    cluster.restart()
+    assert cluster.run(request_of("t", 13)) == 12
+
+
 def test_an_idle_engine_is_cleared_before_its_next_request(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

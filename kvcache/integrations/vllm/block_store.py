@@ -363,17 +363,18 @@ class BlockStore:
             if ended is not None:
                 self._end(ended)
 
-    def reset(self) -> None:
+    def reset(self, *, keeps_weights: bool = False) -> None:
         """Forget everything: here now, on the ranks with the next step.
 
-        The weights may be others from now on. Blocks of requests that have begun follow from the
-        old ones, and are not kept. Unless the options say that weights stay, no other engine finds
-        what this one computes: it has read its weights where the old ones are.
+        The weights may be others from now on, unless `keeps_weights`. Blocks of requests that have
+        begun follow from the old ones, and are not kept. Unless the options say that weights stay,
+        no other engine finds what this one computes: it has read its weights where the old ones
+        are.
         """
         if self._tiers is None:
             return
         self._tiers.reset()
-        if not self._setting.options.adopt_after_reset:
+        if not keeps_weights and not self._setting.options.adopt_after_reset:
             self._weights = uuid.uuid4().bytes
         for request_id, tracked in list(self._requests.items()):
             tracked.hits = tracked.origin = None

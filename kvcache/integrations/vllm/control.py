@@ -64,7 +64,7 @@ class EngineControl:
         if wanted is not None:
             self._wanted = None
             self._num_forgotten = self._num_held()
-            self._store.reset()
+            self._store.reset(keeps_weights=True)
             wanted.set()
 
     def statistics(self) -> EngineStatistics:
