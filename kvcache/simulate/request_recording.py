@@ -1,7 +1,8 @@
 """Writes a trace file while a cluster serves: a line per request, without tokens and digests.
 
-Digests of blocks become numbers in order of appearance. Only the file's owner can read it. Writing
-stops before the file would exceed its limit.
+Digests of blocks become numbers in order of appearance, and are kept in memory. Only the file's
+owner can read it. Writing stops before the file or the number of different blocks would exceed its
+limit.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class DigestedRequest(Protocol):
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """The size limit, and whether tenants are named."""
+    """The limits, and whether tenants are named. Each of at most `max_blocks` different blocks
+    takes about 160 bytes of memory."""
 
     max_bytes: int
     has_tenants: bool = False
+    max_blocks: int | None = None
 
 
 class RequestRecording:
@@ -76,7 +79,7 @@ class RequestRecording:
         return len(self._numbers)
 
     def append(self, request: DigestedRequest, block_size: int) -> bool:
-        """Append a request; return False, and write nothing, if it would exceed the limit.
+        """Append a request; return False, and write nothing, if it would exceed a limit.
 
         Raises TraceError if the disk refuses it.
         """
@@ -91,7 +94,9 @@ class RequestRecording:
             tenant=request.tenant if self._options.has_tenants else None,
             block_size=block_size,
         ).to_json()
-        if self.num_bytes + len(line) > self._options.max_bytes:
+        max_blocks = self._options.max_blocks
+        has_room = max_blocks is None or len(self._numbers) <= max_blocks
+        if not has_room or self.num_bytes + len(line) > self._options.max_bytes:
             return False
         self._write(line)
         self._last_ms = arrival_ms

@@ -131,6 +131,54 @@ def test_a_full_disk_ends_the_recording_alone(
     recording.close()
 
 
+def test_a_recording_ends_when_it_has_too_many_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_recording, "MAX_BLOCKS", 4)
+    recording = EngineRecording(str(tmp_path), "chat-0", TOKENS)
+    recording.admitted(served("endless", 10))
+    for name in "abc":
+        recording.admitted(served(name, 8, name))
+    recording.finished(served("endless", 8, "e"))
+    for name in "abc":
+        recording.finished(served(name, 8, name))
+    recording._thread.join(10)
+    assert len(lines_of(recording)) == 2
+    assert "has reached 4 different blocks" in recording.statistics()["problem"]
+    recording.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError("none")])
+def test_any_error_ends_the_recording_and_frees_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    recording = EngineRecording(str(tmp_path), "chat-0", TOKENS)
+
+    def fail(*_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(recording._recording, "append", fail)
+    for name in "ab":
+        recording.admitted(served(name, 10))
+    recording.finished(served("a", 10))
+    recording._thread.join(10)
+    assert type(error).__name__ in recording.statistics()["problem"]
+    recording.finished(served("b", 10))
+    assert not recording._open
+    assert recording._queue.empty()
+    recording.close()
+
+
+def test_a_request_that_cannot_be_recorded_ends_the_recording(tmp_path: Path) -> None:
+    recording = EngineRecording(str(tmp_path), "chat-0", TOKENS)
+    request = served("r", 10)
+    recording.admitted(request)
+    request.all_token_ids = None
+    recording.finished(request)
+    assert "TypeError" in recording.statistics()["problem"]
+    recording.close()
+
+
 def test_what_finds_no_room_in_the_queue_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

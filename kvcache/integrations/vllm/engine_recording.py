@@ -4,7 +4,7 @@
 
 A line has lengths, the time of arrival, and numbers in place of block hashes: no tokens. Requests
 are written in order of admission, so a long one delays those behind it. The queue is bounded; what
-finds no room is counted as lost. An error of the disk ends the recording, not the engine.
+finds no room is counted as lost. An error ends the recording, not the engine.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 
 from kvcache.base.errors import ConfigurationError, TraceError
 from kvcache.base.logs import get_logger
+from kvcache.base.serving_loop import describe_error
 from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
@@ -32,6 +33,8 @@ MAX_HELD = 4096
 """Requests that wait for one that was admitted before them."""
 MAX_QUEUED = 4096
 MAX_BYTES = 256 << 20
+MAX_BLOCKS = 2_000_000
+"""Different blocks, whose numbers are kept in memory: about 160 bytes each."""
 CLOSE_S = 5.0
 
 
@@ -57,7 +60,9 @@ class EngineRecording:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = Path(directory) / f"{name}-{stamp}-{secrets.token_hex(2)}.jsonl"
         try:
-            self._recording = RequestRecording(path, RecordingOptions(MAX_BYTES))
+            self._recording = RequestRecording(
+                path, RecordingOptions(MAX_BYTES, max_blocks=MAX_BLOCKS)
+            )
         except TraceError as error:
             raise ConfigurationError(f"record: {error}") from error
         self._block_tokens = block_tokens
@@ -71,14 +76,23 @@ class EngineRecording:
 
     def admitted(self, request: Any) -> None:
         """Note a request, at its first admission."""
-        if not self._problem:
+        if self._problem:
+            self._open.clear()
+        else:
             self._open.setdefault(request.request_id, None)
 
     def finished(self, request: Any) -> None:
         """Note the end of a request; those that were not admitted are skipped."""
-        if self._problem or request.request_id not in self._open:
+        if self._problem:
+            self._open.clear()
+        if request.request_id not in self._open:
             return
-        self._open[request.request_id] = self._served(request)
+        try:
+            self._open[request.request_id] = self._served(request)
+        except Exception as error:
+            self._end(describe_error(error))
+            self._open.clear()
+            return
         while self._open:
             first, served = next(iter(self._open.items()))
             if served is None and len(self._open) <= MAX_HELD:
@@ -136,8 +150,19 @@ class EngineRecording:
                 try:
                     if recording.append(served, self._block_tokens):
                         continue
-                    self._problem = f"{recording.path} has reached {MAX_BYTES} bytes"
-                except (TraceError, OSError, ValueError) as error:
-                    self._problem = str(error)
-                logger.warning("recording has ended: %s", self._problem)
-                return
+                    has_blocks = recording.num_distinct_blocks > MAX_BLOCKS
+                    limit = (
+                        f"{MAX_BLOCKS:,} different blocks" if has_blocks else f"{MAX_BYTES} bytes"
+                    )
+                    self._end(f"{recording.path} has reached {limit}")
+                except TraceError as error:
+                    self._end(str(error))
+                except Exception as error:
+                    self._end(describe_error(error))
+                break
+        while self._problem and not self._queue.empty():
+            self._queue.get()
+
+    def _end(self, problem: str) -> None:
+        self._problem = problem
+        logger.warning("recording has ended: %s", problem)
