@@ -27,18 +27,18 @@ CLEAR_S = 10.0
 def show_status(which: str, as_json: bool) -> None:
     """Print an engine's status, or the memory that it has left.
 
-    Raises NotRunningError if there is neither.
+    `NAME` alone has the memory of all its replicas, unless one runs. Raises NotRunningError if
+    there is neither.
     """
     from kvcache.base.errors import NotRunningError
 
-    name, _ = _parsed(which)
     try:
         found = _statistics(which)
     except NotRunningError:
-        kept = _kept(name)
+        kept = _kept(which)
         if not kept:
             raise
-        _show_kept(name, kept, as_json)
+        _show_kept(which, kept, as_json)
         return
     if as_json:
         print_json(json.dumps({"state": "running", **found.to_plain()}, indent=2))
@@ -58,7 +58,8 @@ def show_usage(which: str, as_json: bool) -> None:
     held = {name: tier for name, tier in tiers.items() if tier is not None}
     if as_json:
         plain = {name: asdict(tier) for name, tier in held.items()}
-        print_json(json.dumps({"name": found.name, "tiers": plain}, indent=2))
+        whole = {"name": found.name, "replica": found.replica, "tiers": plain}
+        print_json(json.dumps(whole, indent=2))
         return
     table = Table("tier", "blocks", "ready", "being stored", "being read", "stored", "loaded")
     for name, tier in held.items():
@@ -154,15 +155,15 @@ def rates(before: EngineStatistics, now: EngineStatistics) -> dict[str, str]:
     """Return the rates between two looks."""
     seconds = max(1e-9, now.uptime_s - before.uptime_s)
     old, new = before.requests, now.requests
-    if before.process_id != now.process_id:
+    if before.process_id != now.process_id or now.uptime_s < before.uptime_s:
         old, seconds = type(old)(), max(1e-9, now.uptime_s)
     asked = new.num_asked_tokens - old.num_asked_tokens
+    on_device = new.num_device_tokens - old.num_device_tokens
     loaded = new.num_loaded_tokens - old.num_loaded_tokens
-    computed = asked - loaded - (new.num_device_tokens - old.num_device_tokens)
     return {
         "now": f"{(new.num_requests - old.num_requests) / seconds:,.1f} requests/s, "
-        f"{asked / seconds:,.0f} tokens/s: {loaded / seconds:,.0f} loaded, "
-        f"{computed / seconds:,.0f} computed"
+        f"{asked / seconds:,.0f} tokens/s; {on_device / seconds:,.0f} on the device, "
+        f"{loaded / seconds:,.0f} loaded"
     }
 
 
@@ -186,25 +187,33 @@ def _num_held(found: EngineStatistics) -> int:
     return found.tiers.host.num_ready + (0 if disk is None else disk.num_ready)
 
 
-def _show_kept(name: str, kept: list[KeptMemory], as_json: bool) -> None:
+def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:
     if as_json:
+        name, replica = _parsed(which)
+        asked = {"name": name, "replica": replica if "/" in which else None}
         rows = [asdict(each) for each in kept]
-        print_json(json.dumps({"state": "not running", "name": name, "kept": rows}, indent=2))
+        print_json(json.dumps({"state": "not running", **asked, "kept": rows}, indent=2))
         return
     table = Table("memory", "size", "used by")
     for each in kept:
         user = f"process {each.process_id}" if each.process_id else "no process"
         table.add_row(each.name, bytes_text(each.num_bytes), user)
-    title = f"no engine {name} runs; its memory service keeps, for the next one"
+    title = f"no engine {which} runs; its memory service keeps, for the next one"
     print_table(Console(file=sys.stdout), title, table)
 
 
-def _kept(name: str) -> list[KeptMemory]:
+def _kept(which: str) -> list[KeptMemory]:
     from kvcache.base.errors import ClusterError
-    from kvcache.memory_service.client import kept_memory
+    from kvcache.memory_service.client import kept_memory, service_address
+    from kvcache.metrics.engine_socket import running_engines
 
+    name, replica = _parsed(which)
+    has_replica = "/" in which
+    if not has_replica and any(name == each for each, _ in running_engines()):
+        return []
+    begin = f"{service_address(name, replica).cluster}/rank" if has_replica else f"{name}/"
     try:
-        return kept_memory(name)
+        return [each for each in kept_memory(name) if each.name.startswith(begin)]
     except ClusterError:
         return []
 

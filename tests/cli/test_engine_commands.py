@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from actors.cli.app import app
 from actors.cli.command import EXIT_CLUSTER, EXIT_INPUT
+from actors.cli.engines import rates
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
+from kvcache.metrics.engine_samples import EngineStatistics, RequestStatistics
 from kvcache.worker.host_memory.shared_memory import SYSTEM_ROOT, make_memory
 from tests.integrations.test_vllm_block_store import request_of
 from tests.integrations.test_vllm_control import Asked
@@ -53,6 +55,7 @@ def test_the_metrics_of_an_engine(asked: Asked) -> None:
 def test_the_usage_of_an_engine(asked: Asked) -> None:
     found = json.loads(run("usage", "--vllm", asked.name, "--json"))
     assert found["tiers"]["disk"]["num_slots"] == 24
+    assert (found["name"], found["replica"]) == (asked.name, 0)
     assert "tiers below the device" in run("usage", "--vllm", asked.name)
 
 
@@ -82,10 +85,40 @@ def test_memory_that_an_engine_has_left_is_shown() -> None:
     MemoryServiceClient(address.address).put(address.name_of(0), descriptor)
     found = json.loads(run("status", "--vllm", name, "--json"))
     told = run("status", "--vllm", name)
+    of_replica = json.loads(run("status", "--vllm", f"{name}/1", "--json"))
+    told_of_replica = run("status", "--vllm", f"{name}/1")
+    of_first = run("status", "--vllm", f"{name}/0", code=EXIT_CLUSTER)
     service.close()
-    assert found["state"] == "not running"
+    assert (found["state"], found["name"], found["replica"]) == ("not running", name, None)
+    assert of_replica == {**found, "replica": 1}
+    assert f"no engine {name}/1 runs" in told_of_replica
+    assert f"no engine '{name}' runs" in of_first and f"memory is kept of: {name}" in of_first
     assert found["kept"] == [{"name": f"{name}/replica1/rank0", "num_bytes": 4096, "process_id": 0}]
     assert f"no engine {name} runs" in told and "4.0 KiB" in told
+
+
+def test_a_replica_that_does_not_run_is_not_shown_as_another_that_does(asked: Asked) -> None:
+    address = service_address(asked.name)
+    service = HostMemoryService(address.address, max_segments=4, max_bytes=1 << 20)
+    service.serve()
+    descriptor = make_memory("test", 4096, SYSTEM_ROOT)
+    MemoryServiceClient(address.address).put(address.name_of(0), descriptor)
+    told = run("status", "--vllm", f"{asked.name}/1", code=EXIT_CLUSTER)
+    service.close()
+    assert "replica 1, runs" in told and asked.name in told
+
+
+def test_rates_are_never_negative() -> None:
+    def engine(uptime_s: float, **counts: int) -> EngineStatistics:
+        requests = RequestStatistics(num_requests=1, num_asked_tokens=4000, **counts)
+        return EngineStatistics("chat", 0, "tiny", 7, 1, 16, uptime_s, requests, None)
+
+    first = engine(1, num_device_tokens=32)
+    loaded = engine(2, num_device_tokens=32, num_loaded_tokens=3968)
+    told = "0.0 requests/s, 0 tokens/s; 0 on the device, 3,968 loaded"
+    assert rates(first, loaded) == {"now": told}
+    told = "1.0 requests/s, 4,000 tokens/s; 32 on the device, 0 loaded"
+    assert rates(loaded, first) == {"now": told}, "another engine with the same process number"
 
 
 def test_an_engine_that_is_not_known_is_an_error_with_those_that_are(asked: Asked) -> None:
