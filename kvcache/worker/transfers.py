@@ -182,8 +182,9 @@ class FileJobs:
         problem = self._uses.problem(slots, to_write=False)
         if problem:
             return problem
-        # A label may have found no room; the other slots are written nevertheless.
+        # A label may have found no room, or have changed; the other slots are written nevertheless.
         can_be = self._labels.are_readable(slots) & self._labels.are_labelled(slots)
+        can_be &= self._labels.are_whole(slots)
         slots, unknown = slots[can_be], slots[~can_be]
         if len(unknown) and not len(slots):
             return _about_unknown(unknown)

@@ -163,6 +163,37 @@ def test_a_slot_that_holds_another_block_is_not_loaded(name: str) -> None:
     memory.close()
 
 
+LABEL_FIELDS = [
+    "state",
+    "row_crc",
+    "group",
+    "namespace_bytes",
+    "extra_bytes",
+    "first_cell",
+    "digest",
+    "token_count",
+]
+
+
+@pytest.mark.parametrize("field", LABEL_FIELDS)
+def test_a_block_whose_label_has_changed_is_neither_loaded_nor_written(
+    name: str, tmp_path: Path, field: str
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory.inventory()
+    assert store(memory, (0, 1), (5, 6)).ok
+    seal(memory, 0, 1)
+    row = memory._host.labels._rows[1]
+    row[field] = row[field] ^ (3 if field == "state" else 0x40)
+    report = load(memory, (0, 1), (9, 3))
+    assert (report.ok, report.block_ids) == (False, (1,))
+    assert memory.take_invalid_blocks() == {3}
+    report = move(memory, "spills", (0, 1))
+    assert (report.ok, report.block_ids) == (False, (1,))
+    memory.close()
+
+
 def test_groups_with_one_digest_are_blocks_of_their_own(name: str) -> None:
     specs = (GROUP, SlidingWindowSpec(4, 1, 1, sliding_window=8))
     keys = (DIGESTS[0] + bytes(4), DIGESTS[0] + bytes([0, 0, 0, 1]))

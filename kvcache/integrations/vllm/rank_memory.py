@@ -287,9 +287,11 @@ class RankMemory:
         """Load what slots hold as is said; the rest has failed."""
         slots, blocks = int32_array(load.slots), int32_array(load.blocks)
         labels = self._host.labels
-        is_right = labels.are_readable(slots)
-        held = labelled_keys(labels.labels_of(slots))
-        is_right &= np.array([a == b for a, b in zip(held, load.keys, strict=True)], np.bool_)
+        is_right = labels.are_readable(slots) & labels.are_whole(slots)
+        readable = np.flatnonzero(is_right)
+        held = labelled_keys(labels.labels_of(slots[readable]))
+        wanted = [load.keys[place] for place in readable.tolist()]
+        is_right[readable] = [a == b for a, b in zip(held, wanted, strict=True)]
         self._loads[load.job_id] = RunningLoad(load, self._deadline_s(), slots[~is_right].tolist())
         job = Load(load.job_id, HOST_MEDIUM, slots[is_right], blocks[is_right])
         if is_right.any():

@@ -229,6 +229,23 @@ class HostLabels:
         labelled: npt.NDArray[np.bool_] = is_used & (self._rows["group"][slots] != UNLABELLED)
         return labelled
 
+    def are_whole(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+        """Say of each slot whether its row can be read: that of a SEALED slot has the checksum of
+        its bytes, and any other one has as many cells as its lengths say."""
+        rows = self._rows[slots]
+        lengths = (rows["namespace_bytes"] + rows["extra_bytes"]).tolist()
+        chains = [self._chains.get(slot, ()) for slot in slots.tolist()]
+        whole: npt.NDArray[np.bool_] = np.array(
+            [
+                CellChains.cells_for(num_bytes) == len(chain)
+                for num_bytes, chain in zip(lengths, chains, strict=True)
+            ],
+            np.bool_,
+        )
+        sealed = np.flatnonzero(whole & (rows["state"] == SlotState.SEALED))
+        whole[sealed] = rows["row_crc"][sealed] == self._row_checksums(slots[sealed])
+        return whole
+
     def checksums(self, slots: Int32Array) -> Int64Array:
         """Return the checksum of each slot's bytes, `NO_CHECKSUM` if there is none."""
         found: Int64Array = self._rows["checksum"][slots].astype(np.int64)
