@@ -15,14 +15,17 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.kv_groups import KVGroups, NewTable
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
+from kvcache.integrations.vllm.peers import PeerBlock
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
     Inventory,
     LoadCommand,
+    PeerMemory,
     RankReports,
     StepCommands,
     StoreCommand,
 )
+from kvcache.offload.keys import make_offload_key
 from kvcache.protocol.messages import JobReport
 from kvcache.specs import FullAttentionSpec
 
@@ -445,6 +448,66 @@ def test_a_request_whose_load_hangs_is_computed_in_other_blocks() -> None:
     assert cluster.store.num_matched(request, 0) == 0
     assert cluster.store.num_matched(request_of("t", 13), 0) == 12
     cluster.store.check()
+
+
+class FakePeers:
+    """One peer of two ranks that has what it is told."""
+
+    def __init__(self) -> None:
+        self.indexes = (object(),)
+        self.slots: dict[bytes, int] = {}
+
+    def find(self, keys: list[bytes]) -> list[PeerBlock | None]:
+        memory = PeerMemory(1, (7, 8))
+        return [PeerBlock(memory, self.slots[key]) if key in self.slots else None for key in keys]
+
+
+@pytest.mark.parametrize("is_peers", [False, True])
+def test_ranks_are_asked_each_second_whether_a_load_that_hangs_has_ended(is_peers: bool) -> None:
+    cluster, request = Cluster(), request_of("r", 13)
+    if is_peers:
+        peers: Any = FakePeers()
+        peers.slots = {key: slot for slot, key in enumerate(keys_of_hashes(request))}
+        cluster.store = BlockStore(setting_of(), lambda: cluster.time_s, peers=peers)
+        cluster.store.held_blocks.bind(cluster.pool)
+        cluster.store.adopt({rank: Inventory(NUM_SLOTS, {}) for rank in (0, 1)})
+    else:
+        cluster.run(request_of("before", 13))
+        cluster.settle()
+    assert cluster.begin(request) == 12
+    (load,) = cluster.commands().loads
+    assert cluster.store.has_unsent_commands
+    cluster.time_s = 31.0
+    cluster.store.reported(RankReports(overdue_loads=(load.job_id,)))
+    cluster.store.received(["r"])
+    cluster.store.finished("r")
+    for _ in range(3):
+        cluster.commands()
+        assert not cluster.store.has_unsent_commands
+        cluster.time_s += 1.0
+        assert cluster.store.has_unsent_commands
+    for rank in (0, 1):
+        cluster.store.reported(RankReports(((rank, JobReport(load.job_id, True)),)))
+    assert cluster.pool.held == []
+    assert not cluster.store.has_unsent_commands
+
+
+def test_tokens_of_groups_from_two_memories_count_once() -> None:
+    groups = KVGroups((FullAttentionSpec(TOKENS, 1, 1),) * 2, TOKENS)
+    peers: Any = FakePeers()
+    setting = setting_of(num_ranks=1, groups=groups)
+    store, request = BlockStore(setting, lambda: 0.0, peers=peers), request_of("r", 13)
+    own = {i: digest + bytes(4) for i, digest in enumerate(request.block_hashes)}
+    store.adopt({0: Inventory(NUM_SLOTS, own)})
+    for slot, digest in enumerate(request.block_hashes):
+        peers.slots[make_offload_key(digest, 1)] = slot
+    assert store.num_matched(request, 0) == 12
+    store.allocated(request, TABLES * 2, 12)
+    loads = store.commands({}, lambda _: TABLES * 2).loads
+    assert len(loads) == 2
+    for load in loads:
+        store.reported(RankReports(((0, JobReport(load.job_id, True)),)))
+    assert store.counts.statistics(0.0).num_loaded_tokens == 12
 
 
 def test_a_request_that_waits_for_its_load_no_more_keeps_blocks_that_a_store_reads() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import NotEnoughMemoryError, PlanMismatchError
+from kvcache.base.errors import NotEnoughMemoryError, NotRunningError, PlanMismatchError
 from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.block_labels import block_labels
-from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, Peers
+from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, PeerReaders, Peers
 from kvcache.integrations.vllm.rank_memory import RankMemory
 from kvcache.integrations.vllm.step_messages import (
     LoadCommand,
@@ -25,7 +25,7 @@ from kvcache.integrations.vllm.step_messages import (
     StepCommands,
     StoreCommand,
 )
-from kvcache.memory_service.client import MemoryServiceClient, service_address
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.offload.keys import OffloadKey
 from kvcache.worker.copies.rows import RowMover
@@ -412,6 +412,20 @@ def test_peers_come_and_go(started: Started, name: str) -> None:
     client.drop(f"{name}/replica12/rank0")
     peers.refresh()
     assert peers.indexes == ()
+
+
+def test_each_peer_that_cannot_be_read_is_asked_now_and_then() -> None:
+    asked: list[int] = []
+
+    def address_of(replica: int) -> MemoryServiceAddress:
+        asked.append(replica)
+        return service_address("none", replica)
+
+    readers = PeerReaders(address_of, SHAPE)
+    for replica in (1, 2, 1, 2):
+        with pytest.raises(NotRunningError):
+            readers.reader_of(PeerMemory(replica, (1,)))
+    assert asked == [1, 2]
 
 
 def test_memory_that_was_replaced_is_let_go_and_mapped_again(

@@ -50,6 +50,8 @@ from kvcache.offload.tier_manager import TierManager
 from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 
+ASK_S = 1.0
+
 logger = get_logger(__name__)
 
 
@@ -147,6 +149,7 @@ class BlockStore:
         self._loads: dict[int, _Load] = {}
         self._waiting: set[str] = set()
         self._held = HeldBlocks()
+        self._ask_at_s = 0.0
         self._peers = peers
         self._peer_loads = PeerLoads(peers)
         self._adapters = AdapterRevisions()
@@ -168,7 +171,10 @@ class BlockStore:
 
     @property
     def has_unsent_commands(self) -> bool:
-        """Whether ranks must be told or asked something although no request needs a step."""
+        """Whether ranks must be told or asked something although no request needs a step.
+
+        While overdue loads hold blocks, ranks are asked once in `ASK_S` whether these have ended.
+        """
         tiers = self._tiers
         if tiers is None:
             return False
@@ -176,7 +182,8 @@ class BlockStore:
         return (
             self._next != StepCommands()
             or tiers.num_open_jobs > num_overdue
-            or len(self._peer_loads) > 0
+            or any(job_id not in self._held for job_id in self._peer_loads)
+            or (len(self._held) > 0 and self._now() >= self._ask_at_s)
             or bool(tiers.discards)
             or tiers.has_spills
         )
@@ -330,6 +337,7 @@ class BlockStore:
         if tiers is None:
             return StepCommands()
         now_s = self._now()
+        self._ask_at_s = now_s + ASK_S
         if tiers.num_open_jobs or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, StepCommands()
@@ -509,10 +517,13 @@ class BlockStore:
                 job.keys,
             )
             loads.append(load)
+        loaded = [OffloadKey(key) for load in loads for key in load.keys]
+        rest = self._num_tokens(loaded) if loaded else 0  # groups may come from different memories
         for load in loads:
             self._kinds[load.job_id] = JobKind.LOAD
             self._loads[load.job_id] = _Load(request_id, load.blocks)
-            num_tokens = self._num_tokens([OffloadKey(key) for key in load.keys])
+            num_tokens = min(self._num_tokens([OffloadKey(key) for key in load.keys]), rest)
+            rest -= num_tokens
             self.counts.begins(load.job_id, len(load.blocks), num_tokens)
             if self._setting.options.is_asynchronous:
                 self.counts.for_loads.begin(request_id, now_s)

@@ -23,6 +23,9 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._held
+
     def bind(self, pool: Any) -> None:
         """Use this pool of vLLM, as `bind_gpu_block_pool` names it."""
         self._pool = pool

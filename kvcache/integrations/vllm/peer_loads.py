@@ -6,7 +6,7 @@ hold, and each rank looks for itself before and after a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,9 @@ class PeerLoads:
         self._peers = peers
         self._open: dict[int, _OpenLoad] = {}
 
-    def __len__(self) -> int:
-        """Return the number of open loads."""
-        return len(self._open)
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the ids of open loads."""
+        return iter(self._open)
 
     @property
     def has_peers(self) -> bool:

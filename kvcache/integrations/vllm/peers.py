@@ -332,7 +332,8 @@ class PeerReaders:
         try:
             reader = read_segment(service, memory.numbers[self._shape.rank], self._shape)
         except (KVCacheError, OSError) as error:
-            self._again_at_s = {memory: now_s + AGAIN_S}
+            waits = {each: at_s for each, at_s in self._again_at_s.items() if at_s > now_s}
+            self._again_at_s = {**waits, memory: now_s + AGAIN_S}
             raise NotRunningError(
                 f"the memory of replica {replica} cannot be read: {error}"
             ) from error
