@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,11 @@ class SlidingWindowSpec(FullAttentionSpec):
     extra_retained_tokens = 0
 
 
+def config_of(**values: Any) -> Any:
+    """Return a model's configuration as transformers has it."""
+    return SimpleNamespace(to_dict=lambda: {"hidden_size": 64, **values})
+
+
 def setting_of(**changes: Any) -> Any:
     """Return the setting of a vLLM configuration with some values changed, `section__key`."""
     config = SimpleNamespace(
@@ -54,8 +60,20 @@ def setting_of(**changes: Any) -> Any:
             data_parallel_rank=0,
         ),
         model_config=SimpleNamespace(
-            model="m", revision=None, quantization=None, dtype="f", compute_hash=lambda: "h"
+            model="m",
+            revision=None,
+            code_revision=None,
+            quantization=None,
+            quantization_config=None,
+            dtype="f",
+            model_impl="auto",
+            disable_sliding_window=False,
+            max_model_len=256,
+            multimodal_config=None,
+            hf_config=config_of(),
         ),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,
     )
@@ -77,6 +95,11 @@ def setting_of(**changes: Any) -> Any:
         (
             {"parallel_config__decode_context_parallel_size": 2},
             "decode_context_parallel_size is 2, ",
+        ),
+        (
+            {"parallel_config__pipeline_parallel_size": 2, "speculative_config": object()},
+            "pipeline_parallel_size is 2, and vLLM lets only the last stage store blocks under "
+            "speculative decoding: remove --speculative-config",
         ),
         ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
         (
@@ -148,6 +171,42 @@ def test_weights_models_and_layouts_have_fingerprints_of_their_own() -> None:
     assert len(set(found)) == len(found)
     assert setting_of(**{extra: {"name": "b"}}).fingerprint("layers") == found[0]
     assert len(found[0]) == 64
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "yarn"])
+def test_what_decides_bytes_is_in_the_fingerprint_and_limits_are_not(rope_type: str) -> None:
+    images = {
+        "mm_processor_kwargs": None,
+        "language_model_only": False,
+        "video_pruning_rate": None,
+    }
+    smaller = images | {"mm_processor_kwargs": {"max_pixels": 9}}
+    rope = config_of(rope_parameters={"full": {"rope_type": rope_type}})
+    settings = [
+        setting_of(),
+        setting_of(load_config__load_format="dummy"),
+        setting_of(model_config__multimodal_config=SimpleNamespace(**images)),
+        setting_of(model_config__multimodal_config=SimpleNamespace(**smaller)),
+        setting_of(model_config__hf_config=config_of(rope_theta=5e5)),
+        setting_of(model_config__hf_config=rope),
+        setting_of(model_config__hf_config=rope, model_config__max_model_len=512),
+    ]
+    found = [setting.fingerprint("layers") for setting in settings]
+    assert len(set(found)) == len(found)
+    same = (
+        {"model_config__max_model_len": 512},
+        {"model_config__hf_config": config_of(transformers_version="5.1")},
+    )
+    for changes in same:
+        assert setting_of(**changes).fingerprint("layers") == found[0]
+
+
+def test_processors_of_another_kind_have_memory_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fingerprint = setting_of().fingerprint("layers")
+    monkeypatch.setattr(platform, "machine", lambda: "another")
+    assert setting_of().fingerprint("layers") != fingerprint
 
 
 def test_an_engine_is_the_replica_that_is_set_or_vllms_own() -> None:

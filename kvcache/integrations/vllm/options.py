@@ -8,6 +8,8 @@ the engine at start, with one sentence. Imports nothing of vLLM.
 from __future__ import annotations
 
 import hashlib
+import json
+import platform
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -44,6 +46,7 @@ SERVED_OFFLOAD_KEYS = frozenset(
 """Of the section `offload`, what the connector obeys. Any other key that is set is refused."""
 
 MAX_REPLICA = 9999
+_LENGTH_ROPES = frozenset({"dynamic", "longrope", "su", "yarn", "deepseek_yarn"})
 _HASHES = ("sha256", "sha256_cbor")
 _NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
@@ -156,11 +159,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, and a load may fail: "
             'set it to "recompute"'
         )
-    cache, parallel, model = (
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-        vllm_config.model_config,
-    )
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     if not cache.enable_prefix_caching:
         raise ConfigurationError(
             "prefix caching is off, and blocks are found by its hashes: remove "
@@ -183,6 +182,12 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             f"device is {vllm_config.device_config.device_type!r}, the connector serves cpu so "
             "far: remove --kv-transfer-config"
         )
+    if vllm_config.speculative_config is not None and parallel.pipeline_parallel_size > 1:
+        raise ConfigurationError(
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and vLLM lets only the "
+            "last stage store blocks under speculative decoding: remove --speculative-config, or "
+            "set it to 1"
+        )
     groups = kv_groups(kv_cache_config, getattr(cache, "prefix_match_unit", None))
     if groups.fails_whole_requests and not options.is_asynchronous:
         raise ConfigurationError(
@@ -190,28 +195,57 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             "windows again when its step has loaded wrong bytes: remove is_asynchronous, or add "
             "--disable-hybrid-kv-cache-manager"
         )
-    identity = "|".join(
-        str(part)
-        for part in (
-            model.model,
-            model.revision,
-            options.weight_revision,
-            model.quantization,
-            model.dtype,
-            cache.cache_dtype,
-            cache.prefix_caching_hash_algo,
-            model.compute_hash(),
-            *(() if vllm_config.lora_config is None else (vllm_config.lora_config.lora_dtype,)),
-        )
-    )
     return EngineSetting(
         options=options,
-        model_identity=identity,
+        model_identity=_model_identity(vllm_config, options.weight_revision),
         groups=groups,
         num_blocks=int(kv_cache_config.num_blocks),
         num_ranks=int(parallel.world_size),
         replica=_replica(options, parallel),
     )
+
+
+def _model_identity(vllm_config: Any, weight_revision: str) -> str:
+    """Return all that decides which bytes the blocks of a prompt hold, but for the layout.
+
+    vLLM's own hash of its configuration is for compiled graphs: it changes with limits that decide
+    no byte, and leaves out how weights are loaded and images are processed.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = model.hf_config.to_dict()
+    config.pop("transformers_version", None)
+    parts = [
+        model.model,
+        model.revision,
+        model.code_revision,
+        weight_revision,
+        model.quantization,
+        model.quantization_config,
+        model.dtype,
+        model.model_impl,
+        model.disable_sliding_window,
+        cache.cache_dtype,
+        cache.prefix_caching_hash_algo,
+        vllm_config.load_config.load_format,
+        platform.machine(),
+        json.dumps(config, sort_keys=True, default=str),
+    ]
+    if _depends_on_length(config):
+        parts.append(model.max_model_len)
+    images = model.multimodal_config
+    if images is not None:
+        parts += [images.mm_processor_kwargs, images.language_model_only, images.video_pruning_rate]
+    if vllm_config.lora_config is not None:
+        parts.append(vllm_config.lora_config.lora_dtype)
+    return "|".join(map(str, parts))
+
+
+def _depends_on_length(config: Any) -> bool:
+    """Say whether a RoPE of a model's plain configuration may depend on the model's length."""
+    if not isinstance(config, dict):
+        return False
+    kinds = {str(config.get("rope_type")), str(config.get("type"))}
+    return bool(kinds & _LENGTH_ROPES) or any(map(_depends_on_length, config.values()))
 
 
 def _replica(options: ConnectorOptions, parallel: Any) -> int:
