@@ -44,7 +44,7 @@ TRANSFER = {
     "kv_connector_extra_config": {
         "name": NAME,
         "idle_memory_s": 600,
-        "offload": {"host_memory_per_rank": "512MiB"},
+        "offload": {"host_memory_per_rank": "2GiB"},
     },
 }
 
