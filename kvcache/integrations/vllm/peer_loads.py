@@ -29,7 +29,7 @@ class PeerLoads:
     """The loads from peers of one engine, and which blocks they can load."""
 
     def __init__(self, peers: Peers | None) -> None:
-        """Load from `peers`; from nobody without."""
+        """Load from `peers`, which is None for an engine that shares nothing."""
         self._peers = peers
         self._open: dict[int, _OpenLoad] = {}
 

@@ -12,7 +12,7 @@ class WaitTimes:
     """The seconds that requests have waited for one cause."""
 
     def __init__(self) -> None:
-        """Start with nobody waiting."""
+        """Start with no request that waits."""
         self._since_s: dict[str, float] = {}
         self._total_s = 0.0
 
