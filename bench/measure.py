@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from random import Random
 
 from bench.cores import PEER
 
@@ -73,10 +74,15 @@ def alternate(
     on_repetition: Callable[[], None] = lambda: None,
     unit: str = "s",
 ) -> dict[str, Figure]:
-    """Call each side in turn, `repetitions` times over; each call returns its own seconds."""
+    """Call each side in turn, `repetitions` times over; each call returns its own seconds.
+
+    Each repetition has an order of its own, always the same: the side after the peer finds the
+    processor's caches full of the peer's data, and that must not always be the same side.
+    """
     samples: dict[str, list[float]] = {name: [] for name in sides}
+    orders = Random(repetitions)
     for _ in range(repetitions):
-        for name, side in sides.items():
-            samples[name].append(side())
+        for name in orders.sample(list(sides), len(sides)):
+            samples[name].append(sides[name]())
         on_repetition()
     return {name: Figure(tuple(taken), unit) for name, taken in samples.items()}
