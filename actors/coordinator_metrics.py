@@ -28,7 +28,7 @@ from kvcache.metrics import (
     coordinator_samples,
     log_line,
 )
-from kvcache.metrics.coordinator_samples import TenantLabels
+from kvcache.metrics.samples import TenantLabels
 from kvcache.metrics.step_meter import OnApplied, StepTimes
 
 LOG_NAME = "kvcache.stats"

@@ -121,8 +121,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "metrics": (
         ("metric",),
         ("declarations",),
-        ("ages", "step_meter", "tier_samples", "worker_samples"),
-        ("coordinator_samples", "engine_samples", "metered_coordinator"),
+        ("ages", "step_meter", "engine_samples"),
+        ("samples", "metered_coordinator"),
         ("engine_socket", "inspection"),
     ),
     "recorder": (

@@ -9,7 +9,6 @@ Steps are not involved: meters wrap the coordinator and the eviction policies.
 from __future__ import annotations
 
 from kvcache.metrics.ages import AgeMeter
-from kvcache.metrics.coordinator_samples import CoordinatorMeters, coordinator_samples, log_line
 from kvcache.metrics.declarations import COORDINATOR_METRICS, METRICS, WORKER_METRICS
 from kvcache.metrics.metered_coordinator import MeteredCoordinator
 from kvcache.metrics.metric import (
@@ -21,8 +20,14 @@ from kvcache.metrics.metric import (
     Metric,
     Sample,
 )
+from kvcache.metrics.samples import (
+    CoordinatorMeters,
+    RankTraffic,
+    coordinator_samples,
+    log_line,
+    worker_samples,
+)
 from kvcache.metrics.step_meter import StepMeter, StepTimes
-from kvcache.metrics.worker_samples import RankTraffic, worker_samples
 
 __all__ = [
     "COORDINATOR_METRICS",

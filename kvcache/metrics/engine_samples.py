@@ -9,7 +9,6 @@ from typing import Any
 
 from kvcache.metrics import declarations as known
 from kvcache.metrics.metric import Sample
-from kvcache.metrics.tier_samples import tier_samples
 from kvcache.offload.statistics import HierarchyStatistics, TierStatistics
 
 
@@ -124,3 +123,38 @@ def _samples(name: str, statistics: EngineStatistics) -> Iterator[Sample]:
 
 def _tier(values: Mapping[str, Any] | None) -> TierStatistics | None:
     return None if values is None else TierStatistics(**{**values, "tenants": ()})
+
+
+def tier_samples(cluster: str, tiers: HierarchyStatistics) -> Iterator[Sample]:
+    """Yield all samples of the tiers of `cluster`."""
+    for kind, count in tiers.open_jobs.items():
+        yield Sample(known.TIER_JOBS, float(count), (cluster, kind))
+    yield from _samples_of(cluster, "host", tiers.host)
+    if tiers.disk is not None:
+        yield from _samples_of(cluster, "disk", tiers.disk)
+
+
+def _samples_of(cluster: str, name: str, tier: TierStatistics) -> Iterator[Sample]:
+    states = {
+        "capacity": tier.num_slots * tier.blocks_per_slot,
+        "ready": tier.num_ready,
+        "pending": tier.num_pending,
+        "held": tier.num_held,
+    }
+    operations = {
+        "stored": tier.num_stored,
+        "failed": tier.num_failed_stores,
+        "loaded": tier.num_loaded,
+        "evicted": tier.num_evicted,
+        "forgotten": tier.num_forgotten,
+        "skipped": tier.num_skipped,
+        "refused": tier.num_refused,
+    }
+    for metric, values in (
+        (known.TIER_BLOCKS, states),
+        (known.TIER_LOOKUPS, {"hit": tier.num_hits, "miss": tier.num_misses}),
+        (known.TIER_OPERATIONS, operations),
+        (known.TIER_BYTES, {"stored": tier.stored_bytes, "loaded": tier.loaded_bytes}),
+    ):
+        for label, value in values.items():
+            yield Sample(metric, float(value), (cluster, name, label))

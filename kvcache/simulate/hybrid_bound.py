@@ -57,7 +57,6 @@ def bound_hybrid_hits(
     hit. If a group cannot cache at all, nothing is. `on_progress` is sometimes called with the
     number of played requests. O(r log r) for r references. Raises OutOfBlocksError if a request
     cannot fit, whatever it hits.
-    fit whatever it hits.
     """
     specs = [group.kv_cache_spec for group in groups]
     if not all(spec.can_prefix_cache for spec in specs):

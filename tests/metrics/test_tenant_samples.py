@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.metrics import declarations as known
-from kvcache.metrics.coordinator_samples import TenantLabels, tenant_samples
+from kvcache.metrics.samples import TenantLabels, tenant_samples
 from kvcache.tenants import TenantStatistics
 
 

@@ -13,8 +13,13 @@ from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import TraceError
 from kvcache.simulate import GENERATORS, MooncakeTrace, generate, open_workload
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-from kvcache.simulate.generators import Agents, AgentShape, ChatShape, SyntheticWorkload
-from kvcache.simulate.generators.draws import Length
+from kvcache.simulate.generators import (
+    Agents,
+    AgentShape,
+    ChatShape,
+    Length,
+    SyntheticWorkload,
+)
 from kvcache.simulate.passages import BlockNames, Passage, passage_tokens
 from kvcache.simulate.trace_writing import trace_lines, write_trace
 
