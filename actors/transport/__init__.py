@@ -7,6 +7,7 @@ unix_peer.py    a worker's or client's end over a Unix socket
 zmq_server.py   the coordinator's end over ZMQ, with keys (curve.py) if they are required
 zmq_peer.py     a worker's or client's end over ZMQ
 ray.py          both ends as Ray actor calls (fallback)
+mailbox.py      between threads of one process: a pipe that wakes, a bounded queue
 """
 
 from actors.transport.protocol import (

@@ -15,9 +15,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from actors.transport.mailbox import WakePipe
 from actors.transport.node_server import NodeServer
 from actors.transport.protocol import Inbound, Peer, TransportLimits, TransportStatistics
-from actors.transport.zmq_server import WakePipe
 from kvcache.protocol.messages import Address, ClientAddress
 
 Serve = Callable[[Inbound, "InProcessPeer"], None]

@@ -1,11 +1,12 @@
-"""A bounded queue between threads of one process, for payloads that arrive as calls.
+"""Between threads of one process: a pipe that wakes a waiting end, and a bounded queue.
 
-Part of the fallback transport. A payload that does not fit is dropped; the delivery rules repair
-the loss.
+The queue is for payloads that arrive as calls. A payload that does not fit is dropped; the delivery
+rules repair the loss.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -52,3 +53,41 @@ class Mailbox:
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
+
+
+class WakePipe:
+    """A pipe through which another thread wakes a waiting one."""
+
+    def __init__(self) -> None:
+        self._signalling = threading.Lock()  # a closed descriptor may be reused
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll for reading."""
+        return self._read_end
+
+    def signal(self) -> None:
+        """Make the pipe readable. Any thread; harmless when full or closed."""
+        with self._signalling:
+            try:
+                os.write(self._write_end, b"\0")
+            except OSError:
+                return
+
+    def drain(self) -> None:
+        """Make the pipe unreadable again."""
+        try:
+            while os.read(self._read_end, 4096):
+                pass
+        except (BlockingIOError, OSError):
+            return
+
+    def close(self) -> None:
+        """Close both descriptors. Repeatable."""
+        with self._signalling:
+            ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
+            for end in ends:
+                if end >= 0:
+                    os.close(end)

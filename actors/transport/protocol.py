@@ -22,6 +22,13 @@ from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 MAX_IDENTITY_BYTES = 255
 """ZMQ's limit for a routing id."""
 
+HARD_LIMIT_FACTOR = 2
+"""A frame longer than this many limits never enters memory; its connection ends."""
+
+MAX_KNOWN_PEERS = 16_384
+"""Peers that a server remembers: `transport.max_clients` can be 4096, and a rank may have several
+processes."""
+
 MAX_PROCESSES_PER_RANK = 4
 """Processes of one rank that a server remembers: the living one and some that died or will die."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from actors.transport.mailbox import Mailbox
+from actors.transport.mailbox import Mailbox, WakePipe
 from actors.transport.protocol import (
     Inbound,
     Peer,
@@ -25,7 +25,6 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
-from actors.transport.zmq_server import WakePipe
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.protocol.messages import Address, ClientAddress, WorkerAddress
 

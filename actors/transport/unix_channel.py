@@ -9,47 +9,29 @@ is left to the caller; this module only checks the user of the process.
 from __future__ import annotations
 
 import math
-import os
 import select
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
 
-from actors.transport.protocol import TransportLimits
-from actors.transport.zmq_server import HARD_LIMIT_FACTOR
+from actors.transport.protocol import HARD_LIMIT_FACTOR, TransportLimits
 from kvcache.base.errors import MalformedMessageError
 
 UNIX_SCHEME = "unix:@"
 """Prefix of the addresses: abstract names without files; a second binder is refused."""
-
-ROOT = 0
-"""Root may do everything anyway."""
 
 CHUNK_BYTES = 64 * 1024
 """Bytes per read: many small payloads, or a part of a large one."""
 
 _LENGTH = struct.Struct("<I")
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_CREDENTIALS = struct.Struct("3i")
 DONTWAIT = int(socket.MSG_DONTWAIT)
 
 
 def socket_name(address: str) -> bytes:
     """Return the socket name of `address`, to bind or connect."""
     return b"\0" + address.removeprefix(UNIX_SCHEME).encode()
-
-
-def is_trusted(connected: socket.socket) -> bool:
-    """Say whether the process at the other end runs as this process's user, or as root.
-
-    Nothing else protects an abstract name: every user can see it, connect to it, and take it once
-    its owner is dead.
-    """
-    size = _CREDENTIALS.size
-    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user_id, _ = _CREDENTIALS.unpack(packed)
-    return user_id in (os.geteuid(), ROOT)
 
 
 def framed(payloads: Sequence[bytes]) -> bytes:

@@ -13,11 +13,12 @@ import socket
 import time
 from contextlib import suppress
 
+from actors.transport.mailbox import WakePipe
 from actors.transport.protocol import Endpoint, Peer, TransportLimits, TransportStatistics
-from actors.transport.unix_channel import ROOT, UnixChannel, framed, is_trusted, socket_name
-from actors.transport.zmq_server import WakePipe
+from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from kvcache.base.errors import MalformedMessageError
 from kvcache.base.serving_loop import Faults
+from kvcache.memory_service.protocol import ROOT, is_trusted
 
 PUSH_MS = 500
 """How long the coordinator may not read while it receives a large message."""

@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.transport.mailbox import WakePipe
 from actors.transport.protocol import (
     MAX_IDENTITY_BYTES,
+    MAX_KNOWN_PEERS,
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
@@ -30,13 +32,12 @@ from actors.transport.unix_channel import (
     UNIX_SCHEME,
     UnixChannel,
     framed,
-    is_trusted,
     socket_name,
 )
-from actors.transport.zmq_server import MAX_KNOWN_PEERS, WakePipe
 from kvcache.base.errors import ClusterError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults
+from kvcache.memory_service.protocol import is_trusted
 from kvcache.protocol.messages import Address, ClientAddress
 
 logger = get_logger(__name__)

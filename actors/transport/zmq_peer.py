@@ -10,13 +10,18 @@ from dataclasses import replace
 
 import zmq
 
-from actors.transport.protocol import Endpoint, Peer, TransportLimits, TransportStatistics
-from actors.transport.zmq_server import (
+from actors.transport.mailbox import WakePipe
+from actors.transport.protocol import (
     HARD_LIMIT_FACTOR,
+    Endpoint,
+    Peer,
+    TransportLimits,
+    TransportStatistics,
+)
+from actors.transport.zmq_server import (
     NOBLOCK,
     PROBE,
     FrameReceiver,
-    WakePipe,
     has_message,
 )
 from kvcache.base.curve import equip_peer

@@ -10,7 +10,6 @@ second never enters memory, and its sender is disconnected.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import time
@@ -21,7 +20,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from actors.transport.protocol import (
+    HARD_LIMIT_FACTOR,
     MAX_IDENTITY_BYTES,
+    MAX_KNOWN_PEERS,
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
@@ -39,13 +40,6 @@ logger = get_logger(__name__)
 
 LOCAL_ENDPOINT = "ipc://@kvcache-"
 """An abstract address: a second binder is refused, and no file remains."""
-
-HARD_LIMIT_FACTOR = 2
-"""libzmq cuts off frames longer than this many limits, with their connection."""
-
-MAX_KNOWN_PEERS = 16_384
-"""Identities that are cached with their meaning: `transport.max_clients` can be 4096, and each rank
-may have several processes."""
 
 MONITORED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -130,44 +124,6 @@ class FrameReceiver:
 def has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message can be read at once."""
     return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
-
-
-class WakePipe:
-    """A pipe through which another thread wakes a waiting one."""
-
-    def __init__(self) -> None:
-        self._signalling = threading.Lock()  # a closed descriptor may be reused
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        os.set_blocking(self._write_end, False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll for reading."""
-        return self._read_end
-
-    def signal(self) -> None:
-        """Make the pipe readable. Any thread; harmless when full or closed."""
-        with self._signalling:
-            try:
-                os.write(self._write_end, b"\0")
-            except OSError:
-                return
-
-    def drain(self) -> None:
-        """Make the pipe unreadable again."""
-        try:
-            while os.read(self._read_end, 4096):
-                pass
-        except (BlockingIOError, OSError):
-            return
-
-    def close(self) -> None:
-        """Close both descriptors. Repeatable."""
-        with self._signalling:
-            ends, self._read_end, self._write_end = (self._read_end, self._write_end), -1, -1
-            for end in ends:
-                if end >= 0:
-                    os.close(end)
 
 
 class ZmqServer:

@@ -37,7 +37,8 @@ _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR = struct.Struct("i")
 _LOCK = struct.Struct("hhqqi")
 """`struct flock`: type, whence, start, length, process."""
-_ROOT = 0
+ROOT = 0
+"""Root may do everything anyway."""
 
 
 def socket_name(address: str) -> bytes:
@@ -76,8 +77,12 @@ def peer_process(connected: socket.socket) -> int:
 
 
 def is_trusted(connected: socket.socket) -> bool:
-    """Say whether the process at the other end belongs to this one's user, or to root."""
-    return _peer(connected)[1] in (os.geteuid(), _ROOT)
+    """Say whether the process at the other end belongs to this one's user, or to root.
+
+    Nothing else protects an abstract name: every user can see it, connect to it, and take it once
+    its owner is dead.
+    """
+    return _peer(connected)[1] in (os.geteuid(), ROOT)
 
 
 def send(connected: socket.socket, values: list[Any], descriptor: int | None = None) -> None:

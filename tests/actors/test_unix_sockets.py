@@ -16,12 +16,13 @@ import pytest
 import zmq
 
 from actors.transport import Endpoint, Inbound, client_peer
+from actors.transport.mailbox import WakePipe
 from actors.transport.node_server import NodeServer
 from actors.transport.protocol import TransportLimits
 from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import MAX_STRANGERS, unix_address
-from actors.transport.zmq_server import WakePipe, local_address
+from actors.transport.zmq_server import local_address
 from kvcache.protocol.messages import ClientAddress
 
 LIMITS = TransportLimits(max_message_bytes=1000)
