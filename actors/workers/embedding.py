@@ -13,7 +13,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import get_args
 
 import torch
@@ -42,6 +41,7 @@ from kvcache.requests.hashing import get_hash_fn
 from kvcache.specs import KVCacheConfig, KVCacheSpec
 from kvcache.worker.files.format import files_bound
 from kvcache.worker.files.tier import FileTierSettings
+from kvcache.worker.host_memory.shared_memory import available_memory_bytes
 from kvcache.worker.settings import WorkerSettings
 from kvcache.worker.worker import KVCacheWorker
 
@@ -61,9 +61,6 @@ MAILBOX_CAPACITY = 4096
 
 USABLE_SHARE = 0.8
 """Share of free memory to use; the rest is for activations, staging and other processes."""
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
-MEMORY_INFO = Path("/proc/meminfo")
 
 
 class EmbeddedWorker:
@@ -395,7 +392,13 @@ def free_memory_bytes(config: ClusterConfig) -> int:
         return configured
     if config.workers.device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    return _free_host_bytes()
+    available = available_memory_bytes()
+    if available is None:
+        raise ConfigurationError(
+            "the free memory of this machine cannot be read: set cache.memory_per_rank, for "
+            "instance to 256MiB"
+        )
+    return available
 
 
 def plannable_bytes(config: ClusterConfig, free_bytes: int, num_sharing: int) -> int:
@@ -403,20 +406,3 @@ def plannable_bytes(config: ClusterConfig, free_bytes: int, num_sharing: int) ->
     if config.cache.memory_per_rank is not None:
         return free_bytes
     return int(free_bytes * USABLE_SHARE) // max(1, num_sharing)
-
-
-def _free_host_bytes() -> int:
-    """Return the bytes still available on this machine and in this process's control group."""
-    try:
-        lines = dict(line.split(":", 1) for line in MEMORY_INFO.read_text().splitlines())
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"free memory cannot be read from {MEMORY_INFO} ({error!r}): set "
-            "cache.memory_per_rank, for instance to 256MiB"
-        ) from error
-    try:
-        limit, used = CGROUP_LIMIT.read_text().strip(), CGROUP_USED.read_text().strip()
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - int(used))

@@ -17,7 +17,7 @@ from ray.exceptions import RaySystemError
 from actors.coordinator import CoordinatorActor
 from actors.processes import end_local_process, started_ticks
 from actors.reports import NodeAddress, WorkerReport
-from actors.workers import health
+from actors.workers import embedding, health
 from actors.workers.health import DeathWatch, SilenceWatch
 from actors.workers.replacement import (
     LONGEST_PAUSE_S,
@@ -27,9 +27,14 @@ from actors.workers.replacement import (
     require_fit,
 )
 from actors.workers.supervisor import WorkerSupervisor
-from kvcache.base.errors import ClusterError, NotEnoughMemoryError, PlanMismatchError
+from kvcache.base.errors import (
+    ClusterError,
+    ConfigurationError,
+    NotEnoughMemoryError,
+    PlanMismatchError,
+)
 from kvcache.base.serving_loop import ServingLoop
-from kvcache.config import layer_specs
+from kvcache.config import layer_specs, load_config
 from kvcache.planner import RankMemory
 from kvcache.planner.plan import plan_cluster
 
@@ -201,3 +206,17 @@ def test_a_coordinator_that_cannot_write_down_where_it_is_has_taken_over_all_the
         _endpoint_for=lambda node: None,
     )
     CoordinatorActor._tell_clients(actor, give_up_s=0.0)
+
+
+def test_a_rank_on_cpu_offers_the_memory_that_is_available_and_says_if_it_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config("cpu_tp2")
+    config = config.model_copy(
+        update={"cache": config.cache.model_copy(update={"memory_per_rank": None})}
+    )
+    monkeypatch.setattr(embedding, "available_memory_bytes", lambda: 1000)
+    assert embedding.plannable_bytes(config, embedding.free_memory_bytes(config), 2) == 400
+    monkeypatch.setattr(embedding, "available_memory_bytes", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"set cache\.memory_per_rank"):
+        embedding.free_memory_bytes(config)
