@@ -18,6 +18,7 @@ from kvcache.events.subscription import SubscriptionStatistics, Update
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 
 _KEPT_CHECKSUMS = 4096
+_NUM_TOP = 5
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,6 @@ class EventTally:
         statistics: CoordinatorStatistics | None,
         *,
         problem: str = "",
-        num_top: int = 5,
     ) -> Look:
         """Return the state at `now_s`, and begin the next interval."""
         told = (None if statistics is None else statistics.events) or {}
@@ -157,7 +157,7 @@ class EventTally:
             None if ours is None or checksum is None else ours == checksum,
             total,
             recent,
-            self._forest.top(num_top),
+            self._forest.top(_NUM_TOP),
             problem,
         )
 

@@ -61,3 +61,11 @@ def are_distinct(values: Int32Array) -> bool:
         return True
     ordered = np.sort(values)
     return not np.count_nonzero(ordered[1:] == ordered[:-1])
+
+
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the splitmix64 output function of each value: a permutation of 64-bit numbers."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
+    return mixed

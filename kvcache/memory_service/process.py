@@ -21,7 +21,6 @@ from kvcache.memory_service.client import MemoryServiceClient
 from kvcache.memory_service.protocol import is_trusted, make_socket, peer_process, socket_name
 from kvcache.memory_service.service import HostMemoryService
 
-MODULE = "kvcache.memory_service.process"
 START_S = 30.0
 """How long a memory service may take to answer after its start."""
 

@@ -152,11 +152,11 @@ class StepReceiver:
 class StepWindow:
     """The client's end: numbers its steps and keeps each until its answer arrives."""
 
-    def __init__(self, max_pending: int, resend_s: float, next_step: int = 1) -> None:
+    def __init__(self, max_pending: int, resend_s: float) -> None:
         """Make an empty window of at most `max_pending` unanswered steps."""
         self._max_pending = max_pending
         self._resend_s = resend_s
-        self._next_step = next_step
+        self._next_step = 1
         self._pending: OrderedDict[int, StepMessage] = OrderedDict()
         self._waiting_since_s = 0.0
         self._asked_step = 0

@@ -11,11 +11,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Int32Array, mix
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 _LARGEST_TOKEN_ID = np.uint64(2**31 - 1)
 
 TokenSeeds = NDArray[np.uint64]
@@ -30,7 +28,7 @@ def token_seed(*names: str | int) -> int:
 
 def output_token_ids(seeds: TokenSeeds, positions: NDArray[np.int64]) -> Int32Array:
     """Return the token that stream `seeds[i]` has at `positions[i]`; shapes `(n,)`, `(n,)`."""
-    mixed = _mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
+    mixed = mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
     tokens: Int32Array = (mixed & _LARGEST_TOKEN_ID).astype(np.int32)
     return tokens
 
@@ -61,7 +59,7 @@ def block_token_ids(block_names: NDArray[np.int64], block_size: int) -> Int32Arr
     The name's 62 mixed bits enter the even and the odd positions, so that two blocks of a trace
     never have the same tokens. Blocks of one token have only half of the bits.
     """
-    mixed = _mix((block_names.astype(np.uint64) + np.uint64(1)) * _STEP)
+    mixed = mix((block_names.astype(np.uint64) + np.uint64(1)) * _STEP)
     even = (mixed & _LARGEST_TOKEN_ID).astype(np.int32)
     odd = (mixed >> np.uint64(33)).astype(np.int32)
     tokens = np.empty((len(block_names), block_size), np.int32)
@@ -69,11 +67,3 @@ def block_token_ids(block_names: NDArray[np.int64], block_size: int) -> Int32Arr
     np.bitwise_xor(even[:, None], pattern[0::2], out=tokens[:, 0::2])
     np.bitwise_xor(odd[:, None], pattern[1::2], out=tokens[:, 1::2])
     return tokens.reshape(-1)
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return every value with its bits well mixed; a permutation of 64-bit numbers."""
-    values = (values ^ (values >> np.uint64(30))) * _MULTIPLIER_1
-    values = (values ^ (values >> np.uint64(27))) * _MULTIPLIER_2
-    mixed: NDArray[np.uint64] = values ^ (values >> np.uint64(31))
-    return mixed

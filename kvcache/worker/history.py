@@ -13,6 +13,10 @@ import numpy as np
 
 from kvcache.base.arrays import Int32Array
 
+MAX_OPERATIONS = 4096
+MAX_IDS = 1 << 20
+"""Block ids of all remembered operations together."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Operation:
@@ -25,11 +29,8 @@ class _Operation:
 class BlockHistory:
     """A ring of the last operations on blocks. Arrays given to `record` must not change later."""
 
-    def __init__(self, max_operations: int = 4096, max_ids: int = 1 << 20) -> None:
-        """Keep at most `max_operations`, and at most `max_ids` block ids among them."""
+    def __init__(self) -> None:
         self._operations: deque[_Operation] = deque()
-        self._max_operations = max_operations
-        self._max_ids = max_ids
         self._num_ids = 0
 
     def record(
@@ -42,7 +43,7 @@ class BlockHistory:
         self._operations.append(_Operation(seq, verb, block_ids, others))
         self._num_ids += len(block_ids)
         while self._operations and (
-            len(self._operations) > self._max_operations or self._num_ids > self._max_ids
+            len(self._operations) > MAX_OPERATIONS or self._num_ids > MAX_IDS
         ):
             self._num_ids -= len(self._operations.popleft().block_ids)
 

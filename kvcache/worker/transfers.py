@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -310,10 +310,9 @@ class TransferJobs:
         tiers: Tiers,
         copying: Copying,
         labels: LabelTable,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move between `pool`, whose blocks have `labels`, and `tiers`. Jobs for a missing tier
-        fail. `now` is the clock for their durations."""
+        fail."""
         self._pool = pool
         self._tiers = tiers
         self._host = tiers.host
@@ -327,7 +326,6 @@ class TransferJobs:
         self.uses = TransferUses(pool.layout.num_blocks)
         self._running: dict[PendingCopy, _RunningCopy] = {}
         self._ended: list[JobReport] = []
-        self._now = now
         self._begun: dict[int, tuple[str, float]] = {}  # kind and time, by job
         self._tally = JobTally()
 
@@ -342,7 +340,7 @@ class TransferJobs:
         A store or load begins when `after`, and what uses its device blocks now, is over.
         """
         problem = ""
-        self._begun[job.job_id] = (type(job).__name__.lower(), self._now())
+        self._begun[job.job_id] = (type(job).__name__.lower(), time.monotonic())
         if isinstance(job, (Store, Load)):
             problem = self._copy_problem(job)
             if not problem:
@@ -358,7 +356,7 @@ class TransferJobs:
         """Load from slots of another process: `expected[i]` is the checksum of `job.sources[i]`,
         compared whatever the rule says. The caller has looked at the slots' labels, and looks again
         when the job has ended."""
-        self._begun[job.job_id] = ("load", self._now())
+        self._begun[job.job_id] = ("load", time.monotonic())
         is_chosen = np.ones(len(expected), np.bool_)
         task = CopyTask(
             BlockMove(self._pool.rows, host, job.destinations, job.sources, False),
@@ -382,7 +380,7 @@ class TransferJobs:
 
     def refuse(self, job: Store | Load, problem: str) -> None:
         """Note that a job was not started, and why."""
-        self._begun[job.job_id] = (type(job).__name__.lower(), self._now())
+        self._begun[job.job_id] = (type(job).__name__.lower(), time.monotonic())
         self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def discard(self, command: Discard) -> None:
@@ -416,8 +414,8 @@ class TransferJobs:
         if self._files is not None:
             ended += self._files.poll()
         for report in ended:
-            kind, begun_s = self._begun.pop(report.job_id, ("", self._now()))
-            self._tally.add(kind, report.num_bytes, self._now() - begun_s, ok=report.ok)
+            kind, begun_s = self._begun.pop(report.job_id, ("", time.monotonic()))
+            self._tally.add(kind, report.num_bytes, time.monotonic() - begun_s, ok=report.ok)
         return ended
 
     def start_epoch(self) -> None:

@@ -18,8 +18,9 @@ from math import gcd, prod
 import numpy as np
 import torch
 
+from kvcache.base.arrays import mix
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.content.rows import Uint64Array, mix, name_seed
+from kvcache.worker.content.rows import Uint64Array, name_seed
 from kvcache.worker.kv_cache_pool import KVCachePool, LayerLayout
 
 SPREAD = -0x61C8864680B583EB  # odd: 2^64 / golden ratio, as int64

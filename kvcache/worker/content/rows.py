@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Int32Array, mix
 from kvcache.base.errors import BlockError, MalformedMessageError, RequestError
 from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import ceil_div
@@ -30,14 +30,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 TOKEN_OFFSET = np.uint64(0x9E3779B97F4A7C15)
 """C: added to every token, so that token 0 changes the sum."""
-
-
-def mix(values: Uint64Array) -> Uint64Array:
-    """Return the splitmix64 output function of each value."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: Uint64Array = values ^ (values >> np.uint64(31))
-    return mixed
 
 
 def encoder_sums(seeds: Uint64Array, positions: Int64Array) -> Uint64Array:

@@ -320,7 +320,7 @@ class FoundKernel:
     why_not: str = ""
 
 
-def make_copy_engine(device: torch.device, clock: Clock | None = None) -> CopyEngine:
+def make_copy_engine(device: torch.device) -> CopyEngine:
     """Return the engine for `device`; on CUDA, measure first.
 
     Raises ConfigurationError if there is no such device, and CUDA's errors.
@@ -334,7 +334,7 @@ def make_copy_engine(device: torch.device, clock: Clock | None = None) -> CopyEn
     if found.kernel is None:
         logger.warning("%s copies small pages without a kernel: %s", device, found.why_not)
         return CudaCopyEngine(device)
-    measurement = measure_cuda(device, found.kernel, clock=clock)
+    measurement = measure_cuda(device, found.kernel)
     choice = chosen(measurement)
     logger.info("%s (%s) copies by kernel: %s", device, measurement.device, choice)
     return CudaCopyEngine(device, choice, found.kernel)
