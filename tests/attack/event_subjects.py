@@ -41,7 +41,6 @@ from tests.attack.argument_kinds import (
     SECONDS,
     TEXT,
     TIME_LIMIT,
-    TOKENS,
     instance_of,
     list_of,
 )
@@ -76,7 +75,6 @@ def settings_cases() -> list[Case]:
         vars(PublisherSettings("kv@a")),
         topic=TOPIC,
         data_parallel_rank=RANK,
-        encoding=NAME,
         publish_groups=NAME,
         one_block_per_event=BOOL,
         heartbeat_s=TIME_LIMIT,
@@ -95,7 +93,6 @@ def settings_cases() -> list[Case]:
         {"groups": GROUPS, "data_parallel_rank": 1, "encoding": "map"},
         groups=list_of("groups"),
         data_parallel_rank=RANK,
-        encoding=NAME,
     )
     codec.method("encode", {"time_s": 1.0, "events": [BLOCKS]})
     codec.method("encode_wire", {"time_s": 1.0, "events": [STORED]})
@@ -143,7 +140,6 @@ def mirror_subject() -> Subject:
         "contains",
         {"block_hash": 7, "medium": "GPU", "group_idx": 0},
         block_hash=COUNT,
-        medium=TEXT,
         group_idx=COUNT,
     )
     of.method("apply", {"events": [REMOVED]}, events=EVENTS)
@@ -168,9 +164,7 @@ def index_subject() -> Subject:
     of.method(
         "match",
         {"token_ids": list(range(8)), "lora_name": "l", "cache_salt": "s", "items": [("h", 1)]},
-        token_ids=TOKENS,
         lora_name=OPTIONAL_TEXT,
-        cache_salt=OPTIONAL_TEXT,
         items=list_of("items", ["ab"], [([],)]),
     )
     return Subject(

@@ -17,7 +17,6 @@ from kvcache import (
     FreeKVCacheBlockQueue,
     HybridKVCacheCoordinator,
     KVCacheBlocks,
-    KVCacheConfig,
     KVCacheCoordinatorNoPrefixCache,
     KVCacheManager,
     LoRARequest,
@@ -60,13 +59,10 @@ from tests.attack.argument_kinds import (
     BYTES,
     COUNT,
     COUNTS,
-    DIGESTS,
     HOSTILE,
     ID,
     IDS,
     INTEGER,
-    MAPPING,
-    NAME,
     NO_LIST,
     NUMBER,
     OPTIONAL_TEXT,
@@ -77,25 +73,18 @@ from tests.attack.argument_kinds import (
     TEXT,
     TEXTS,
     THING,
-    TIME_LIMIT,
     TOKENS,
     Kind,
     instance_of,
     list_of,
 )
+from tests.attack.parameter_kinds import REQUEST_ID
 from tests.attack.type_table import Arguments, Builder, Case, Subject, function_case
 from tests.core.builders import chunked, cross, full, mamba, plan, window
 from tests.manager.managers_under_test import ENCODER, HYBRID, Shape, make_config
 
 STEP_NUMBER = INTEGER.also(-2, 2**63)
-REQUEST = instance_of(Request)
-REQUEST_ID = TEXT.without("")
-LORA = instance_of(LoRARequest).without(None)
-NAMESPACE = instance_of(Namespace)
 LABELS = list_of("label sets", {"a": 1})
-SPEC = instance_of(KVCacheSpec)
-CONFIG = instance_of(KVCacheConfig)
-RESERVATION = instance_of(Reservation)
 HIT = instance_of(CacheHit)
 
 PLAN = make_config(HYBRID, 64)
@@ -158,14 +147,8 @@ def request_subject() -> Subject:
         },
         request_id=TEXT,
         prompt_token_ids=TOKENS.also([], np.array([], np.int32)),
-        lora=LORA,
         mm_positions=list_of("positions", [(1,)], [(1, 2.0)], [("1", 2)], [(0, 0)], [(8, 9)]),
-        mm_hashes=TEXTS,
-        cache_salt=OPTIONAL_TEXT,
-        skip_reading_prefix_cache=BOOL,
         block_hasher=OPTIONAL_THING,
-        tenant=OPTIONAL_TEXT,
-        model_epoch=COUNT,
     )
     of.method("append_output_token_ids", {"ids": [1, 2]}, ids=TOKENS)
     of.method("attach_block_hasher", {"block_hasher": HASHER}, block_hasher=THING)
@@ -180,11 +163,10 @@ def plain_subject() -> Subject:
     lora = Builder(LoRARequest)
     lora.made({"name": "a", "path": "b"}, name=TEXT, path=TEXT.without(""))
     position = Builder(MultiModalPosition)
-    position.made({"offset": 0, "length": 1}, offset=COUNT, length=POSITIVE)
+    position.made({"offset": 0, "length": 1}, length=POSITIVE)
     namespace = Builder(Namespace)
     namespace.made(
         {"model_epoch": 0, "lora": "l", "salt": "s", "tenant": "t"},
-        model_epoch=COUNT,
         lora=OPTIONAL_TEXT.without(""),
         salt=OPTIONAL_TEXT.without(""),
         tenant=OPTIONAL_TEXT.without(""),
@@ -204,13 +186,7 @@ def plain_subject() -> Subject:
         "observe", lambda world: {"stats": PrefixCacheStats()}, stats=instance_of(PrefixCacheStats)
     )
     stats = Builder(PrefixCacheStats, lambda world: PrefixCacheStats())
-    stats.method(
-        "record",
-        {"num_tokens": 4, "num_hit_tokens": 2, "is_preempted": False},
-        num_tokens=COUNT,
-        num_hit_tokens=COUNT,
-        is_preempted=BOOL,
-    )
+    stats.method("record", {"num_tokens": 4, "num_hit_tokens": 2, "is_preempted": False})
     row = Builder(RunningRow)
     row.handed_to(
         lambda world, each: RunningRequests.from_rows([each]),
@@ -223,7 +199,6 @@ def plain_subject() -> Subject:
         },
         slot=COUNT,
         num_new_tokens=COUNT,
-        token_ids=TOKENS,
         num_draft_tokens=COUNT,
         num_rejected_tokens=COUNT,
     )
@@ -321,7 +296,7 @@ SENT_IDS = Kind("ids", (*COUNTS.wrong, [2**31]), COUNTS.forms)
 
 
 def manager_subject() -> Subject:
-    of = Builder(KVCacheManager, lambda world: world.manager, {"request_id": REQUEST_ID})
+    of = Builder(KVCacheManager, lambda world: world.manager)
     of.made(
         lambda world: {
             "kv_cache_config": PLAN,
@@ -347,26 +322,12 @@ def manager_subject() -> Subject:
             "tenants": None,
             "core_factory": FlatCore,
         },
-        kv_cache_config=CONFIG,
         max_model_len=POSITIVE,
-        enable_caching=BOOL,
-        caching_hash_algo=NAME,
-        use_eagle=BOOL,
-        log_stats=BOOL,
-        enable_kv_cache_events=BOOL,
         watermark=SHARE.also(1.0),
-        eviction_policy=NAME,
-        max_num_seqs=POSITIVE,
         max_pin_share=SHARE,
-        hash_seed=TEXT.without(""),
         clock=OPTIONAL_THING,
         offload_hooks=OPTIONAL_THING,
         event_sink=OPTIONAL_THING,
-        zero_new_blocks=BOOL,
-        has_workers=BOOL,
-        model_epoch=COUNT,
-        merge_duplicates=BOOL,
-        publish_all_groups=BOOL,
         tenants=instance_of(TenantsConfig).without(None),
         core_factory=THING,
     )
@@ -374,7 +335,7 @@ def manager_subject() -> Subject:
     of.method("get_request", {"request_id": "s"})
     of.method("slot_of", {"request_id": "s"})
     of.method("request_in_slot", {"slot": 1}, slot=ID)
-    of.method("release_client", {"client_id": "unknown"}, client_id=TEXT)
+    of.method("release_client", {"client_id": "unknown"})
     of.method(
         "step",
         lambda world: {"request": world.step(3, completed_step=2)},
@@ -390,10 +351,6 @@ def manager_subject() -> Subject:
             "tenant": "t",
         },
         tokens=TOKENS.also([]),
-        ttl_s=TIME_LIMIT,
-        lora=LORA,
-        cache_salt=OPTIONAL_TEXT,
-        tenant=OPTIONAL_TEXT,
     )
     step = Builder(StepRequest)
     step.handed_to(
@@ -413,7 +370,6 @@ def manager_subject() -> Subject:
             "new": (NewRequest("n", ints(*range(6)), 10),),
             "forks": (Fork("s", "f"),),
         },
-        client_id=TEXT,
         step=POSITIVE.also(2),
         epoch=COUNT,
         completed_step=STEP_NUMBER,
@@ -422,7 +378,6 @@ def manager_subject() -> Subject:
         preempted_recompute=TEXTS,
         preempted_swap=TEXTS,
         running=instance_of(RunningRequests),
-        num_lookahead_tokens=COUNT,
         resumed=list_of("resumed requests", [ResumedRequest]),
         new=list_of("new requests", [NewRequest]),
         forks=list_of("forks", [Fork]),
@@ -431,8 +386,6 @@ def manager_subject() -> Subject:
     resumed.handed_to(
         lambda world, each: world.manager.step(world.step(3, resumed=(each,))),
         {"request_id": "p", "max_new_tokens": 4},
-        request_id=REQUEST_ID,
-        max_new_tokens=POSITIVE,
     )
     fork = Builder(Fork)
     fork.handed_to(
@@ -463,19 +416,12 @@ def manager_subject() -> Subject:
         },
         request_id=TEXT,
         token_ids=TOKENS.also([], np.array([], np.int32)),
-        max_new_tokens=POSITIVE,
         num_external_computed_tokens=ID,
-        num_lookahead_tokens=COUNT,
         lora_name=TEXT,
         lora_path=OPTIONAL_TEXT.without(""),
-        mm_hashes=TEXTS,
         mm_offsets=COUNTS,
         mm_lengths=COUNTS,
-        cache_salt=OPTIONAL_TEXT,
-        tenant=OPTIONAL_TEXT,
-        skip_reading_prefix_cache=BOOL,
         num_encoder_tokens=ID,
-        delay_cache_blocks=BOOL,
     )
     rows = Builder(RunningRequests)
     rows.handed_to(
@@ -496,38 +442,29 @@ def manager_subject() -> Subject:
 
 def _request_methods(of: Builder, number: Kind, ids: Kind, blocks: Kind) -> None:
     """The methods that a manager and its clients share."""
-    of.method(
-        "get_computed_blocks",
-        lambda world: {"request": world.new_request()},
-        request=REQUEST,
-    )
-    of.method("allocate_slots", slots_good, request=REQUEST, **slot_kinds(number, blocks))
+    of.method("get_computed_blocks", lambda world: {"request": world.new_request()})
+    of.method("allocate_slots", slots_good, **slot_kinds(number, blocks))
     of.method(
         "fork",
         lambda world: {
             "parent_request": world.running,
             "child_request": Request("child", list(range(11))),
         },
-        parent_request=REQUEST,
-        child_request=REQUEST,
     )
     of.method(
         "cache_blocks",
         lambda world: {"request": world.running, "num_computed_tokens": 8},
-        request=REQUEST,
         num_computed_tokens=number,
     )
-    of.method("free", lambda world: {"request": world.new_request()}, request=REQUEST)
-    of.method("free_block_hashes", lambda world: {"request": world.running}, request=REQUEST)
-    of.method("get_block_ids", {"request_id": "a"}, request_id=REQUEST_ID)
-    of.method("get_blocks", {"request_id": "a"}, request_id=REQUEST_ID)
+    of.method("free", lambda world: {"request": world.new_request()})
+    of.method("free_block_hashes", lambda world: {"request": world.running})
+    of.method("get_block_ids", {"request_id": "a"})
+    of.method("get_blocks", {"request_id": "a"})
     of.method(
         "get_num_common_prefix_blocks",
         lambda world: {"request": world.running, "num_running_requests": 3},
-        request=REQUEST,
-        num_running_requests=COUNT,
     )
-    of.method("reset_prefix_cache", {"drain": False}, drain=BOOL)
+    of.method("reset_prefix_cache", {"drain": False})
     of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=ids)
     of.method("unpin_prefix", {"pin": Pin(1, 0, 0, 0.0)}, pin=instance_of(Pin))
 
@@ -553,7 +490,7 @@ def encoder_subject() -> Subject:
     def good(world: ManagerWorld) -> Arguments:
         return {"request": world.new_request(), "num_new_tokens": 4, "num_encoder_tokens": 3}
 
-    of.method("allocate_slots", good, request=REQUEST, **slot_kinds(ID, BLOCKS.without(None)))
+    of.method("allocate_slots", good, **slot_kinds(ID, BLOCKS.without(None)))
     return Subject(
         "manager with an encoder",
         lambda: make_world(ENCODER),
@@ -670,11 +607,6 @@ def client_subject(is_async: bool) -> Subject:
             "tenant": "t",
         },
         ("ttl_s",),
-        token_ids=TOKENS,
-        ttl_s=TIME_LIMIT,
-        lora=LORA,
-        cache_salt=OPTIONAL_TEXT,
-        tenant=OPTIONAL_TEXT,
     )
     step = instance_of(StepRequest).also(
         StepRequest(completed_step=True),  # type: ignore[arg-type]  # must be refused
@@ -749,7 +681,7 @@ REFERENCES = instance_of(ReferenceKind)
 
 
 def pool_subject() -> Subject:
-    of = Builder(BlockPool, kinds={"block_id": ID, "block_ids": IDS})
+    of = Builder(BlockPool, kinds={"block_id": ID})
     of.made(
         {
             "num_blocks": 4,
@@ -760,11 +692,7 @@ def pool_subject() -> Subject:
             "enable_kv_cache_events": True,
         },
         num_blocks=POSITIVE,
-        enable_caching=BOOL,
         ordered_groups=COUNTS,
-        eviction_policy=NAME,
-        policies=MAPPING,
-        enable_kv_cache_events=BOOL,
     )
     of.method("get_new_blocks", {"num_blocks": 2}, num_blocks=COUNT)
     of.method("block", {"block_id": 3})
@@ -776,9 +704,6 @@ def pool_subject() -> Subject:
     of.method(
         "get_cached_block",
         {"block_hash": digest(0), "group_ids": [0], "namespace": DEFAULT_NAMESPACE},
-        block_hash=BYTES,
-        group_ids=COUNTS,
-        namespace=NAMESPACE,
     )
     of.method(
         "cache_full_blocks",
@@ -790,28 +715,25 @@ def pool_subject() -> Subject:
             "block_size": 4,
             "group_id": 1,
         },
-        request=REQUEST,
         num_cached_blocks=COUNT,
         num_full_blocks=COUNT,
-        block_size=POSITIVE,
         group_id=COUNT,
     )
     of.method(
         "cache_block",
         {"block_id": 4, "digest": b"d", "parent": digest(0)},
-        digest=BYTES,
         parent=BYTES.without(None),
     )
     of.method("touch", {"block_ids": [1, 4], "kind": ReferenceKind.PIN}, kind=REFERENCES)
     of.method("free_blocks", {"block_ids": [4], "kind": ReferenceKind.REQUEST}, kind=REFERENCES)
-    of.method("evict_blocks", {"block_ids": [1, 2]}, block_ids=IDS)
+    of.method("evict_blocks", {"block_ids": [1, 2]})
     of.method("quarantine", {"block_ids": [6]})
     of.method("release_quarantine", {"block_ids": [5]})
     return Subject("pool", make_pool, state_of_pool, BlockPool.check, tuple(of.cases))
 
 
 def queue_subject() -> Subject:
-    of = Builder(FreeKVCacheBlockQueue, kinds={"block_id": ID, "block_ids": IDS})
+    of = Builder(FreeKVCacheBlockQueue, kinds={"block_id": ID})
     of.made({"num_blocks": 4, "block_ids": [2, 1]}, num_blocks=COUNT)
     of.method("append", {"block_id": 7})
     of.method("append_n", {"block_ids": [7, 8]})
@@ -860,13 +782,8 @@ def tables_subject(
     managers: Mapping[str, type[SingleTypeKVCacheManager]] = MANAGERS,
 ) -> Subject:
     cls = get_manager_for_kv_cache_spec(spec, managers)
-    of = Builder(cls, lambda world: world.manager, {"request_id": REQUEST_ID})
-    of.made(
-        lambda world: {"spec": spec, "pool": world.pool, "group": 0},
-        spec=SPEC,
-        pool=instance_of(BlockPool),
-        group=COUNT,
-    )
+    of = Builder(cls, lambda world: world.manager)
+    of.made(lambda world: {"spec": spec, "pool": world.pool, "group": 0}, group=COUNT)
     of.method(
         "find_longest_cache_hit",
         lambda world: {
@@ -878,18 +795,10 @@ def tables_subject(
             "use_eagle": False,
             "namespace": DEFAULT_NAMESPACE,
         },
-        block_hashes=DIGESTS,
-        max_length=COUNT,
-        group_ids=COUNTS,
-        pool=instance_of(BlockPool),
-        spec=SPEC,
-        use_eagle=BOOL,
-        namespace=NAMESPACE,
     )
     of.method(
         "get_num_blocks_to_allocate",
         {"request_id": "b", "reservation": Reservation(0, 9, 0), "new_computed_blocks": [1]},
-        reservation=RESERVATION,
         new_computed_blocks=IDS,
     )
     of.method(
@@ -899,32 +808,13 @@ def tables_subject(
             "block_ids": [block_id for block_id in world.manager.table("a") if block_id][:1],
             "num_computed_tokens": 1,
         },
-        block_ids=IDS,
-        num_computed_tokens=COUNT,
     )
-    of.method(
-        "allocate_new_blocks",
-        {"request_id": "b", "reservation": Reservation(0, 9, 0)},
-        reservation=RESERVATION,
-    )
-    of.method(
-        "cache_blocks",
-        lambda world: {"request": world.request, "num_tokens": 8},
-        request=REQUEST,
-        num_tokens=COUNT,
-    )
+    of.method("allocate_new_blocks", {"request_id": "b", "reservation": Reservation(0, 9, 0)})
+    of.method("cache_blocks", lambda world: {"request": world.request, "num_tokens": 8})
     of.method("free", {"request_id": "a"})
-    of.method(
-        "remove_skipped_blocks",
-        {"request_id": "a", "num_computed_tokens": 12},
-        num_computed_tokens=COUNT,
-    )
-    of.method(
-        "get_num_common_prefix_blocks",
-        {"request_id": "a", "num_running_requests": 1},
-        num_running_requests=COUNT,
-    )
-    of.method("num_skipped_blocks", {"num_computed_tokens": 12}, num_computed_tokens=COUNT)
+    of.method("remove_skipped_blocks", {"request_id": "a", "num_computed_tokens": 12})
+    of.method("get_num_common_prefix_blocks", {"request_id": "a", "num_running_requests": 1})
+    of.method("num_skipped_blocks", {"num_computed_tokens": 12})
     of.method("table", {"request_id": "a"})
     return Subject(
         title,
@@ -936,18 +826,14 @@ def tables_subject(
 
 
 def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> Subject:
-    of = Builder(cls, lambda world: world.coordinator, {"request_id": REQUEST_ID})
+    of = Builder(cls, lambda world: world.coordinator)
     of.made(
         lambda world: {
             "kv_cache_config": plan(32, *specs),
             "pool": world.pool,
             "use_eagle": False,
             "managers": MANAGERS,
-        },
-        kv_cache_config=CONFIG,
-        pool=instance_of(BlockPool),
-        use_eagle=BOOL,
-        managers=MAPPING,
+        }
     )
     of.method(
         "find_longest_cache_hit",
@@ -956,9 +842,6 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
             "max_length": 12,
             "namespace": DEFAULT_NAMESPACE,
         },
-        block_hashes=DIGESTS,
-        max_length=COUNT,
-        namespace=NAMESPACE,
     )
 
     def hit(world: TablesWorld) -> CacheHit:
@@ -972,37 +855,18 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
             "reservation": Reservation(0, 9, 0),
             "hit": hit(world),
         },
-        reservation=RESERVATION,
         hit=HIT.without(None),
     )
     of.method(
         "save_new_computed_blocks",
         lambda world: {"request_id": "b", "hit": hit(world), "num_computed_tokens": 8},
         hit=HIT,
-        num_computed_tokens=COUNT,
     )
-    of.method(
-        "allocate_new_blocks",
-        {"request_id": "b", "reservation": Reservation(0, 9, 0)},
-        reservation=RESERVATION,
-    )
-    of.method(
-        "cache_blocks",
-        lambda world: {"request": world.request, "num_tokens": 12},
-        request=REQUEST,
-        num_tokens=COUNT,
-    )
+    of.method("allocate_new_blocks", {"request_id": "b", "reservation": Reservation(0, 9, 0)})
+    of.method("cache_blocks", lambda world: {"request": world.request, "num_tokens": 12})
     of.method("free", {"request_id": "a"})
-    of.method(
-        "remove_skipped_blocks",
-        {"request_id": "a", "num_computed_tokens": 12},
-        num_computed_tokens=COUNT,
-    )
-    of.method(
-        "get_num_common_prefix_blocks",
-        {"request_id": "a", "num_running_requests": 1},
-        num_running_requests=COUNT,
-    )
+    of.method("remove_skipped_blocks", {"request_id": "a", "num_computed_tokens": 12})
+    of.method("get_num_common_prefix_blocks", {"request_id": "a", "num_running_requests": 1})
     of.method("get_blocks", {"request_id": "a"})
     chosen = function_case(
         get_kv_cache_coordinator,
@@ -1013,11 +877,6 @@ def coordinator_subject(cls: type[Any], *specs: KVCacheSpec, **options: Any) -> 
             "use_eagle": False,
             "managers": MANAGERS,
         },
-        kv_cache_config=CONFIG,
-        pool=instance_of(BlockPool),
-        enable_caching=BOOL,
-        use_eagle=BOOL,
-        managers=MAPPING,
     )
     return Subject(
         cls.__name__,

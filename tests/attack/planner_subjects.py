@@ -84,6 +84,7 @@ from tests.attack.argument_kinds import (
     instance_of,
     list_of,
 )
+from tests.attack.parameter_kinds import CONFIG, SPEC
 from tests.attack.type_table import Arguments, Builder, Case, Subject, function_case
 from tests.planner.public_models import LLAMA_3_8B
 
@@ -121,8 +122,6 @@ SPECS: dict[type[KVCacheSpec], Arguments] = {
         "page_size_padded": 512,
     },
 }
-SPEC = instance_of(KVCacheSpec)
-SPEC_LIST = list_of("specs")
 DATA = Kind("plain values", (*MAPPING.wrong, {}, {"kind": 1}, {"unknown": 1}, {1: 2}))
 
 
@@ -146,7 +145,6 @@ def spec_cases() -> list[Case]:
         "num_computed_tokens": COUNT,
         "block_size": POSITIVE,
         "page_size_bytes": POSITIVE,
-        "specs": SPEC_LIST,
     }
     cases = []
     for cls, arguments in SPECS.items():
@@ -176,8 +174,8 @@ def plain_spec_cases() -> tuple[Case, ...]:
         ).of_message(),
         function_case(first_difference, {"one": spec, "other": spec}, one=SPEC, other=SPEC),
         function_case(dtype_size_bytes, {"dtype": "float16"}, dtype=DTYPE),
-        function_case(require_eagle_support, {"specs": [spec]}, specs=SPEC_LIST),
-        function_case(can_cache_prefixes, {"specs": [spec]}, specs=SPEC_LIST),
+        function_case(require_eagle_support, {"specs": [spec]}),
+        function_case(can_cache_prefixes, {"specs": [spec]}),
     )
 
 
@@ -199,7 +197,6 @@ NAMES = Kind(
 )
 LAYOUT = NAME.also("none")
 OPTIONS_KIND = instance_of(PlanOptions)
-CONFIG = instance_of(KVCacheConfig)
 GROUPS = list_of("groups")
 MEMORIES = Kind(
     "memories",
@@ -214,7 +211,6 @@ def plan_cases() -> list[Case]:
         vars(RANK.kv_cache_tensors[0]),
         size=COUNT,
         shared_by=NAMES,
-        offset=COUNT,
         block_stride=COUNT,
         layer_stride=COUNT,
     )
@@ -234,10 +230,7 @@ def plan_cases() -> list[Case]:
     )
     memory = Builder(RankMemory)
     memory.made(
-        {"device_bytes": 1, "host_bytes": 2, "disk_bytes": 3},
-        device_bytes=COUNT,
-        host_bytes=COUNT,
-        disk_bytes=COUNT,
+        {"device_bytes": 1, "host_bytes": 2, "disk_bytes": 3}, host_bytes=COUNT, disk_bytes=COUNT
     )
     options = Builder(PlanOptions, lambda world: OPTIONS)
     lengths = POSITIVE.also("automatic")
@@ -253,18 +246,12 @@ def plan_cases() -> list[Case]:
     options.method("with_max_model_len", {"max_model_len": 9}, max_model_len=lengths)
     coordinates = Builder(RankCoordinates, lambda world: RankCoordinates)
     coordinates.made(
-        vars(RankCoordinates(1, 2, 1, 2)),
-        tensor_rank=COUNT.also(2),
-        tensor_parallel_size=POSITIVE,
-        pipeline_rank=COUNT.also(2),
-        pipeline_parallel_size=POSITIVE,
+        vars(RankCoordinates(1, 2, 1, 2)), tensor_rank=COUNT.also(2), pipeline_rank=COUNT.also(2)
     )
     coordinates.method(
         "of_rank",
         {"rank": 3, "tensor_parallel_size": 2, "pipeline_parallel_size": 2},
         rank=COUNT.also(4),
-        tensor_parallel_size=POSITIVE,
-        pipeline_parallel_size=POSITIVE,
     )
     made = (tensor, group, config, memory, options, coordinates)
     return [*(case for each in made for case in each.cases), *_read_cases()]
@@ -338,12 +325,9 @@ def planner_cases() -> list[Case]:
             for call, good in every
         ),
         function_case(layer_order, {"layer_name": "layers.0"}, layer_name=TEXT),
-        function_case(get_uniform_page_size, {"specs": [FULL]}, specs=SPEC_LIST),
+        function_case(get_uniform_page_size, {"specs": [FULL]}),
         function_case(
-            max_memory_usage_bytes,
-            {"options": OPTIONS, "specs": [FULL]},
-            options=OPTIONS_KIND,
-            specs=SPEC_LIST,
+            max_memory_usage_bytes, {"options": OPTIONS, "specs": [FULL]}, options=OPTIONS_KIND
         ),
         function_case(
             get_num_blocks,
@@ -364,19 +348,13 @@ def planner_cases() -> list[Case]:
             },
             config=CONFIG,
             model=TEXT,
-            seed=TEXT.without(""),
             algorithm=TEXT,
             coordinates=instance_of(RankCoordinates),
         ),
         function_case(
             report_plan, {"plan": PLANNED, "name": "a"}, plan=instance_of(Plan), name=TEXT
         ),
-        function_case(
-            get_manager_for_kv_cache_spec,
-            {"spec": FULL, "managers": MANAGERS},
-            spec=SPEC,
-            managers=MAPPING,
-        ),
+        function_case(get_manager_for_kv_cache_spec, {"spec": FULL, "managers": MANAGERS}),
     ]
 
 
@@ -396,7 +374,6 @@ CLUSTER: ClusterConfig = parse_config(
         "parallel": {"tensor_parallel_size": 2},
     }
 )
-CLUSTER_KIND = instance_of(ClusterConfig)
 RANK_NUMBER = COUNT.also(2, 10**9)
 
 
@@ -439,27 +416,18 @@ def cluster_cases() -> list[Case]:
                 given["source"], given["choices"], cache=given["sections"]
             ),
         ),
-        function_case(plan_options, {"config": CLUSTER}, config=CLUSTER_KIND),
-        function_case(
-            rank_coordinates, {"config": CLUSTER, "rank": 1}, config=CLUSTER_KIND, rank=RANK_NUMBER
-        ),
+        function_case(plan_options, {"config": CLUSTER}),
+        function_case(rank_coordinates, {"config": CLUSTER, "rank": 1}, rank=RANK_NUMBER),
         function_case(
             rank_layout_fingerprint,
             {"config": CLUSTER, "plan": plan, "rank": 1},
-            config=CLUSTER_KIND,
             plan=instance_of(Plan),
             rank=RANK_NUMBER,
         ),
-        function_case(
-            rank_memory,
-            {"config": CLUSTER, "device_bytes": 5},
-            config=CLUSTER_KIND,
-            device_bytes=COUNT,
-        ),
+        function_case(rank_memory, {"config": CLUSTER, "device_bytes": 5}),
         function_case(
             plan_cluster,
             {"config": CLUSTER, "memory_per_rank": [1 << 20, 1 << 20]},
-            config=CLUSTER_KIND,
             memory_per_rank=MEMORIES.without(None).also([1 << 20]),
         ),
     ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvcache import (
     ComputedBlocksTracker,
     LastAccessBlocksTracker,
@@ -24,14 +22,11 @@ from kvcache import (
     make_block_hash_with_group_id,
     need_extra_keys,
 )
-from kvcache.requests.hash_algorithms import HashFn
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,
     COUNT,
-    DIGESTS,
     HASHABLE,
-    HOSTILE,
     ID,
     IDS,
     NAME,
@@ -39,7 +34,6 @@ from tests.attack.argument_kinds import (
     NUMBER,
     OPTIONAL_THING,
     POSITIVE,
-    TEXT,
     THING,
     TOKENS,
     Kind,
@@ -47,9 +41,6 @@ from tests.attack.argument_kinds import (
     list_of,
 )
 from tests.attack.type_table import Arguments, Builder, Subject, function_case
-
-REQUEST = instance_of(Request)
-HASH_FN = instance_of(HashFn)
 
 # --- hashing -------------------------------------------------------------------------------------
 
@@ -64,18 +55,9 @@ def hashing_subject() -> Subject:
     key = make_block_hash_with_group_id(none_hash, 1)
     cases = (
         function_case(get_hash_fn, {"name": "sha256"}, name=NAME),
+        function_case(init_none_hash, {"hash_fn": hash_fn, "seed": "seed"}),
         function_case(
-            init_none_hash,
-            {"hash_fn": hash_fn, "seed": "seed"},
-            hash_fn=HASH_FN,
-            seed=TEXT.without(""),
-        ),
-        function_case(
-            get_request_block_hasher,
-            {"block_size": 4, "hash_fn": hash_fn, "seed": "seed"},
-            block_size=POSITIVE,
-            hash_fn=HASH_FN,
-            seed=TEXT.without(""),
+            get_request_block_hasher, {"block_size": 4, "hash_fn": hash_fn, "seed": "seed"}
         ),
         function_case(
             hash_block_tokens,
@@ -85,12 +67,11 @@ def hashing_subject() -> Subject:
                 "tokens": [1, 2],
                 "extra_keys": (("lora", "a", "b"),),
             },
-            hash_fn=HASH_FN,
             parent=BYTES,
             tokens=TOKENS.also([]),
             extra_keys=list_of("keys", [("lora",)], [("lora", 1.5)], [(1, 2)]).without(None),
         ),
-        function_case(need_extra_keys, request, request=REQUEST),
+        function_case(need_extra_keys, request),
         function_case(
             generate_block_hash_extra_keys,
             lambda world: {
@@ -99,7 +80,6 @@ def hashing_subject() -> Subject:
                 "end_token": 4,
                 "start_mm_idx": 0,
             },
-            request=REQUEST,
             start_token=COUNT,
             end_token=COUNT,
             start_mm_idx=COUNT,
@@ -107,7 +87,6 @@ def hashing_subject() -> Subject:
         function_case(
             make_block_hash_with_group_id,
             {"block_hash": none_hash, "group_id": 1},
-            block_hash=BYTES,
             group_id=COUNT.also(2**32),
         ),
         function_case(get_block_hash, {"key": key}, key=BYTES.also(b"1234")),
@@ -167,18 +146,13 @@ def state_of_sequences(world: SequenceWorld) -> object:
 
 BLOCK = instance_of(PrefixCachingBlock)
 BLOCKS = list_of("blocks", [PrefixCachingBlock])
-EXTRA_HASH = Kind(
-    "extra hash",
-    (1.5, True, b"x", [1], {}, HOSTILE, np.array([1]), ("a",), (("a",),), (("a", 1.5),), "\ud800"),
-    lambda good: (np.int64(good), np.uint8(good)),
-)
 
 
 def sequence_subject() -> Subject:
     of = Builder(
         PrefixCachingBlockAllocator,
         lambda world: world.allocator,
-        {"block_id": ID, "block": BLOCK, "extra_hash": EXTRA_HASH, "blocks": BLOCKS},
+        {"block_id": ID, "block": BLOCK, "blocks": BLOCKS},
     )
     of.made(
         {
@@ -192,13 +166,7 @@ def sequence_subject() -> Subject:
             "block_bytes": 4,
         },
         num_blocks=POSITIVE,
-        block_size=POSITIVE,
         block_ids=Kind("ids", IDS.wrong, IDS.forms).without(None, [10**9]),
-        eviction_policy=NAME,
-        caching_hash_algo=NAME,
-        hash_seed=TEXT.without(""),
-        merge_duplicates=BOOL,
-        block_bytes=COUNT,
     )
     previous = BLOCK.without(None)
     of.method(
@@ -232,9 +200,7 @@ def sequence_subject() -> Subject:
     of.method("get_num_references", {"block_id": 1})
     of.method("is_block_cached", lambda world: {"block": world.last})
     of.method(
-        "find_cached_blocks_prefix",
-        lambda world: {"block_hashes": [world.chain[0].content_hash]},
-        block_hashes=DIGESTS,
+        "find_cached_blocks_prefix", lambda world: {"block_hashes": [world.chain[0].content_hash]}
     )
     of.method(
         "get_common_computed_block_ids",
@@ -243,10 +209,8 @@ def sequence_subject() -> Subject:
             "ids of sequences", (*NO_LIST, [1], ["1"], [[1.5]], [[0], [None]], [[True]], [[10**9]])
         ),
     )
-    of.method(
-        "mark_blocks_as_accessed", {"block_ids": [0, 1], "now": 2.0}, block_ids=IDS, now=NUMBER
-    )
-    of.method("mark_blocks_as_computed", {"block_ids": [0, 1]}, block_ids=IDS)
+    of.method("mark_blocks_as_accessed", {"block_ids": [0, 1], "now": 2.0}, now=NUMBER)
+    of.method("mark_blocks_as_computed", {"block_ids": [0, 1]})
     of.method("block_is_computed", {"block_id": 1})
     of.method("get_num_full_blocks_touched", lambda world: {"blocks": world.chain})
 
@@ -261,13 +225,10 @@ def sequence_subject() -> Subject:
             "hasher": world.allocator.hasher,
         },
         prev_block=previous,
-        token_ids=TOKENS,
-        block_size=POSITIVE,
         allocator=THING,
-        extra_hash=EXTRA_HASH,
         hasher=OPTIONAL_THING,
     )
-    block.method("append_token_ids", {"token_ids": [1]}, token_ids=TOKENS)
+    block.method("append_token_ids", {"token_ids": [1]})
     block.method(
         "hash_block_tokens",
         lambda world: {
@@ -280,7 +241,6 @@ def sequence_subject() -> Subject:
         is_first_block=BOOL,
         prev_block_hash=BYTES,
         cur_block_token_ids=TOKENS.also([]),
-        extra_hash=EXTRA_HASH,
         hasher=OPTIONAL_THING,
     )
     access = Builder(LastAccessBlocksTracker, lambda world: world.accesses, {"seq_id": HASHABLE})
@@ -291,15 +251,11 @@ def sequence_subject() -> Subject:
     access.method("add_seq", {"seq_id": "t"})
     access.method("remove_seq", {"seq_id": "s"})
     access.method("update_last_access", {"seq_id": "s", "time": 2.0}, time=NUMBER)
-    access.method(
-        "update_seq_blocks_last_access", {"seq_id": "s", "block_ids": [0, 1]}, block_ids=IDS
-    )
+    access.method("update_seq_blocks_last_access", {"seq_id": "s", "block_ids": [0, 1]})
     computed = Builder(ComputedBlocksTracker, lambda world: world.computed)
     computed.made(
         lambda world: {"allocator": world.allocator, "block_size": 4, "enable_caching": True},
         allocator=instance_of(PrefixCachingBlockAllocator),
-        block_size=POSITIVE,
-        enable_caching=BOOL,
     )
     computed.method(
         "get_num_cached_tokens",

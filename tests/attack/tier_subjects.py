@@ -143,13 +143,11 @@ def offload_subject() -> Subject:
             "block_bytes": 4,
             "tenants": None,
         },
-        medium=TEXT,
         num_slots=COUNT,
         blocks_per_slot=POSITIVE,
         policy=TEXT,
         store_after=POSITIVE,
         labels=instance_of(LabelShape).without(None),
-        block_bytes=COUNT,
         tenants=instance_of(TenantsConfig).without(None),
     )
     shape = Builder(LabelShape)
@@ -164,7 +162,6 @@ def offload_subject() -> Subject:
         function_case(
             make_offload_key,
             {"block_hash": b"12345678", "group_idx": 1},
-            block_hash=BYTES,
             group_idx=COUNT.also(2**32),
         ),
         function_case(
@@ -179,16 +176,10 @@ def offload_subject() -> Subject:
             {"options": TierOptions("host", 4), "tiers": TIERS, "policies": EVICTION_POLICIES},
             options=instance_of(TierOptions),
             tiers=MAPPING,
-            policies=MAPPING,
         ),
         function_case(get_offload_block_hash, {"key": KEYS[0]}, key=KEY),
         function_case(get_offload_group_idx, {"key": KEYS[0]}, key=KEY),
-        function_case(
-            namespaced_digest,
-            {"digest": b"12345678", "namespace": namespace},
-            digest=BYTES,
-            namespace=NAMESPACE,
-        ),
+        function_case(namespaced_digest, {"digest": b"12345678", "namespace": namespace}),
         function_case(
             cache_events,
             {"event": event, "block_sizes": [4], "none_hash": b"1"},
@@ -246,7 +237,6 @@ def tier_subject() -> Subject:
     of.made(
         {"options": TierOptions("host", 4), "policies": EVICTION_POLICIES, "spec_of": print},
         options=instance_of(TierOptions),
-        policies=MAPPING,
         spec_of=THING,
     )
     context = ReqContext("r")

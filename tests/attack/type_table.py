@@ -26,6 +26,7 @@ import kvcache.sequences
 import kvcache.specs
 from kvcache.base.errors import InvalidInputError, KVCacheError
 from tests.attack.argument_kinds import Kind
+from tests.attack.parameter_kinds import KINDS
 
 World = Any
 Arguments = dict[str, Any]
@@ -68,7 +69,7 @@ class Subject:
 
 @dataclass
 class Builder:
-    """Collects the cases of one class."""
+    """Collects the cases of one class. `kinds` adds to `KINDS`, as those of a case do."""
 
     cls: Any
     target: Callable[[World], Any] = lambda world: world
@@ -133,7 +134,7 @@ class Builder:
         call: Callable[[World, Arguments], object],
         skips_forms: tuple[str, ...],
     ) -> None:
-        known = {**self.kinds, **kinds}
+        known = {**KINDS, **self.kinds, **kinds}
         values = good if callable(good) else lambda world: dict(good or {})
         of_call = {each: known[each] for each in names if each in known}
         title = f"{self.cls.__name__}.{name}"
@@ -152,7 +153,8 @@ def function_case(
         return function(**arguments)
 
     values = good if callable(good) else lambda world: dict(good)
-    return Case(function.__name__, kinds, values, call, frozenset(skips_forms))
+    known = {name: KINDS[name] for name in parameters(function) if name in KINDS}
+    return Case(function.__name__, {**known, **kinds}, values, call, frozenset(skips_forms))
 
 
 # --- public callables ----------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def test_memory_that_an_engine_has_left_is_shown() -> None:
     assert (found["state"], found["name"], found["replica"]) == ("not running", name, None)
     assert of_replica == {**found, "replica": 1}
     assert f"no engine {name}/1 runs" in told_of_replica
-    assert f"no engine '{name}' runs" in of_first and f"memory is kept of: {name}" in of_first
+    # Other tests may keep memory at the same time.
+    assert f"no engine '{name}' runs" in of_first and name in of_first.partition("is kept of:")[2]
     assert found["kept"] == [{"name": f"{name}/replica1/rank0", "num_bytes": 4096, "process_id": 0}]
     assert f"no engine {name} runs" in told and "4.0 KiB" in told
 

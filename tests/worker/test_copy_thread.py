@@ -6,12 +6,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from kvcache.base.arrays import Int32Array
 from kvcache.base.clock import SystemClock
 from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.offload.keys import label_keys
@@ -52,20 +51,14 @@ class GatedEngine(CpuCopyEngine):
         self.is_lost = False
         self.threads: set[str] = set()
 
-    def copy_blocks(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> PendingCopy:
+    def copy_blocks(self, *rows_and_ids: Any) -> PendingCopy:
         self.threads.add(threading.current_thread().name)
         assert self.gate.wait(TIMEOUT_S)
         if self.problem is not None:
             raise self.problem
         if self.is_lost:
             return LostCopy()
-        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+        return super().copy_blocks(*rows_and_ids)
 
 
 class LostCopy:

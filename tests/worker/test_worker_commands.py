@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import ClusterError, StaleEpochError
 from kvcache.protocol.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import Ack, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.execution import CommandExecutor
+from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (
     Harness,
     Row,
@@ -284,41 +284,8 @@ def test_names_of_namespaces_that_no_block_has_are_forgotten() -> None:
     assert len(labels.labels.namespace_names) < 2000
 
 
-class _Later:
-    def __init__(self) -> None:
-        self.is_over = False
-
-    def is_done(self) -> bool:
-        return self.is_over
-
-    def wait(self, timeout_s: float) -> bool:
-        self.is_over = True
-        return True
-
-
-class LateEngine(CpuCopyEngine):
-    """Transfers that end on demand."""
-
-    copies_at_once = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[_Later] = []
-
-    def copy_blocks(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> PendingCopy:
-        super().copy_blocks(sources, source_ids, destinations, destination_ids)
-        self.copies.append(_Later())
-        return self.copies[-1]
-
-
 def test_a_transfer_that_ends_later_is_applied_now_and_reported_then() -> None:
-    engine = LateEngine()
+    engine = ToldEngine()
     harness = with_host(copy_engine=engine)
     assert [type(m) for m in harness.send(Store(1, "host", ids(3), ids(0)))] == [Ack]
     assert harness.worker.statistics().num_running_jobs == 1
@@ -326,20 +293,20 @@ def test_a_transfer_that_ends_later_is_applied_now_and_reported_then() -> None:
     assert harness.reports[2].detail == (
         "host slots [0] are in use by a running job: wait for its report"
     )
-    engine.copies[0].is_over = True
+    engine.copies[0].finish()
     harness.note(harness.worker.on_tick())
     assert harness.reports[1].ok
 
 
 def test_a_grant_waits_for_copies_of_the_old_epoch() -> None:
-    engine = LateEngine()
+    engine = ToldEngine()
     harness = with_host(copy_engine=engine)
     harness.send(Store(1, "host", ids(3), ids(0)))
     harness.nonce, harness.epoch = "coordinator-2", 2
     assert harness.grant() == []
     with pytest.raises(StaleEpochError, match="forward of epoch 1 on rank 0, which is in epoch 2"):
         harness.worker.begin_forward(1, 1, timeout_s=0.0)
-    engine.copies[0].is_over = True
+    engine.copies[0].finish()
     assert [type(m).__name__ for m in harness.worker.on_tick()] == ["Granted"]
     assert harness.worker.epoch == 2
 
@@ -351,16 +318,10 @@ class FailingEngine(CpuCopyEngine):
 
     is_broken = False
 
-    def copy_blocks(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> PendingCopy:
+    def copy_blocks(self, *rows_and_ids: Any) -> PendingCopy:
         if self.is_broken:
             raise RuntimeError("the bus is on fire")
-        return super().copy_blocks(sources, source_ids, destinations, destination_ids)
+        return super().copy_blocks(*rows_and_ids)
 
 
 def test_a_failing_engine_fails_the_job_and_the_slot_is_empty_from_then_on() -> None:

@@ -6,6 +6,7 @@ Like the slowest device: ids and source bytes are read at the very end, all at o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -42,16 +43,10 @@ class ToldEngine(CpuCopyEngine):
         self.copies: list[ToldCopy] = []
         self.log: list[str] = []
 
-    def copy_blocks(
-        self,
-        sources: torch.Tensor,
-        source_ids: Int32Array,
-        destinations: torch.Tensor,
-        destination_ids: Int32Array,
-    ) -> PendingCopy:
+    def copy_blocks(self, *rows_and_ids: Any) -> PendingCopy:
         self.log.append("copy")
         move = super().copy_blocks
-        copy = ToldCopy(lambda: move(sources, source_ids, destinations, destination_ids))
+        copy = ToldCopy(lambda: move(*rows_and_ids))
         self.copies.append(copy)
         return copy
 
