@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import BlockError, MalformedMessageError
-from kvcache.core.columns import NODE, PARENT, ROWS, columns_of
+from kvcache.core.columns import NEXT_NODE, NODE, PARENT, ROWS, columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.machine import (
     CORE,
@@ -47,58 +47,6 @@ from kvcache.specs import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
     from kvcache.core.flat_core import FlatCore
-
-NO_CHAIN = -1
-"""Stands for the number of a chain if there is none."""
-
-
-def depths_of(above: IndexArray) -> IndexArray:
-    """Return how many rows precede each one; `NO_ROW` for rows that no first block precedes.
-
-    `above` has the row before each one, `FIRST_BLOCK` or `NO_ROW`. No first block precedes rows in
-    a circle.
-    """
-    count = len(above)
-    first, lost = count, count + 1
-    target = np.concatenate((above, [first, lost]))
-    target[target == FIRST_BLOCK] = first
-    target[target == NO_ROW] = lost
-    steps = np.ones(count + 2, dtype=np.intp)
-    steps[first:] = 0
-    for _ in range(count.bit_length() + 1):
-        further = target[target]
-        if np.array_equal(further, target):
-            break
-        steps += steps[target]
-        target = further
-    return np.where(target[:count] == first, steps[:count] - 1, NO_ROW)
-
-
-def chains_of(above: IndexArray, depths: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Return all rows with a depth, chain by chain, and the chain of each row (`NO_CHAIN`: none).
-
-        rows  0 ── 1 ──┬── 2 ── 3        three chains: 0 1 | 2 3 | 4 5
-                       └── 4 ── 5
-
-    A chain ends at a row that no row, or more than one, continues. Chains are numbered by the
-    depths of their first rows.
-    """
-    count = len(above)
-    is_kept = depths != NO_ROW
-    has_row_above = is_kept & (above != FIRST_BLOCK)
-    num_children = np.bincount(above[has_row_above], minlength=count)
-    is_inside = has_row_above.copy()
-    is_inside[has_row_above] = num_children[above[has_row_above]] == 1
-    heads = np.where(is_inside, above, np.arange(count))
-    while not np.array_equal(further := heads[heads], heads):
-        heads = further
-    firsts = np.flatnonzero(is_kept & ~is_inside)
-    ranks = np.zeros(count, dtype=np.intp)
-    ranks[firsts[np.argsort(depths[firsts], kind="stable")]] = np.arange(len(firsts))
-    chains = np.where(is_kept, ranks[heads], NO_CHAIN)
-    kept = np.flatnonzero(is_kept)
-    return kept[np.lexsort((depths[kept], chains[kept]))], chains
-
 
 DigestRows: TypeAlias = npt.NDArray[np.uint8]
 """Digests, one per row."""
@@ -288,10 +236,6 @@ def _adapter(key: ExtraKey) -> str | None:
     return lora_label(LoRARequest(key[1], key[2]))
 
 
-_GONE_FIRST = np.iinfo(np.intp).max
-"""The rank of blocks without a block of the leading group: they are evicted first."""
-
-
 @kernel(INT, CORE, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
 def add_nodes(
     core: Any, order: Any, above: Any, behind: Any, tokens: Any, keys: Any, nodes: Any
@@ -329,16 +273,13 @@ def prune_all(core: Any, nodes: Any) -> None:
         prune(core, np.int64(nodes[i]))
 
 
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """The kept blocks of one group: the rows of their labels, chain by chain. By row: its chain,
-    its node, and how many rows precede it (`NO_ROW`: the row is not kept)."""
+class _Kept(NamedTuple):
+    """The kept blocks of one group, with their nodes and the numbers of their namespaces."""
 
     group: int
-    rows: IndexArray
-    chains: IndexArray
-    nodes: Any
-    depths: IndexArray
+    block_ids: Int32Array
+    nodes: Int32Array
+    namespaces: Int32Array
 
 
 def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
@@ -361,25 +302,27 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
     sizes = c.group[:, SIZE].tolist() if core.can_hit else []
     fitting = fitting_labels(agreed_labels(labels), num_blocks, sizes, core.none_hash)
     kept = _rebuild_groups(core, fitting) if sizes else []
-    victims = _victims(core, fitting, kept)
+    ranks = _ranks(core)
+    victims = _victims(core, kept, ranks)
     labelled = labelled_blocks(labels, num_blocks)
     core.notifier.cleared()
     core.notifier.unlabel(int32_array(np.setdiff1d(labelled, victims, assume_unique=True)))
     take_listed(core.store.address, victims)
-    for each in kept:
-        ids = fitting.groups[each.group].block_ids
-        for row in each.rows.tolist():
-            put_block(core.store.address, int(each.nodes[row]), each.group, int(ids[row]))
-        np.subtract.at(core.store.columns.node[:, ROWS], each.nodes[each.rows], 1)
+    for g, ids, nodes, namespaces in kept:
+        for b, n in zip(ids.tolist(), nodes.tolist(), strict=True):
+            put_block(core.store.address, n, g, b)
+        np.subtract.at(core.store.columns.node[:, ROWS], nodes, 1)
         if core.tenants is not None:
-            namespaces = fitting.groups[each.group].namespaces[each.rows]
-            for place in np.unique(namespaces).tolist():
-                account = core.tenants.account(fitting.namespaces[place])
-                core.tenants.took(ids[each.rows[namespaces == place]], account)
+            for number in np.unique(namespaces).tolist():
+                account = core.tenants.account(fitting.namespaces[number])
+                core.tenants.took(ids[namespaces == number], account)
     release_all(core.store.address, victims)
-    for each in kept:
-        if len(each.rows):
-            core.notifier.sealed(_notes(core, each), is_labelled=True)
+    for g, _, nodes, _ in kept:
+        notes = np.zeros((len(nodes), 5), np.int32)
+        notes[:, 0] = nodes[np.argsort(ranks[nodes])]
+        notes[:, 1], notes[:, 2] = g, -1
+        notes[:, 4] = [core.root_of(n) for n in notes[:, 0].tolist()]
+        core.notifier.sealed(notes, is_labelled=True)
     return len(victims)
 
 
@@ -418,37 +361,46 @@ def _rebuild_group(
         # Other groups may know the node that ends there.
         name = roots[namespaces[row]], labels.digests[row].tobytes()
         nodes[row] = _node_of_block(core, places.get(name, 0), labels.tokens[row])
-    depths = depths_of(np.where(behind > 0, FIRST_BLOCK, above))
-    order = np.argsort(depths, kind="stable")
-    order = order[(depths[order] != NO_ROW) & ~unknown[order]]
+    order = _in_order(above, behind)
     core.reach_nodes(count * length)
     above_32 = int32_array(np.where(behind > 0, NO_ROW, above))
     tokens = np.ascontiguousarray(labels.tokens, np.int32)
     add_nodes(
-        core.store.address, int32_array(order), above_32, behind, tokens,
+        core.store.address, order[~unknown[order]], above_32, behind, tokens,
         np.ascontiguousarray(keys, np.int32), nodes,
     )  # fmt: skip
     rows = np.flatnonzero(nodes)
     core.digester.make(int32_array(nodes[rows]))
     c = core.store.columns
-    is_right = (c.digest[nodes[rows]] == labels.digests[rows]).all(axis=1)
-    rows = rows[is_right]
+    is_kept = np.zeros(count, np.bool_)
+    is_kept[rows] = (c.digest[nodes[rows]] == labels.digests[rows]).all(axis=1)
     if is_prefix_group:
-        rows = _unbroken(rows, above, depths)
-    dropped = np.setdiff1d(np.flatnonzero(nodes), rows)
+        is_whole = np.zeros(count, np.bool_)
+        for row in order.tolist():
+            is_whole[row] = is_kept[row] and (behind[row] or is_whole[above[row]])
+        is_kept = is_whole
+    rows = np.flatnonzero(is_kept)
     for row in rows[~unknown[rows]].tolist():
         n, root = int(nodes[row]), roots[namespaces[row]]
         for _ in range(length):
             places[root, c.digest[n].tobytes()] = n
             n = int(c.node[n, PARENT])
     np.add.at(c.node[:, ROWS], nodes[rows], 1)  # keeps them alive until they have blocks
-    if len(dropped):
-        prune_all(core.store.address, int32_array(nodes[dropped[np.argsort(-depths[dropped])]]))
-    is_kept = np.zeros(count + 1, np.bool_)
-    is_kept[rows] = True
-    above = np.where(is_kept[np.maximum(above, NO_ROW)], above, FIRST_BLOCK)
-    depths = np.where(is_kept[:count], depths_of(above), NO_ROW)
-    return _Kept(g, *chains_of(above, depths), nodes, depths)
+    prune_all(core.store.address, nodes[(nodes != 0) & ~is_kept])
+    block_ids = int32_array(labels.block_ids[rows])
+    return _Kept(g, block_ids, nodes[rows], labels.namespaces[rows])
+
+
+def _in_order(above: IndexArray, behind: Any) -> Int32Array:
+    """Return the rows with a known place: those behind a known node, and those that continue them,
+    each after the one before it. `above` and `behind` are those of `add_nodes`."""
+    following: dict[int, list[int]] = {}
+    for row in np.flatnonzero(behind == 0).tolist():
+        following.setdefault(int(above[row]), []).append(row)
+    order = np.flatnonzero(behind).tolist()
+    for row in order:  # grows on the way
+        order += following.get(row, ())
+    return int32_array(order)
 
 
 def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
@@ -459,15 +411,6 @@ def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
             return 0
         end = int(c.node[end, PARENT])
     return n
-
-
-def _unbroken(rows: IndexArray, above: IndexArray, depths: IndexArray) -> IndexArray:
-    """Return those of `rows` whose previous rows are all among them."""
-    is_kept = np.zeros(len(above) + 1, np.bool_)
-    for row in rows[np.argsort(depths[rows], kind="stable")].tolist():
-        is_kept[row] = above[row] == FIRST_BLOCK or is_kept[above[row]]
-    found: IndexArray = rows[is_kept[rows]]
-    return found
 
 
 def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int) -> Any:
@@ -487,59 +430,30 @@ def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int
     return table[numbers]
 
 
-def _victims(core: FlatCore, fitting: FittingLabels, found: Sequence[_Kept]) -> Any:
-    """Return all kept blocks in the order in which they are to be evicted.
+def _ranks(core: FlatCore) -> Int32Array:
+    """Return the rank of each node in a walk that goes through each branch of the tree, from its
+    first node on, before the next."""
+    c = core.store.columns
+    following: dict[int, list[int]] = {}
+    for n, parent in enumerate(c.node[: c.number[NEXT_NODE], PARENT].tolist()):
+        if parent:
+            following.setdefault(parent, []).append(n)
+    ranks, left, rank = np.zeros(len(c.node), np.int32), list(core.roots.values()), 0
+    while left:
+        ranks[n := left.pop()] = rank
+        rank += 1
+        left += following.get(n, ())
+    return ranks
 
-    The order is as if the leading group's chains had been freed one by one, the last chain first,
-    each with the blocks of other groups at its nodes. Of these, blocks of windowed groups go before
-    those of prefix groups, and later blocks before earlier ones. The leading group is the prefix
-    group with the shortest blocks.
-    """
+
+def _victims(core: FlatCore, found: Sequence[_Kept], ranks: Int32Array) -> Int32Array:
+    """Return all kept blocks in the order in which they are to be evicted: branch by branch, each
+    from its last node on. Of one node, blocks of windowed groups go before those of prefix
+    groups."""
     if not found:
         return EMPTY_INT32
-    group = core.store.columns.group
-    leading = found[0]
-    chain_of = np.append(leading.chains, NO_CHAIN)
-    lead_depths = np.append(leading.depths, NO_ROW)
-    row_of_node = {int(leading.nodes[row]): row for row in leading.rows.tolist()}
-    blocks, ranks, kinds, depths = [], [], [], []
-    for each in found:
-        places = index_array(
-            [row_of_node.get(int(each.nodes[row]), NO_ROW) for row in each.rows.tolist()]
-        )
-        chain, own_depth = chain_of[places], each.depths[each.rows] * int(group[each.group, LENGTH])
-        depth = np.where(chain == NO_CHAIN, own_depth, lead_depths[places])
-        if group[each.group, KIND] == FULL:
-            depth = own_depth
-            _follow_children(core, each, chain, depth)
-        blocks.append(fitting.groups[each.group].block_ids[each.rows])
-        ranks.append(np.where(chain == NO_CHAIN, _GONE_FIRST, chain))
-        kind = len(found) if group[each.group, KIND] == FULL else each.group
-        kinds.append(np.full(len(each.rows), kind))
-        depths.append(depth)
-    order = np.lexsort((-np.concatenate(depths), np.concatenate(kinds), -np.concatenate(ranks)))
-    return int32_array(np.concatenate(blocks)[order])
-
-
-def _follow_children(core: FlatCore, kept: _Kept, chain: Any, depth: Any) -> None:
-    """Evict a block that is in no leading chain together with the first chain that continues it."""
-    c = core.store.columns
-    place_of = {int(kept.nodes[row]): i for i, row in enumerate(kept.rows.tolist())}
-    for i in np.argsort(-depth, kind="stable").tolist():
-        n = int(kept.nodes[kept.rows[i]])
-        for _ in range(c.group.item(kept.group, LENGTH)):
-            n = c.node.item(n, PARENT)
-        above = place_of.get(n)
-        if above is None or chain[i] == NO_CHAIN:
-            continue
-        if chain[above] == NO_CHAIN or chain[i] < chain[above]:
-            chain[above] = chain[i]
-
-
-def _notes(core: FlatCore, kept: _Kept) -> Any:
-    """Return the notes of one group, chain by chain, parents first."""
-    notes = np.zeros((len(kept.rows), 5), np.int32)
-    notes[:, 0] = kept.nodes[kept.rows]
-    notes[:, 1], notes[:, 2] = kept.group, -1
-    notes[:, 4] = [core.root_of(n) for n in notes[:, 0].tolist()]
-    return notes
+    blocks = np.concatenate([each.block_ids for each in found])
+    places = ranks[np.concatenate([each.nodes for each in found])]
+    are_last = core.store.columns.group[[each.group for each in found], KIND] == FULL
+    kinds = np.repeat(are_last, [len(each.nodes) for each in found])
+    return int32_array(blocks[np.lexsort((kinds, -places))])

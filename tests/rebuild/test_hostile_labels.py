@@ -20,6 +20,7 @@ from kvcache.requests.request_content import Namespace, namespace_name
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
     NONE_HASH,
+    eviction_order,
     full,
     make_flat_core,
     make_request,
@@ -201,6 +202,15 @@ def test_tails_of_a_windowed_group_go_first_where_the_prefix_groups_labels_are_l
     tokens = core.store.columns.tokens
     kept = {int(tokens[n, 0]) for n, g, _, _ in core.contents() if g == 1}
     assert kept == {1, 7}
+
+
+def test_one_branch_is_evicted_after_the_other() -> None:
+    labels = chain_of(1, 2, 3)
+    labels.append(label_of(4, labels[0].digest, [8] * 4))
+    labels.append(label_of(5, labels[-1].digest, [9] * 4))
+    core, num_kept, _ = restored(labels)
+    assert num_kept == 5
+    assert eviction_order(core) in ([3, 2, 5, 4, 1], [5, 4, 3, 2, 1])
 
 
 def test_a_namespace_keeps_its_adapter_and_its_salt() -> None:
