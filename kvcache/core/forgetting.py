@@ -55,8 +55,8 @@ def forget_block(core: Any, b: int, is_lost: Any) -> None:
 
 
 @routine
-def forget_marked(core: Any, is_lost: Any) -> None:
-    """Rewind rows that continue marked nodes; forget GONE nodes with all that continues them."""
+def rewind_marked(core: Any) -> None:
+    """Rewind rows that continue marked nodes, and clear the REWOUND marks."""
     c = columns_of(core)
     s = search_of(core)
     for r in range(len(c.row)):
@@ -72,25 +72,46 @@ def forget_marked(core: Any, is_lost: Any) -> None:
             u -= 1
         if cut >= 0:
             rewind(core, r, cut)
-    end = c.number[NEXT_NODE]
-    for n in range(1, end):
+    for n in range(1, c.number[NEXT_NODE]):
         if s.mark[n] == REWOUND:
             s.mark[n] = 0
+
+
+@routine
+def node_above(core: Any, n: int, g: int) -> int:
+    """Return the node before node `n`, or with a group (not -1) the one that has the block before
+    that of `n`, which has one; 0 if there is none."""
+    c = columns_of(core)
+    if g < 0:
+        return np.int64(c.node[n, PARENT])
+    for _ in range(c.group[g, LENGTH]):
+        n = np.int64(c.node[n, PARENT])
+    return n if c.node[n, BLOCK + 2 * g] else np.int64(0)
+
+
+@routine
+def forget_marked(core: Any, g: int, is_lost: Any) -> None:
+    """Forget the blocks of GONE nodes and all that continues them; with a group (not -1) only its
+    blocks, and those that continue them without a gap. Clear all marks."""
+    c = columns_of(core)
+    s = search_of(core)
+    end = c.number[NEXT_NODE]
     for n in range(1, end):
+        if g >= 0 and c.node[n, BLOCK + 2 * g] == 0:
+            continue
         m = np.int64(n)
-        while s.mark[m] == 0 and c.node[m, PARENT]:
-            m = np.int64(c.node[m, PARENT])
-        found = GONE if s.mark[m] == GONE else STAYS
+        while m and s.mark[m] == 0:
+            m = node_above(core, m, g)
+        found = GONE if m and s.mark[m] == GONE else STAYS
         m = np.int64(n)
-        while s.mark[m] == 0:
+        while m and s.mark[m] == 0:
             s.mark[m] = found
-            m = np.int64(c.node[m, PARENT])
+            m = node_above(core, m, g)
     for n in range(1, end):
-        if s.mark[n] == GONE:
-            for g in range(len(c.group)):
-                b = np.int64(c.node[n, BLOCK + 2 * g])
-                if b:
-                    forget_block(core, b, is_lost)
+        for k in range(len(c.group) if s.mark[n] == GONE else 0):
+            b = np.int64(c.node[n, BLOCK + 2 * k])
+            if b and (g < 0 or g == k):
+                forget_block(core, b, is_lost)
     for n in range(end):
         s.mark[n] = 0
 
@@ -120,38 +141,8 @@ def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
                     if b and owner >= serial and owner >= c.number[SEALED_BELOW]:
                         if s.client[owner & (NUM_STEPS - 1)] == client:
                             forget_block(core, b, is_lost)
-        forget_marked(core, is_lost)
-
-
-@routine
-def block_above(core: Any, n: int, g: int) -> int:
-    """Return the node with the block before that of node `n` in a group, or 0."""
-    c = columns_of(core)
-    for _ in range(c.group[g, LENGTH]):
-        n = np.int64(c.node[n, PARENT])
-    return n if c.node[n, BLOCK + 2 * g] else np.int64(0)
-
-
-@routine
-def forget_connected(core: Any, g: int, is_lost: Any) -> None:
-    """Forget a group's blocks at marked nodes, and the blocks that continue them without a gap."""
-    c = columns_of(core)
-    s = search_of(core)
-    end = c.number[NEXT_NODE]
-    for n in range(1, end):
-        m = np.int64(n)
-        while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
-            m = block_above(core, m, g)
-        found = GONE if m and s.mark[m] == GONE else STAYS
-        m = np.int64(n)
-        while m and c.node[m, BLOCK + 2 * g] and s.mark[m] == 0:
-            s.mark[m] = found
-            m = block_above(core, m, g)
-    for n in range(1, end):
-        if s.mark[n] == GONE and c.node[n, BLOCK + 2 * g]:
-            forget_block(core, np.int64(c.node[n, BLOCK + 2 * g]), is_lost)
-    for n in range(end):
-        s.mark[n] = 0
+        rewind_marked(core)
+        forget_marked(core, np.int64(-1), is_lost)
 
 
 @kernel(NOTHING, CORE, INTS, INT, INT, NEW_INTS)
@@ -176,9 +167,10 @@ def forget(core: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
                     s.mark[n] = GONE
                     is_any = True
             if is_any and is_prefix_group:
-                forget_marked(core, is_lost)
+                rewind_marked(core)
+                forget_marked(core, np.int64(-1), is_lost)
             elif is_any:
-                forget_connected(core, g, is_lost)
+                forget_marked(core, np.int64(g), is_lost)
     for r in range(len(c.row)):
         if c.row[r, FLAGS] & IS_OPEN:
             for g in range(len(c.group)):
