@@ -45,7 +45,6 @@ from kvcache.core.columns import (
     REF,
     ROOT,
     ROWS,
-    SEALED_BELOW,
     SPARE_NODE,
     UNITS,
     ColumnStore,
@@ -78,7 +77,7 @@ def check_core(core: FlatCore) -> None:
 def dump_core(core: FlatCore) -> dict[str, object]:
     """Return contents, rows and orders as plain values. Cores that act alike have equal dumps."""
     c = core.store.columns
-    contents = list(core.contents())
+    contents = core.contents()
     core.digester.make(int32_array([n for n, _, _, _ in contents]))
     serials = {step.serial: (client, step.step) for client, step in core.steps.waiting()}
     return {
@@ -110,7 +109,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             core.requests[r]: sorted((*column, n) for column, n in columns.items())
             for r, columns in sorted(core.forks.shared.items())
         },
-        "hits_stopped": core.hits_stopped,
+        "is_caching": core.is_caching,
     }
 
 
@@ -204,36 +203,33 @@ def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int
 
 
 def _check_contents(core: FlatCore) -> None:
-    c = core.store.columns
-    end = int(c.number[NEXT_NODE])
-    cached = 0
+    c, contents = core.store.columns, core.contents()
     open_serials = {step.serial for _, step in core.steps.waiting()}
-    for g in range(core.store.num_groups):
-        length, is_prefix_group = int(c.group[g, LENGTH]), c.group[g, KIND] == FULL
-        for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
-            b, owner = int(c.node[n, BLOCK + 2 * g]), int(c.node[n, OWNER + 2 * g])
-            cached += 1
-            _require(c.block[b, NODE] == n, f"block {b} does not name node {n}, which it caches")
-            is_open = owner >= c.number[SEALED_BELOW] and not core.is_sealed(n, g)
+    for n, g, b, is_sealed in contents:
+        owner = int(c.node[n, OWNER + 2 * g])
+        _require(c.block[b, NODE] == n, f"block {b} does not name node {n}, which it caches")
+        _require(
+            is_sealed or owner in open_serials,
+            f"node {n} waits for serial {owner}, which no step has",
+        )
+        above = n
+        for _ in range(int(c.group[g, LENGTH])):
+            above = int(c.node[above, PARENT])
+        if c.group[g, KIND] == FULL and c.node[above, PARENT]:
             _require(
-                not is_open or owner in open_serials,
-                f"node {n} waits for serial {owner}, which no step has",
+                c.node[above, BLOCK + 2 * g],
+                f"block {b} of group {g} is cached, but not the one before it",
             )
-            above = n
-            for _ in range(length):
-                above = int(c.node[above, PARENT])
-            if is_prefix_group and c.node[above, PARENT]:
-                _require(
-                    c.node[above, BLOCK + 2 * g],
-                    f"block {b} of group {g} is cached, but not the one before it",
-                )
-                is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[HAS_GAPS]
-                _require(
-                    not is_held or c.block[c.node[above, BLOCK + 2 * g], REF],
-                    f"block {b} of group {g} is referenced, but not the one before it",
-                )
+            is_held = c.block[b, REF] > core.forks.copied[b] and not c.number[HAS_GAPS]
+            _require(
+                not is_held or c.block[c.node[above, BLOCK + 2 * g], REF],
+                f"block {b} of group {g} is referenced, but not the one before it",
+            )
     counted = int(np.count_nonzero(c.block[:, NODE]))
-    _require(cached == counted, f"{counted} blocks have a node, nodes have {cached} blocks")
+    _require(
+        len(contents) == counted,
+        f"{counted} blocks have a node, nodes have {len(contents)} blocks",
+    )
     _require(c.block[0, NODE] == 0 == c.block[0, REF], "the null block is referenced or cached")
 
 

@@ -16,7 +16,7 @@ from kvcache.base.arguments import as_bool, as_byte_strings, as_int, check_kind
 from kvcache.base.arrays import EMPTY_INT32, int32_array
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.interface import CacheHit, Reservation
+from kvcache.core.interface import CacheHit, Reservation, release_order
 from kvcache.core.single_type_managers import (
     MANAGERS,
     SingleTypeKVCacheManager,
@@ -114,21 +114,11 @@ class KVCacheCoordinator(ABC):
             manager.remove_skipped_blocks(request_id, num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Free all of a request's blocks, last tokens first.
-
-        Blocks of windowed groups are freed before those of prefix groups. So no block of a windowed
-        group outlives the prefix that a hit on it needs.
-        """
-        order: list[tuple[bool, int, int, int]] = []
-        for group, table in enumerate(self.get_blocks(request_id)):
-            size, is_prefix_group = (
-                self.specs[group].block_size,
-                self.specs[group].reads_whole_prefix,
-            )
-            for end, block_id in enumerate(table, 1):
-                places = (-end * size, group) if is_prefix_group else (group, -end)
-                order += [(is_prefix_group, *places, block_id)] if block_id else []
-        self.pool.free_blocks([block_id for *_, block_id in sorted(order)])
+        """Free all of a request's blocks, last tokens first; see `release_order`."""
+        sizes = [spec.block_size for spec in self.specs]
+        prefix_groups = [g for g, spec in enumerate(self.specs) if spec.reads_whole_prefix]
+        order = release_order(self.get_blocks(request_id), sizes, prefix_groups)
+        self.pool.free_blocks(order)
         for manager in self.managers:
             manager.forget_request(request_id)
 

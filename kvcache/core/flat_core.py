@@ -12,9 +12,10 @@ meaning of tokens, nor workers, nor time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from struct import Struct
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,19 +65,19 @@ from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
-from kvcache.core.hits import look_up
+from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.interface import (
     CacheHit,
     CoreSettings,
     CoreStatistics,
     NewestState,
-    NewRows,
     ReferenceKind,
     Reservation,
     RowsAdmitted,
     RowsReserved,
     TableChange,
     patch_of,
+    release_order,
 )
 from kvcache.core.kinds.rule import SIZE
 from kvcache.core.notifier import Notifier
@@ -96,6 +97,7 @@ from kvcache.core.rows import (
     NEEDS_ROOM,
     NEEDS_SPACE,
     NUM_PLACES,
+    NUM_WISHES,
     SINGLY,
     SKIP,
     admit_row,
@@ -115,6 +117,7 @@ from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
+from kvcache.protocol.step import NewRequest
 from kvcache.requests.hashing import generate_block_hash_extra_keys
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
@@ -130,6 +133,9 @@ CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
 _FEW_ROOTS = 64
 _FEW_KEYS = 4096
+
+_WISH = Struct(f"{NUM_WISHES}i")
+"""One row of the `wishes` of `admit_rows`."""
 
 _new_tuple: Any = tuple.__new__
 """Makes a named tuple from a tuple, in half the time of its own constructor."""
@@ -168,7 +174,7 @@ class FlatCore:
         )
         self.hash_block_size = store.unit_tokens
         self.can_hit = settings.enable_caching and can_cache_prefixes(specs)
-        self.hits_stopped = False
+        self.is_caching = self.can_hit
         self.prefix_groups = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
         self.digester = Digester(store, hash_fn)
         self.none_hash = settings.none_hash
@@ -179,7 +185,7 @@ class FlatCore:
         self._keys_at_most = _FEW_KEYS
         self.rows: dict[str, int] = {}
         self.requests: dict[int, str] = {}
-        self._slots = settings.slots
+        self._slot_of = settings.slot_of
         publishes_all = settings.publish_all_groups or not self.prefix_groups
         self.notifier = Notifier(
             store,
@@ -217,7 +223,7 @@ class FlatCore:
         self.pins: Counter[int] = Counter()
         self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
         self._published: Any = np.empty((0, 4), np.int32)
-        self._last: tuple[CacheHit, Request, int] | None = None
+        self._last: tuple[CacheHit, Request, int, int] | None = None
         self.no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
 
     # --- steps -------------------------------------------------------------------------------
@@ -266,7 +272,7 @@ class FlatCore:
 
     def look_up(self, request: Request) -> CacheHit:
         """Return the longest usable hit, at most `num_tokens - 1` tokens. Changes nothing."""
-        if not self.can_hit or self.hits_stopped or request.skip_reading_prefix_cache:
+        if not self.is_caching or request.skip_reading_prefix_cache:
             return self.no_hit
         limit = request.num_tokens - 1
         num_units = limit // self.hash_block_size
@@ -293,7 +299,7 @@ class FlatCore:
         else:
             ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
         hit: CacheHit = _new_tuple(CacheHit, (ids, length))
-        self._last = hit, request, depth
+        self._last = hit, request, request.num_truncations, depth
         return hit
 
     def reserve(
@@ -315,6 +321,21 @@ class FlatCore:
             return self._extend(r, request, reservation)
         return self._admit(request, reservation, hit)
 
+    def match_again(self, request: Request, hit: CacheHit) -> int:
+        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
+        many units have nodes.
+
+        Raises:
+            RequestError: the hit is not what a look-up finds now.
+        """
+        last = self._last
+        is_same = last is not None and last[0] is hit and last[1] is request
+        if last is None or not is_same or last[2] != request.num_truncations:
+            is_found, last = self.look_up(request) == hit, self._last
+            if not is_found or last is None:
+                raise stale_hit(request, hit)
+        return last[3]
+
     def _admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
@@ -326,8 +347,8 @@ class FlatCore:
             store.reach_units(-(-max(most, num_encoder) // unit))
         hit_tokens = depth = 0
         if hit is not None and hit.num_tokens:
-            hit_tokens, depth = hit.num_tokens, self._match_again(request, hit)
-        end = min(cached, num_tokens) // unit if self.can_hit and not self.hits_stopped else 0
+            hit_tokens, depth = hit.num_tokens, self.match_again(request, hit)
+        end = min(cached, num_tokens) // unit if self.is_caching else 0
         self._last = None
         root = self._root if request.namespace is DEFAULT_NAMESPACE else 0
         root = root or self.root(request.namespace)
@@ -401,7 +422,7 @@ class FlatCore:
         how = ALONE if self.order is None and self.notifier.offload is None else ASKING
         if self.tenants is not None:
             how = BY_TENANT
-        publishes, lacks_nodes = self._may_publish() and store.num_groups > 0, False
+        publishes, lacks_nodes = self.is_caching and store.num_groups > 0, False
         code, num_busy, self._last = NEEDS_SPACE, 0, None
         while code != DONE:
             code, first, second, third = run_rows(
@@ -436,37 +457,54 @@ class FlatCore:
         self._settle()
         return RowsReserved(is_reserved, patch)
 
-    def admit_rows(self, table: RowTable, new: NewRows) -> RowsAdmitted | None:
+    def admit_rows(
+        self, table: RowTable, new: Sequence[tuple[Request, NewRequest]], slots: Sequence[int],
+        client_index: int, num_running: int, num_spare: int, max_model_len: int,
+    ) -> RowsAdmitted | None:  # fmt: skip
         """Do `look_up` and `reserve` for the new requests of a step, in order and in one piece;
-        enter their rows into `table`. The requests that find room get the next of its slots.
+        enter their rows into `table`, as those of client `client_index`. The requests that find
+        room get the first of `slots`.
 
-        Return None, unchanged, if that takes more than one piece.
+        While any request runs (`num_running` did before), `num_spare` blocks must stay free. No
+        request gets slots for more than `max_model_len` tokens. Return None, unchanged, if this
+        takes more than one piece: if a request has extra keys or another namespace, or if Python
+        must be asked for blocks.
         """
-        store, requests, slots = self.store, new.requests, new.slots
+        store, namespace, count = self.store, new[0][0].namespace, len(new)
         if self.order is not None or self._zeroes or self.notifier.offload is not None:
             return None
-        namespace = requests[0].namespace
-        for request in requests:
-            is_same = request.namespace is namespace or request.namespace == namespace
-            if not request.is_plain or not is_same:
+        wishes, place = np.empty((count, NUM_WISHES), np.int32), 0
+        lines = wishes.data
+        for request, wish in new:
+            own = request.namespace
+            if not request.is_plain or (own is not namespace and own != namespace):
                 return None
+            num_tokens = request.num_tokens
+            _WISH.pack_into(
+                lines, place,
+                num_tokens, 0 if request.skip_reading_prefix_cache else num_tokens - 1,
+                min(wish.max_new_tokens, max_model_len), wish.num_external_computed_tokens,
+                min(wish.num_lookahead_tokens, max_model_len), wish.num_encoder_tokens,
+                wish.delay_cache_blocks,
+            )  # fmt: skip
+            place += _WISH.size
         is_default = namespace is DEFAULT_NAMESPACE and self._root
         root = self._root if is_default else self.root(namespace)
-        count, tokens = len(requests), requests[0].token_buffer
+        tokens = new[0][0].token_buffer
         if count > 1:
-            tokens = np.concatenate([request.token_buffer for request in requests])
+            tokens = np.concatenate([request.token_buffer for request, _ in new])
         while len(store.free_rows) < len(slots):
             store.more_rows()
         self._reach_rows(count)
         self._last = None
         client = 0 if self.steps.current is None else self.steps.current.client
-        lines, answers = store.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
-        rows, num_admitted = np.array(lines, np.int32), -1
+        free, answers = store.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
+        places, num_admitted = np.array((free, slots), np.int32), -1
         while num_admitted < 0:
             num_admitted, num_published, num_units, num_columns = admit_rows(
-                store.address, root, client, self._may_publish(), store.num_reached,
-                new.client_index, new.num_running, new.num_spare, new.max_model_len, tokens,
-                new.wishes, rows, table.rows, table.ring, answers, self._published,
+                store.address, root, client, self.is_caching, store.num_reached, client_index,
+                num_running, num_spare, max_model_len, tokens, wishes, places, table.rows,
+                table.ring, answers, self._published,
             )  # fmt: skip
             if num_admitted < 0:
                 store.reach_units(-(-num_published // self.hash_block_size))
@@ -476,8 +514,8 @@ class FlatCore:
                     return None
         if num_admitted:
             del store.free_rows[-num_admitted:]
-        left = iter(lines)
-        for request, slot in zip(requests, answers[0].tolist(), strict=True):
+        left, (taken, num_hit, num_scheduled) = iter(free), answers
+        for (request, _), slot in zip(new, taken.tolist(), strict=True):
             if slot >= 0:
                 r = next(left)
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
@@ -485,7 +523,7 @@ class FlatCore:
         if num_published:
             self.steps.note_rows(self._published[:num_published].copy())
         self._settle()
-        return RowsAdmitted(answers[0], answers[1], answers[2], patch)
+        return RowsAdmitted(taken, num_hit, num_scheduled, patch)
 
     def _reach_rows(self, count: int) -> None:
         """Make room in the scratch arrays for a batch of `count` rows."""
@@ -600,11 +638,7 @@ class FlatCore:
     def sealed_contents(self) -> SealedContents:
         """Return what the labels of all sealed blocks say. O(blocks)."""
         c = self.store.columns
-        ids = [
-            (b, g, n)
-            for n, g, b, is_sealed in self.contents()
-            if is_sealed
-        ]  # fmt: skip
+        ids = [(b, g, n) for n, g, b, is_sealed in self.contents() if is_sealed]
         if not ids:
             return SealedContents(EMPTY_INT32, EMPTY_INT32, b"")
         blocks, groups, nodes = int32_array(np.array(ids, np.int32).T)
@@ -614,7 +648,7 @@ class FlatCore:
 
     def pin(self, hit: CacheHit) -> None:
         """Add a pin reference to the blocks of `hit`, which was just looked up."""
-        ids = self._tail_first(hit)
+        ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
         self._last = None
         acquire_all(self.store.address, ids)
         self.pins.update(ids.tolist())
@@ -622,7 +656,7 @@ class FlatCore:
 
     def unpin(self, hit: CacheHit) -> None:
         """Drop one pin reference per block of `hit`."""
-        ids = self._tail_first(hit)
+        ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
         self._last = None
         self.pins -= Counter(ids.tolist())
         release_all(self.store.address, ids)
@@ -663,12 +697,12 @@ class FlatCore:
             c.number[HAS_GAPS] = c.number[HAS_POLICY] = 0
         self.notifier.unlabel(sealed)
         self.notifier.cleared()
-        self.hits_stopped = False
+        self.is_caching = self.can_hit
         return 0
 
     def stop_hits(self) -> None:
         """Stop hits and caching until a `reset` succeeds."""
-        self.hits_stopped = True
+        self.is_caching = False
 
     # --- commands and statistics -------------------------------------------------------------
 
@@ -752,19 +786,15 @@ class FlatCore:
         held[0] = 0
         return held
 
-    def contents(self) -> Iterable[tuple[int, int, int, bool]]:
-        """Yield node, group, block and whether it is sealed, for all cached blocks."""
+    def contents(self) -> list[tuple[int, int, int, bool]]:
+        """Return node, group, block and whether it is sealed, for all cached blocks."""
         c = self.store.columns
-        end = int(c.number[NEXT_NODE])
-        for g in range(self.store.num_groups):
-            for n in np.flatnonzero(c.node[:end, BLOCK + 2 * g]).tolist():
-                yield n, g, int(c.node[n, BLOCK + 2 * g]), self.is_sealed(n, g)
-
-    def is_sealed(self, n: int, g: int) -> bool:
-        """Return whether a node's block of group `g` is sealed."""
-        c = self.store.columns
-        owner = int(c.node[n, OWNER + 2 * g])
-        return bool(owner < c.number[SEALED_BELOW] or not c.client[owner & (NUM_STEPS - 1)])
+        node = c.node[: c.number[NEXT_NODE]]
+        nodes, groups = np.nonzero(node[:, BLOCK::2])
+        blocks, owners = node[nodes, BLOCK + 2 * groups], node[nodes, OWNER + 2 * groups]
+        is_sealed = (owners < c.number[SEALED_BELOW]) | (c.client[owners & (NUM_STEPS - 1)] == 0)
+        columns = nodes, groups, blocks, is_sealed
+        return list(zip(*[column.tolist() for column in columns], strict=True))
 
     def root_of(self, n: int) -> int:
         """Return the root above a node."""
@@ -899,12 +929,9 @@ class FlatCore:
         self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
 
-    def _may_publish(self) -> bool:
-        return self.can_hit and not self.hits_stopped
-
     def _publishes(self, r: int) -> bool:
         """Return whether further blocks of a row become hittable."""
-        return self._may_publish() and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
+        return self.is_caching and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
 
     def _keys_of(
         self, request: Request, num_units: int, *, is_known: bool = False
@@ -1039,23 +1066,6 @@ class FlatCore:
         packed = np.frombuffer(request.packed_block_hashes(0, num_units), np.uint8)
         return packed.reshape(num_units, -1)
 
-    def _match_again(self, request: Request, hit: CacheHit) -> int:
-        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
-        many units have nodes.
-
-        Raises:
-            RequestError: the hit is not what a look-up finds now.
-        """
-        last = self._last
-        if last is None or last[0] is not hit or last[1] is not request:
-            is_found, last = self.look_up(request) == hit, self._last
-            if not is_found or last is None:
-                raise RequestError(
-                    f"request {request.request_id}: its {hit.num_tokens} computed tokens are not "
-                    "cached in these blocks any more: look it up again"
-                )
-        return last[2]
-
     def _take_changes(self) -> list[TableChange]:
         """Return what entered the tables of one row."""
         c, start, changes = self.store.columns, 0, []
@@ -1068,21 +1078,21 @@ class FlatCore:
 
     def _take_patch(self) -> BlockTablePatch:
         """Return what entered the tables of a batch's rows."""
-        c = self.store.columns
-        count = c.number.item(NUM_CHANGES)
+        c, cells = self.store.columns, self.store.cells
+        count = cells[NUM_CHANGES]
         if not count:
             return EMPTY_PATCH
-        slots, groups, firsts, counts = c.change[:, :count].copy()
-        ids = c.ids[: self.store.cells[NUM_IDS]].copy()
+        changes, ids = c.change[:, :count].copy(), c.ids[: cells[NUM_IDS]].copy()
         if self.store.keeps_states:
             np.abs(ids, out=ids)
         self._drop_changes()
-        return BlockTablePatch(slots, groups, firsts, counts, ids)
+        slots, groups, first_indices, counts = changes
+        return BlockTablePatch(slots, groups, first_indices, counts, ids)
 
     def _drop_changes(self) -> None:
-        c, cells = self.store.columns, self.store.cells
+        cells = self.store.cells
         if self._zeroes and cells[NUM_IDS]:
-            ids = c.ids[: c.number[NUM_IDS]]
+            ids = self.store.columns.ids[: cells[NUM_IDS]]
             self.notifier.zero(ids[ids > 0])
         cells[NUM_CHANGES] = cells[NUM_IDS] = 0
 
@@ -1145,20 +1155,9 @@ class FlatCore:
             if pair not in found:
                 r, generation = pair
                 is_here = r >= 0 and generations.item(r) == generation
-                found[pair] = self._slots.get(self.requests.get(r, ""), -1) if is_here else -1
+                found[pair] = self._slot_of(self.requests[r]) if is_here else -1
             slots.append(found[pair])
         return np.array(slots, np.int32)
-
-    def _tail_first(self, hit: CacheHit) -> Int32Array:
-        """Return a hit's blocks in the order in which they are released."""
-        order: list[tuple[int, int, int]] = []
-        for g, ids in enumerate(hit.block_ids):
-            size, is_prefix_group = self.store.columns.group.item(g, SIZE), g in self.prefix_groups
-            for i, b in enumerate(ids.tolist()):
-                if b:
-                    end = (i + 1) * size
-                    order.append((-end, g, b) if is_prefix_group else (g - (1 << 60), -end, b))
-        return int32_array([b for _, _, b in sorted(order)])
 
     def _sweep_keys(self) -> None:
         """Forget extra keys that no cached block and no running request has."""

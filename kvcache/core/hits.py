@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from kvcache.base.errors import RequestError
 from kvcache.core.columns import (
     BLOCK,
     CHILD,
@@ -25,10 +26,12 @@ from kvcache.core.columns import (
     columns_of,
     search_of,
 )
+from kvcache.core.interface import CacheHit
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
 from kvcache.core.machine import CORE, INT, INTS, address_of, inner, kernel, routine
 from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_visible
+from kvcache.requests.request import Request
 
 _types: Any = types
 
@@ -153,3 +156,11 @@ def look_up(
         depth = walk(core, root, client, first, other, keys, tokens, num_units)
     length = fit(core, depth, limit, client)
     return length, min(depth, length // c.tokens.shape[1])
+
+
+def stale_hit(request: Request, hit: CacheHit) -> RequestError:
+    """Return the error for a hit that a look-up does not find any more."""
+    return RequestError(
+        f"request {request.request_id}: the cache has changed since its {hit.num_tokens} computed "
+        "tokens were found: call get_computed_blocks again"
+    )

@@ -7,17 +7,16 @@ failed step drops them), free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import methodcaller
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.base.arguments import quickly_made
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Ids, Int32Array, int32_array
 from kvcache.core.columns import BlockAges
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
@@ -196,27 +195,6 @@ class TableChange(NamedTuple):
     block_ids: Int32Array
 
 
-class NewRows(NamedTuple):
-    """The new requests of a step, in the order in which they are served. A core takes them only if
-    none has extra keys and all have the same namespace.
-
-    The columns of `wishes`, shape `(n, 8)`, are in tokens: the request's tokens; how many of them
-    may be hit; the most that may be computed; tokens that come from elsewhere; lookahead; encoder
-    tokens. Then: whether nothing becomes hittable; a slot. The requests that find room get the
-    first of `slots`, whose numbers are in the first lines, as rows of client `client_index`. While
-    any request runs (`num_running` did before), `num_spare` blocks must stay free. No request gets
-    slots for more than `max_model_len` tokens.
-    """
-
-    requests: Sequence[Request]
-    wishes: npt.NDArray[np.int32]
-    slots: Sequence[int]
-    client_index: int
-    num_running: int
-    num_spare: int
-    max_model_len: int
-
-
 class RowsAdmitted(NamedTuple):
     """For each new request: its slot, or -1 if there was no room; how many of its tokens were hit;
     how many are computed now. Shapes `(n,)`. `patches` has the whole tables of the admitted
@@ -226,6 +204,22 @@ class RowsAdmitted(NamedTuple):
     num_hit_tokens: Int32Array
     num_scheduled_tokens: Int32Array
     patches: BlockTablePatch
+
+
+def release_order(
+    tables: Sequence[Ids], sizes: Sequence[int], prefix_groups: Collection[int]
+) -> Int32Array:
+    """Return the blocks of a request's tables in the order in which they are released: blocks of
+    windowed groups first, each group from its end, then those of prefix groups, last tokens first.
+    So no block outlives those before it, or the prefix that a hit on it needs. `sizes` are tokens
+    per block."""
+    order: list[tuple[bool, int, int, int]] = []
+    for g, (table, size) in enumerate(zip(tables, sizes, strict=True)):
+        is_last = g in prefix_groups
+        for end, b in enumerate(np.asarray(table).tolist(), 1):
+            if b:
+                order.append((is_last, *((-end * size, g) if is_last else (g, -end)), b))
+    return int32_array([b for *_, b in sorted(order)])
 
 
 def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:
@@ -295,7 +289,7 @@ class CoreSettings:
     - `events` receives the events of prefix groups (full attention), or of all groups with
       `publish_all_groups` or if there is no prefix group.
     - `offload` is told which blocks may be stored in tiers below.
-    - `slots` is a live view of the running requests' slots, by request id.
+    - `slot_of` returns the slot of a request by its id, -1 if it does not run.
     - `zero_new_blocks`: a block's bytes are cleared when a request gets it.
     - `has_workers`: commands are kept for workers.
     - `merge_duplicates`: when a step is complete, its requests replace duplicate blocks by sealed
@@ -313,7 +307,7 @@ class CoreSettings:
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: EVICTION_POLICIES)
     events: EventSink | None = None
     offload: OffloadHooks | None = None
-    slots: Mapping[str, int] = field(default_factory=dict)
+    slot_of: Callable[[str], int] = field(default=lambda request_id: -1)
     zero_new_blocks: bool = False
     has_workers: bool = True
     merge_duplicates: bool = False

@@ -562,28 +562,30 @@ def free_rows(core: Any, rows: Any) -> int:
     return _has_news(core)
 
 
-NUM_TOKENS, NUM_READ, MOST_NEW, NUM_EXTERNAL, NUM_AHEAD, NUM_OF_ENCODER, IS_DELAYED, IN_SLOT = (
+NUM_TOKENS, NUM_READ, MOST_NEW, NUM_EXTERNAL, NUM_AHEAD, NUM_OF_ENCODER, IS_DELAYED, NUM_WISHES = (
     range(8)
 )
-"""Columns of `NewRows.wishes`."""
+"""Columns of `wishes`: the request's tokens; how many of them may be hit; the most that may be
+computed; tokens that come from elsewhere; lookahead; encoder tokens; whether nothing becomes
+hittable."""
 
 SLOT, NUM_HIT, NUM_SCHEDULED = range(3)
 """Lines of `answers`: the first fields of `RowsAdmitted`."""
 
 
 @kernel(
-    _types.UniTuple(INT, 4), CORE, *[INT] * 8, INTS, INT_ROWS, INTS, *[NEW_INT_ROWS] * 4,
+    _types.UniTuple(INT, 4), CORE, *[INT] * 8, INTS, INT_ROWS, INT_ROWS, *[NEW_INT_ROWS] * 4,
 )  # fmt: skip
 def admit_rows(
     core: Any, root: int, client: int, publishes: int, num_reached: int, client_index: int,
-    num_running: int, spare: int, max_model_len: int, tokens: Any, wishes: Any, rows: Any,
+    num_running: int, spare: int, max_model_len: int, tokens: Any, wishes: Any, places: Any,
     running: Any, ring: Any, answers: Any, published: Any,
 ) -> Any:  # fmt: skip
-    """Look up and admit the new requests `wishes` in order; see `NewRows`. `tokens` has their
-    tokens, concatenated. A request that finds room gets the next slot and the next of `rows`; all
-    of its tables are logged. If its units become hittable, they get a line in `published`. Without
-    `publishes`, nothing is looked up and nothing becomes hittable. Return the number of admitted
-    requests and the number of lines.
+    """Look up and admit the new requests `wishes` in order; see `FlatCore.admit_rows`. `tokens` has
+    their tokens, concatenated. A request that finds room gets the next of `places`, a row and a
+    slot; all of its tables are logged. If its units become hittable, they get a line in
+    `published`. Without `publishes`, nothing is looked up and nothing becomes hittable. Return the
+    number of admitted requests and the number of lines.
 
     If the columns are too small, change nothing and return -1, the most slots that one request
     wants, and the numbers of nodes and table columns that must fit.
@@ -609,22 +611,22 @@ def admit_rows(
         these = tokens[start : start + num_tokens]
         start += num_tokens
         answers[SLOT, i], answers[NUM_HIT, i], answers[NUM_SCHEDULED, i] = -1, 0, 0
-        if count == len(rows):
+        if count == places.shape[1]:
             continue
         hit = depth = none
         if publishes and num_read >= unit:
-            depth = walk(core, root, client, none, none, rows[:0], these, num_read // unit)
+            depth = walk(core, root, client, none, none, tokens[:0], these, num_read // unit)
             hit = fit(core, depth, num_read, client)
             depth = min(depth, hit // unit)
         computed = min(hit + wishes[i, NUM_EXTERNAL], num_tokens - 1)
         end = min(computed + wishes[i, MOST_NEW], num_tokens)
         num_units = end // unit if publishes and not wishes[i, IS_DELAYED] else none
-        r, slot = np.int64(rows[count]), np.int64(wishes[count, IN_SLOT])
+        r, slot = np.int64(places[0, count]), np.int64(places[1, count])
         needed = admit(
             core, r, np.int64(IS_OPEN), none, none, end, np.int64(wishes[i, NUM_OF_ENCODER]), root,
             depth, hit, computed, min(end + wishes[i, NUM_AHEAD], max_model_len),
             spare if num_running + count else none, num_units, np.int64(-1), address_of(these, 0),
-            rows[:0], none,
+            tokens[:0], none,
         )  # fmt: skip
         if needed < 0:
             continue

@@ -16,10 +16,12 @@ always contiguous there:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.compiled import array_type
@@ -43,11 +45,32 @@ BEFORE_COMPUTED, BEFORE_TOKENS, SETTLED, END_OF_OWN, END, CONFIRMED_END, NUM_POS
 rejected drafts; where the forward ends without and with drafts; how many of the row's own tokens
 were computed before this step."""
 
-IS_WRONG, IS_CROWDED = 1, 2
-"""Results of `check_rows`, if not 0: something is wrong; the ring lacks room for a row's tokens."""
+(
+    IS_RIGHT, IS_CROWDED, BAD_COLUMNS, BAD_OFFSETS, BAD_TOKEN, BAD_SLOT, NOT_RUNNING, NAMED_TWICE,
+    BAD_NEW, BAD_DRAFTS, TOO_MANY_DRAFTS, BAD_REJECTED, TOO_MANY_NEW, TOO_FEW_TOKENS, TOO_LONG,
+    BAD_DRAFT_IDS,
+) = range(16)  # fmt: skip
+"""Results of `check_rows`. IS_CROWDED: the ring lacks room for a row's tokens. The others are
+mistakes."""
+
+MISTAKES = {
+    BAD_SLOT: "does not exist: slots are 0 to {last_slot}",
+    NOT_RUNNING: "does not run a request of this client: name slots of its running requests only",
+    NAMED_TWICE: "runs {times} times: name each slot once",
+    BAD_NEW: "has num_new_tokens {new}: pass 0 or more",
+    BAD_DRAFTS: "has num_draft_tokens {drafts}: pass 0 to num_new_tokens",
+    TOO_MANY_DRAFTS: "has num_draft_tokens {drafts}: {draft_remedy}",
+    BAD_REJECTED: "has num_rejected_tokens {rejected}: pass 0 to the number of drafts that were "
+    "scheduled last",
+    TOO_MANY_NEW: "has num_new_tokens {new}: the model takes {most} tokens, schedule fewer",
+    TOO_FEW_TOKENS: "would have {own_end} computed tokens, but has {after} tokens: append the "
+    "tokens first, or schedule fewer",
+    TOO_LONG: "would have {after} tokens, the model takes {most}: finish the request",
+}
+"""The words for mistakes of one row."""
 
 FREE = -1
-"""Generation and CLIENT of a free slot."""
+"""CLIENT of a free slot."""
 
 
 class RunningRows(NamedTuple):
@@ -78,12 +101,14 @@ class RowTable(Protocol):
         """The newest tokens. Shape `(slots, width)`."""
 
     @property
-    def requests(self) -> npt.NDArray[np.object_]:
-        """Requests, which may lack their newest tokens. Shape `(slots,)`."""
+    def requests(self) -> Sequence[Any]:
+        """The request in each slot, which may lack its newest tokens."""
 
     def sync(self, slot: int) -> None:
         """Bring the request in a slot up to date with all of its tokens."""
 
+
+_types: Any = types
 
 NO_ROWS = RunningRows(
     EMPTY_INT32,
@@ -99,59 +124,66 @@ NEW_LONGS = array_type("int64")
 
 
 @kernel(
-    INT, NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5, checks_types=True
-)
+    _types.UniTuple(INT, 2), NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5,
+    checks_types=True,
+)  # fmt: skip
 def check_rows(
     rows: Any, generation: Any, slots: Any, num_new: Any, num_draft: Any, num_rejected: Any,
     offsets: Any, token_ids: Any, draft_token_ids: Any, leaving: Any, positions: Any,
     generations: Any, stamp: int, client: int, max_model_len: int, most_drafts: int, width: int,
-) -> int:  # fmt: skip
-    """Check the rows of a step, and fill in their `positions` and `generations`. Return 0, IS_WRONG
-    or IS_CROWDED.
+) -> Any:  # fmt: skip
+    """Check the rows of a step, and fill in their `positions` and `generations`. Return IS_RIGHT,
+    IS_CROWDED or the first mistake, and the row that has it.
 
     No row may be in one of the slots `leaving`. No row has the mark `stamp` yet.
     """
-    count = len(slots)
-    if not (
-        count == len(num_new) == len(num_draft) == len(num_rejected) == len(offsets) - 1
-        and offsets[0] == 0
-        and offsets[count] == len(token_ids)
-    ):
-        return IS_WRONG
+    count, none = len(slots), np.int64(0)
+    if not (count == len(num_new) == len(num_draft) == len(num_rejected) == len(offsets) - 1):
+        return np.int64(BAD_COLUMNS), none
+    falls = none
+    for i in range(count):
+        falls |= np.int64(offsets[i + 1]) - offsets[i]
+    if falls < 0 or offsets[0] != 0 or offsets[count] != len(token_ids):
+        return np.int64(BAD_OFFSETS), none
     signs = np.int32(0)
     for k in range(len(token_ids)):
         signs |= token_ids[k]
     for k in range(len(draft_token_ids)):
         signs |= draft_token_ids[k]
     if signs < 0:
-        return IS_WRONG
+        return np.int64(BAD_TOKEN), none
     for k in range(len(leaving)):
         rows[leaving[k], MARK] = stamp
-    result = num_drafts = np.int64(0)
+    result = num_drafts = what = none
     for i in range(count):
         slot = np.int64(slots[i])
-        if slot < 0 or slot >= len(rows) or rows[slot, CLIENT] != client:
-            return IS_WRONG
+        if slot < 0 or slot >= len(rows):
+            return np.int64(BAD_SLOT), i
+        if rows[slot, CLIENT] != client:
+            return np.int64(NOT_RUNNING), i
         before_computed, before = np.int64(rows[slot, COMPUTED]), np.int64(rows[slot, TOKENS])
         new, drafts = np.int64(num_new[i]), np.int64(num_draft[i])
-        rejected, num_appended = (
-            np.int64(num_rejected[i]),
-            np.int64(offsets[i + 1]) - np.int64(offsets[i]),
-        )
-        settled, after = before_computed - rejected, before + num_appended
+        rejected, after = np.int64(num_rejected[i]), before + offsets[i + 1] - offsets[i]
+        settled = before_computed - rejected
         own_end = settled + new - drafts
-        if (
-            (rows[slot, MARK] == stamp)
-            | (num_appended < 0)
-            | (drafts < 0)
-            | (drafts > min(new, most_drafts))
-            | (rejected < 0)
-            | (rejected > max(before_computed - before, np.int64(0)))
-            | (new > max_model_len - settled)
-            | (own_end > after)
-            | (after > max_model_len)
-        ):
-            return IS_WRONG
+        if rows[slot, MARK] == stamp:
+            what = np.int64(NAMED_TWICE)
+        elif new < 0:
+            what = np.int64(BAD_NEW)
+        elif drafts < 0 or drafts > new:
+            what = np.int64(BAD_DRAFTS)
+        elif rejected < 0 or rejected > max(before_computed - before, none):
+            what = np.int64(BAD_REJECTED)
+        elif new > max_model_len - settled:
+            what = np.int64(TOO_MANY_NEW)
+        elif drafts > most_drafts:
+            what = np.int64(TOO_MANY_DRAFTS)
+        elif own_end > after:
+            what = np.int64(TOO_FEW_TOKENS)
+        elif after > max_model_len:
+            what = np.int64(TOO_LONG)
+        if what:
+            return what, i
         rows[slot, MARK] = stamp
         num_drafts += drafts
         if after - rows[slot, SYNCED] > width:
@@ -161,8 +193,8 @@ def check_rows(
         positions[END, i], positions[CONFIRMED_END, i] = settled + new, min(settled, before)
         generations[i] = generation[slot]
     if len(draft_token_ids) and len(draft_token_ids) != num_drafts:
-        return IS_WRONG
-    return int(result)
+        return np.int64(BAD_DRAFT_IDS), none
+    return result, none
 
 
 @routine

@@ -17,7 +17,6 @@ from kvcache.base.arguments import MAX_INT32, as_integers, as_tuple, check_kind
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import InvalidInputError
 from kvcache.core import CacheHit
-from kvcache.requests.request import Request
 from kvcache.specs import NULL_BLOCK_ID
 
 _Ids: TypeAlias = "Sequence[int] | Int32Array"
@@ -36,18 +35,13 @@ class TableBlock:
         return self.block_id == NULL_BLOCK_ID
 
 
-Found: TypeAlias = tuple[CacheHit, Request, int, int]
-"""A look-up's hit, its request, the request's number of truncations, and the cache's state number.
-Valid while both numbers are unchanged."""
-
-
 class KVCacheBlocks:
     """Blocks per group, in order of position; null blocks at skipped positions. Immutable."""
 
     __slots__ = ("_block_ids", "_unhashed_ids", "found")
 
-    found: Found | None
-    """The look-up that returned these blocks; None if they come from elsewhere."""
+    found: CacheHit | None
+    """The hit of the look-up that returned these blocks; None if they come from elsewhere."""
 
     def __init__(
         self, block_ids: Sequence[_Ids], unhashed_ids: Sequence[_Ids] | None = None
@@ -124,7 +118,7 @@ class KVCacheBlocks:
 def blocks_of(
     block_ids: tuple[Int32Array, ...],
     unhashed_ids: tuple[Int32Array, ...],
-    found: Found | None = None,
+    found: CacheHit | None = None,
 ) -> KVCacheBlocks:
     """Return blocks from arrays of ids, unchecked."""
     blocks = _new_object(KVCacheBlocks)

@@ -34,10 +34,7 @@ logger = get_logger(__name__)
 
 
 class CacheControl:
-    """The cache of one manager, as a whole.
-
-    `state_number` grows with every change of the core: a hit found at a lower number may be void.
-    """
+    """The cache of one manager, as a whole."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class CacheControl:
         """The live pins, by id: while there are any, callers must call `refresh`."""
         self._commands: list[Command] = []
         self._has_workers = settings.has_workers
-        self.state_number = 0
         self.model_epoch = settings.model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
@@ -84,22 +80,19 @@ class CacheControl:
         A request with a block in two columns counts once. O(blocks of all tables).
         """
         users = np.zeros(self._core.statistics().num_blocks + 1, dtype=np.int32)
-        for request_id in list(self._table.slot_by_request):
-            users[list({b for table in self._core.block_ids(request_id) for b in table})] += 1
+        for known in self._table.known.values():
+            tables = self._core.block_ids(known.request.request_id)
+            users[list({b for table in tables for b in table})] += 1
         for _, hit in self.pin_hits():
             users[held_blocks(hit)] += 1
         users[0] = 0
         return users
 
-    def changed(self) -> None:
-        """Note that the core is about to change: earlier hits may become void."""
-        self.state_number += 1
-
     def refresh(self) -> None:
         """Unpin expired pins, and end a drain once no block is in use."""
         if self._pins.hits:
             for hit in self._pins.take_expired(self._clock.now()):
-                self._unpin(hit)
+                self._core.unpin(hit)
         if self.is_draining:
             self._try_to_empty()
 
@@ -112,7 +105,6 @@ class CacheControl:
         hit = self._core.look_up(request)
         self._pins.require_room(hit)
         self._pins.require_tenant_room(hit, request.namespace, self._core.num_free_blocks())
-        self.changed()
         self._core.pin(hit)
         return self._pins.add(hit, self._clock.now() + ttl_s, request.namespace)
 
@@ -121,13 +113,12 @@ class CacheControl:
         hit = self._pins.remove(pin_id)
         if hit is None:
             return False
-        self._unpin(hit)
+        self._core.unpin(hit)
         return True
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Make the core forget the contents of these blocks."""
         self._core.evict(block_ids)
-        self.changed()
 
     def reset(self, *, drain: bool) -> bool:
         """Empty the cache now, or with `drain` once no block is in use; return whether it is."""
@@ -135,7 +126,6 @@ class CacheControl:
             return self._try_to_empty()
         if drain:
             self._core.stop_hits()
-            self.changed()
             self.is_draining = True
             logger.info(
                 "the prefix cache drains: %d requests run, %d pins go, nothing hits until then",
@@ -165,16 +155,11 @@ class CacheControl:
             "is_draining": self.is_draining,
         }
 
-    def _unpin(self, hit: CacheHit) -> None:
-        self.changed()
-        self._core.unpin(hit)
-
     def _try_to_empty(self) -> bool:
         num_used = self._core.reset()
         if num_used:
             self.num_blocks_refusing_reset = num_used
             return False
-        self.changed()
         self._admission.record_reset()
         if self.is_draining:
             self.is_draining = False
@@ -238,12 +223,9 @@ class PrefixHolds:
                 self._core.pin(hit)
                 self._held.setdefault(owner, []).append(hit)
                 num_tokens += hit.num_tokens
-        if num_tokens:
-            self._control.changed()
         return num_tokens
 
     def let_go(self, owner: str) -> None:
         """Release all prefixes held for `owner`."""
         for hit in self._held.pop(owner, ()):
             self._core.unpin(hit)
-            self._control.changed()

@@ -219,7 +219,7 @@ class KVCacheManager:
         is_heard = settings.enable_kv_cache_events or event_sink is not None
         made = settings.core_settings(hasher)
         made = replace(made, events=self._events if is_heard else None, offload=hooks)
-        made = replace(made, slots=table.slot_by_request, tenants=accounts)
+        made = replace(made, slot_of=table.slot_of, tenants=accounts)
         self._core = core = core_factory(made)
         self._admission = admission = Admission(table, limits, settings=settings, tenants=accounts)
         self.control = control = CacheControl(
@@ -235,6 +235,7 @@ class KVCacheManager:
         # By slot: per group the first column that workers do not know yet. Cleared by a patch.
         self._changed_columns: dict[int, list[int | None]] = {}
         self._nothing = (EMPTY_INT32,) * len(self._block_sizes)
+        self._no_blocks = blocks_of(self._nothing, self._nothing)
 
     # A request, call by call.
 
@@ -242,7 +243,7 @@ class KVCacheManager:
         """Return the longest prefix of the request that is cached, and its length in tokens.
 
         At most `num_tokens - 1` tokens: one is always computed. Changes statistics only. The blocks
-        are not acquired: they are valid until the manager changes, and `allocate_slots` checks it.
+        are not acquired: they are valid until the manager changes; `allocate_slots` checks that.
 
         Raises:
             RequestError: the request has another hasher or another model epoch.
@@ -259,8 +260,9 @@ class KVCacheManager:
         hit = self._core.look_up(request)
         if self._admission.counts:
             self._admission.record(request, hit.num_tokens)
-        found = hit, request, request.num_truncations, control.state_number
-        return blocks_of(hit.block_ids, self._nothing, found), hit.num_tokens
+        if not hit.num_tokens:
+            return self._no_blocks, 0
+        return blocks_of(hit.block_ids, self._nothing, hit), hit.num_tokens
 
     def allocate_slots(  # noqa: PLR0917 - the order of arguments is the field's
         self,
@@ -337,8 +339,9 @@ class KVCacheManager:
                 newest = self._newest_state(known, num_external, num_encoder)
         if num_adopted or new_computed_blocks is not None:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
-        control.state_number += 1
         if known is None and not table.num_free_slots:
+            if hit is not None and hit.num_tokens:
+                self._core.match_again(request, hit)
             return None
         num_spare = 0
         if self._admission.watermark_blocks and known is None:
@@ -359,7 +362,7 @@ class KVCacheManager:
             table.note_own(known.slot, own_end)
         known.num_draft_tokens = num_drafts
         if not changes:
-            return blocks_of(self._nothing, self._nothing)
+            return self._no_blocks
         if self._has_workers:
             self._note_changed(known.slot, changes)
         return self._new_blocks(changes, num_cached, hit)
@@ -394,7 +397,6 @@ class KVCacheManager:
         self._newest_state(known, 0, 0)
         child_request.attach_block_hasher(self._hasher)
         self.control.refresh()
-        self.control.state_number += 1
         num_computed = parent_request.num_computed_tokens
         seated = seat_fork(self._table, self._core, known, child_request, num_computed)
         if seated is None:
@@ -421,7 +423,6 @@ class KVCacheManager:
                 f"request {request.request_id}: cannot cache {num_computed_tokens} tokens, it has "
                 f"{request.num_tokens}: pass 0 to that number"
             )
-        self.control.state_number += 1
         self._core.commit(request, num_computed_tokens)
 
     def free(self, request: Request) -> None:
@@ -438,10 +439,9 @@ class KVCacheManager:
         if known.request is not request or known.client_index != CALLER:
             self._table.owned_by_caller(request)
         control = self.control
-        control.state_number += 1
         if self._changed_columns:
             self._changed_columns.pop(known.slot, None)
-        self._executor.forget(known)
+        self._executor.forget((known,))
         if control.is_draining or control.pinned:
             control.refresh()
 
@@ -461,7 +461,7 @@ class KVCacheManager:
 
     def create_empty_block_list(self) -> KVCacheBlocks:
         """Return an object without blocks, with all groups."""
-        return KVCacheBlocks([() for _ in self._core.block_ids("")])
+        return self._no_blocks
 
     @property
     def usage(self) -> float:
@@ -497,7 +497,6 @@ class KVCacheManager:
         plan = self._planner.plan(request, client, self.control.model_epoch)
         self._ledger.keep(client, has_failed=plan.rollback is not None)
         control = self.control
-        control.state_number += 1
         if control.is_draining or control.pinned:
             control.refresh()
         result = self._executor.execute(plan)
@@ -514,10 +513,9 @@ class KVCacheManager:
         client = self._ledger.forget(as_text("client id", client_id, RequestError))
         if client is None:
             return ()
-        self.control.state_number += 1
         self._core.fail_steps(client_id, client.completed_step + 1)
         gone = self._table.of_client(client.index)
-        self._executor.forget(*gone)
+        self._executor.forget(gone)
         self.control.refresh()
         return tuple(known.request.request_id for known in gone)
 
@@ -693,7 +691,6 @@ class KVCacheManager:
                 f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
                 "restore a new manager"
             )
-        self.control.state_number += 1
         return self._core.restore(sets)
 
     # Helpers of per-request calls.
@@ -745,18 +742,11 @@ class KVCacheManager:
         num_tokens: int,
         blocks: KVCacheBlocks | None,
     ) -> CacheHit | None:
-        """Return the hit that a call passes, if any; refuse one that no look-up finds now."""
-        hit = None
-        if known is None and blocks is not None and (found := blocks.found) is not None:
-            found_hit, whose, num_truncations, state_number = found
-            if (
-                whose is request
-                and num_truncations == request.num_truncations
-                and found_hit.num_tokens == num_tokens
-            ):
-                if state_number == self.control.state_number:
-                    return found_hit
-                hit = found_hit
+        """Return the hit that a call passes, if any. The core refuses one that no look-up finds."""
+        if known is None and blocks is not None:
+            hit = blocks.found
+            if hit is not None and hit.num_tokens == num_tokens:
+                return hit
         if not num_tokens and not blocks:
             return None
         if known is not None:
@@ -764,22 +754,15 @@ class KVCacheManager:
                 f"request {request.request_id} has blocks already and cannot adopt "
                 f"{num_tokens} computed tokens: pass new_computed_blocks on the first call only"
             )
-        if hit is None:
-            hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
-            covered = [*map(mul, map(len, hit.block_ids), self._block_sizes)]
-            if not len(hit.block_ids) == len(self._block_sizes) == covered.count(num_tokens):
-                raise RequestError(
-                    f"request {request.request_id}: new_computed_blocks cover {covered} tokens of "
-                    f"the groups, num_new_computed_tokens is {num_tokens}: pass both as "
-                    "get_computed_blocks returned them"
-                )
-        present = self._core.look_up(request)
-        if present != hit:
+        hit = CacheHit(() if blocks is None else blocks.id_arrays, num_tokens)
+        covered = [*map(mul, map(len, hit.block_ids), self._block_sizes)]
+        if not len(hit.block_ids) == len(self._block_sizes) == covered.count(num_tokens):
             raise RequestError(
-                f"request {request.request_id}: the cache has changed since its "
-                f"{num_tokens} computed tokens were found: call get_computed_blocks again"
+                f"request {request.request_id}: new_computed_blocks cover {covered} tokens of "
+                f"the groups, num_new_computed_tokens is {num_tokens}: pass both as "
+                "get_computed_blocks returned them"
             )
-        return present
+        return hit
 
     def _note_changed(self, slot: int, changes: Sequence[TableChange]) -> None:
         """Remember for workers from which column on each table has changed."""

@@ -151,7 +151,6 @@ class PrefixLoads:
         spare = num_spare_blocks if self._table.num_taken else 0
         num_hit_tokens = max(0, num_tokens - self._num_dropped_tokens)
         wanted = Reservation(num_hit_tokens, num_tokens, 0, spare, num_tokens)
-        self._control.changed()
         if self._core.reserve(placeholder_request, wanted, hit if hit.num_tokens else None) is None:
             return None
         self._placeholders[load_id] = _Placeholder(
@@ -193,7 +192,6 @@ class PrefixLoads:
             RequestError: the load is unknown or finished already; nothing was changed.
         """
         placeholder = self._unfinished(load_id)
-        self._control.changed()
         self._core.commit(placeholder.request, placeholder.num_tokens)
         placeholder.is_finished = True
         if placeholder.has_tail:
@@ -228,7 +226,6 @@ class PrefixLoads:
             raise RequestError(f"load {load_id} holds nothing for request {request.request_id}")
         core, placeholder_request = self._core, placeholder.request
         origin = placeholder.num_tokens, NewestState(placeholder.num_tokens, 0)
-        self._control.changed()
         core.fork(placeholder_request, request, *origin)
         core.free(placeholder_request)  # first: shared blocks would be copied
         if core.reserve(request, reservation) is None:
@@ -256,7 +253,6 @@ class PrefixLoads:
         placeholder = self._placeholders.get(load_id)
         if placeholder is None:
             raise RequestError(f"load {load_id} is not known: it was never begun, or has ended")
-        self._control.changed()
         del self._placeholders[load_id]
         if self._held.get(placeholder.owner.request_id) == load_id:
             del self._held[placeholder.owner.request_id]

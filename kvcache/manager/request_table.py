@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +75,8 @@ class KnownRequest:
 class RequestTable:
     """All requests of a manager by id, with or without a slot. The lowest free slot is taken first.
 
-    Invariants: `generation[s] == FREE` exactly where slot `s` is free; `slot_by_request` has the
-    running requests. The request object in slot `s` has SYNCED of the row's TOKENS tokens. The ring
+    Invariants: CLIENT is FREE exactly where slot `s` is free; `generation[s]` is that of its newest
+    occupant. The request object in slot `s` has SYNCED of the row's TOKENS tokens. The ring
     has those of the last `width` tokens that are at or behind FIRST_IN_RING, which is the start of
     a hash block, at or before SYNCED.
     """
@@ -88,12 +88,11 @@ class RequestTable:
         self.num_preemptions = 0
         self.known: dict[str, KnownRequest] = {}
         """All requests, by id."""
-        self.slot_by_request: dict[str, int] = {}
         self.rows: npt.NDArray[np.int32] = np.zeros((num_slots, NUM_COLUMNS), dtype=np.int32)
         self.rows[:, CLIENT] = FREE
         self.generation: Int64Array = np.full(num_slots, FREE, dtype=np.int64)
-        self.requests: npt.NDArray[np.object_] = np.full(num_slots, None, dtype=object)
-        """The request in each slot, not brought up to date."""
+        self.requests: list[Any] = [None] * num_slots
+        """The request in each slot, not brought up to date; None in a free slot."""
         self._cells = self.rows.reshape(-1).data  # faster for single numbers
         self.num_free_slots = num_slots
         self._given_back: list[int] = []  # a heap, without the free slots behind all taken ones
@@ -127,6 +126,11 @@ class RequestTable:
             self.sync(slot)
         request: Request | None = self.requests[slot]
         return request
+
+    def slot_of(self, request_id: str) -> int:
+        """Return the slot of a request; NO_SLOT if it is preempted or not known."""
+        known = self.known.get(request_id)
+        return NO_SLOT if known is None else known.slot
 
     def preempted(self) -> list[KnownRequest]:
         """Return the known requests without a slot."""
@@ -171,7 +175,6 @@ class RequestTable:
         else:
             known.slot, known.generation = slot, generation
             known.num_encoder_tokens = num_encoder_tokens
-        self.slot_by_request[request_id] = slot
         self.generation[slot] = generation
         self.requests[slot] = request
         return known
@@ -183,7 +186,8 @@ class RequestTable:
     def give_back_slots(self, slots: Sequence[int]) -> None:
         """Free slots that were taken but got no request."""
         for slot in slots:
-            self._free_slot(slot)
+            heappush(self._given_back, slot)
+        self.num_free_slots += len(slots)
 
     def preempt(self, known: KnownRequest) -> None:
         """Free the slot of a running request whose blocks are already freed; it stays known."""
@@ -197,11 +201,12 @@ class RequestTable:
         self._vacate(known)
         known.request.num_computed_tokens = 0
 
-    def forget(self, known: KnownRequest) -> None:
-        """Remove the request from the table, without bringing its object up to date."""
-        if known.slot != NO_SLOT:
-            self._vacate(known)
-        del self.known[known.request.request_id]
+    def forget(self, gone: Sequence[KnownRequest]) -> None:
+        """Remove requests from the table, without bringing their objects up to date."""
+        for known in gone:
+            if known.slot != NO_SLOT:
+                self._vacate(known)
+            del self.known[known.request.request_id]
 
     def owned_by_caller(self, request: Request) -> KnownRequest | None:
         """Return the entry of a request for a per-request call; None if it is not known.
@@ -303,10 +308,10 @@ class RequestTable:
 
     def check(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> None:
         """Raise `InvariantError` if requests, slots and blocks do not agree."""
-        free = np.flatnonzero(self.generation == FREE).tolist()
+        free = np.flatnonzero(self.rows[:, CLIENT] == FREE).tolist()
         num_reached = self.num_taken + len(self._given_back)
         known_free = sorted(self._given_back) + list(range(num_reached, self.num_slots))
-        if known_free != free or np.count_nonzero(self.rows[:, CLIENT] == FREE) != len(free):
+        if known_free != free:
             raise InvariantError(
                 f"free slots {known_free[:8]} are not those without an occupant {free[:8]}"
             )
@@ -317,8 +322,6 @@ class RequestTable:
                 f"{num_running} running requests sit in {len(seats)} slots, {self.num_taken} "
                 "are taken"
             )
-        if self.slot_by_request != {k.request.request_id: s for s, k in seats.items()}:
-            raise InvariantError(f"slots by request {self.slot_by_request} are not the taken ones")
         for slot, request in enumerate(self.requests):
             known = seats.get(slot)
             if (None if known is None else known.request) is not request:
@@ -371,18 +374,13 @@ class RequestTable:
         self.num_free_slots -= 1
         return slot
 
-    def _free_slot(self, slot: int) -> None:
-        heappush(self._given_back, slot)
-        self.num_free_slots += 1
-
     def _vacate(self, known: KnownRequest) -> None:
         """Free the slot of a request whose tokens are up to date or no longer needed."""
         slot = known.slot
         self.requests[slot] = None
-        self.generation[slot] = FREE
         self._cells[slot * NUM_COLUMNS + CLIENT] = FREE
-        self._free_slot(slot)
-        del self.slot_by_request[known.request.request_id]
+        heappush(self._given_back, slot)
+        self.num_free_slots += 1
         known.slot = NO_SLOT
 
     def _adopt(self, slot: int, num_computed: int) -> None:

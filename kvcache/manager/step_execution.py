@@ -10,8 +10,8 @@ elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.core import (
     CacheHit,
-    NewRows,
     OffloadAnswer,
     Reservation,
     RowsAdmitted,
@@ -44,9 +43,6 @@ from kvcache.requests.request import Request
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
 """Reasons why a request is not admitted: fields of a `StepResult`."""
-
-_WISH = Struct("8i")
-"""One row of the `wishes` of `NewRows`."""
 
 
 @dataclass(slots=True)
@@ -95,9 +91,11 @@ class StepExecutor:
         client.last_step = step.step
 
         record, answer = StepRecord(step.step), _Answer()
-        core.open_step(client.client_id, step.step)
+        is_running = len(plan.rows.slots) or plan.new or plan.resumed or plan.preempted
+        if is_running or plan.forks:  # otherwise nothing becomes hittable, or is looked up
+            core.open_step(client.client_id, step.step)
         if plan.finished:
-            self.forget(*plan.finished)
+            self.forget(plan.finished)
         if plan.preempted:
             self._preempt(plan, record)
         for request_id, change in core.take_merges():
@@ -125,7 +123,8 @@ class StepExecutor:
         if admitted is None:
             for request, wish in plan.new:
                 self._admit(request, wish, client.index, answer, record.new)
-        core.close_step()
+        if is_running or plan.forks:
+            core.close_step()
         if not record.is_empty:
             client.records.append(record)
         if answer.changes:
@@ -136,21 +135,21 @@ class StepExecutor:
         self._add_fields(fields, plan, answer, admitted)
         return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
 
-    def forget(self, *gone: KnownRequest) -> None:
+    def forget(self, gone: Sequence[KnownRequest]) -> None:
         """Free the blocks of requests, in order, remove them from the table, and tell the tiers
         below."""
         if len(gone) == 1:
             self._core.free(gone[0].request)
         else:
             self._core.free_all([known.request for known in gone])
-        for known in gone:
-            self._table.forget(known)
-            if self._tiers.hooks is not None:
+        self._table.forget(gone)
+        if self._tiers.hooks is not None:
+            for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
 
     def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
         """Roll back; return the requests that had to be preempted for it."""
-        self.forget(*rollback.forgotten)
+        self.forget(rollback.forgotten)
         for row in rollback.preempted_again:
             self._core.free(row.known.request)
             self._table.undo_resume(row.known)
@@ -250,26 +249,11 @@ class StepExecutor:
         is_asked = admission.has_tenants or tiers.hooks is not None or len(tiers.loads)
         if is_asked or answer.admitted:
             return None
-        most, num_running, place = self._max_model_len, table.num_taken, 0
-        count = len(plan.new)
-        slots = table.take_slots(count)
-        wishes = np.empty((count, 8), np.int32)
-        lines, none_left = wishes.data, [NO_SLOT] * (count - len(slots))
-        for (request, wish), slot in zip(plan.new, slots + none_left, strict=True):
-            num_tokens = request.num_tokens
-            _WISH.pack_into(
-                lines, place,
-                num_tokens, 0 if request.skip_reading_prefix_cache else num_tokens - 1,
-                min(wish.max_new_tokens, most), wish.num_external_computed_tokens,
-                min(wish.num_lookahead_tokens, most), wish.num_encoder_tokens,
-                wish.delay_cache_blocks, slot,
-            )  # fmt: skip
-            place += _WISH.size
-        rows = NewRows(
-            [request for request, _ in plan.new], wishes, slots, plan.client.index, num_running,
-            admission.watermark_blocks, most,
+        num_running, slots = table.num_taken, table.take_slots(len(plan.new))
+        admitted = self._core.admit_rows(
+            table, plan.new, slots, plan.client.index, num_running, admission.watermark_blocks,
+            self._max_model_len,
         )  # fmt: skip
-        admitted = self._core.admit_rows(table, rows)
         if admitted is None:
             table.give_back_slots(slots)
             return None

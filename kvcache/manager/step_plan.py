@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, int32_array
-from kvcache.base.errors import BacklogFullError, InvariantError, RequestError, shown
+from kvcache.base.errors import BacklogFullError, RequestError, shown
 from kvcache.core.running import (
+    BAD_DRAFT_IDS,
+    BAD_OFFSETS,
+    BAD_SLOT,
     CLIENT,
     COMPUTED,
     FREE,
     IS_CROWDED,
-    IS_WRONG,
+    MISTAKES,
+    NAMED_TWICE,
     NO_ROWS,
     NUM_POSITIONS,
     SYNCED,
@@ -363,7 +367,7 @@ def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
             np.empty((NUM_POSITIONS, count), np.int32),
             np.empty(count, np.int64),
         )
-        seen = check_rows(
+        what, place = check_rows(
             rows, table.generation, slots, new, drafts, rejected, offsets, ids, draft_ids, gone,
             positions, generations, table.next_stamp(), client.index, limits.max_model_len,
             limits.most_drafts, table.width,
@@ -375,16 +379,15 @@ def plan_rows(  # noqa: PLR0917 - a step and the state to check it against
             raise
         again = RunningRequests(**plain)
         return plan_rows(where, again, client, table, limits, rollback, leaving)
-    if seen == IS_WRONG:
-        check_columns(where, running)
-        _explain(where, running, client, rows, limits, leaving)
+    if what > IS_CROWDED:
+        _explain(where, running, what, place, rows, limits, leaving)
     return RunningRows(
         running.slots.copy(),  # a record keeps them
         generations,
         positions,
         running.token_offsets,
         running.token_ids,
-        seen == IS_CROWDED,
+        what == IS_CROWDED,
     )
 
 
@@ -405,111 +408,55 @@ def _rows_after(table: RequestTable, rollback: Rollback) -> npt.NDArray[np.int32
 def _explain(  # noqa: PLR0917 - a step and the state to check it against
     where: str,
     running: RunningRequests,
-    client: ClientSteps,
+    what: int,
+    i: int,
     rows: npt.NDArray[np.int32],
     limits: ModelLimits,
     leaving: Sequence[KnownRequest],
 ) -> NoReturn:
-    """Raise the error of the first rule that the compiled check found broken."""
-    counts = _token_counts(where, running)
-    slots = running.slots
-    if len(outside := slots[(slots < 0) | (slots >= len(rows))]):
-        raise RequestError(
-            f"{where}: slot {int(outside[0])} does not exist: slots are 0 to {len(rows) - 1}"
-        )
-    times = np.bincount(slots, minlength=1)
-    if int(times.max()) > 1:
-        raise RequestError(
-            f"{where}: slot {int(times.argmax())} runs {int(times.max())} times: name each "
-            "slot once"
-        )
-    if len(strange := slots[rows[slots, CLIENT] != client.index]):
-        raise RequestError(
-            f"{where}: slot {int(strange[0])} does not run a request of this client: "
-            "name slots of its running requests only"
-        )
+    """Raise the error for a mistake that the compiled check found in row `i`, or in no one row."""
+    check_columns(where, running)
+    if what not in MISTAKES:
+        _explain_tokens(where, running, what)
+    slot, offsets = running.slots.item(i), running.token_offsets
     for known in leaving:
-        if known.is_running and known.slot in slots:
+        if what == NAMED_TWICE and known.slot == slot:
             raise RequestError(
                 f"{where}: request {known.request.request_id} is finished or preempted and "
-                f"also runs on in slot {known.slot}: leave its row out"
+                f"also runs on in slot {slot}: leave its row out"
             )
-    columns = (
-        slots,
-        running.num_new_tokens,
-        running.num_draft_tokens,
-        running.num_rejected_tokens,
-        rows[slots, COMPUTED],
-        rows[slots, TOKENS],
-        counts,
+    new, drafts = running.num_new_tokens.item(i), running.num_draft_tokens.item(i)
+    rejected, computed, num_tokens = running.num_rejected_tokens.item(i), 0, 0
+    if what != BAD_SLOT:
+        computed, num_tokens = rows[slot, [COMPUTED, TOKENS]].tolist()
+    told = MISTAKES[what].format(
+        last_slot=len(rows) - 1,
+        times=np.count_nonzero(running.slots == slot),
+        new=new,
+        drafts=drafts,
+        draft_remedy=draft_remedy(limits.most_drafts),
+        rejected=rejected,
+        most=limits.max_model_len,
+        own_end=computed - rejected + new - drafts,
+        after=num_tokens + offsets.item(i + 1) - offsets.item(i),
     )
-    for slot, *numbers in zip(*[column.tolist() for column in columns], strict=True):
-        _explain_row(f"{where}: slot {slot}", *numbers, limits=limits)
-    raise InvariantError(f"{where}: its running rows were refused, but no rule is broken")
+    raise RequestError(f"{where}: slot {slot} {told}")
 
 
-def _token_counts(where: str, running: RunningRequests) -> npt.NDArray[np.int64]:
-    """Return how many tokens each row appends; refuse inconsistent counts and negative tokens."""
-    offsets, token_ids = running.token_offsets.astype(np.int64), running.token_ids
-    counts = offsets[1:] - offsets[:-1]
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0 or last != len(token_ids) or np.count_nonzero(counts < 0):
+def _explain_tokens(where: str, running: RunningRequests, what: int) -> NoReturn:
+    """Raise the error for offsets, tokens or drafts' tokens that the compiled check has refused."""
+    offsets, token_ids = running.token_offsets, running.token_ids
+    if what == BAD_OFFSETS:
         raise RequestError(
-            f"{where}: running.token_offsets run from {first} to {last} for "
+            f"{where}: running.token_offsets run from {offsets[0]} to {offsets[-1]} for "
             f"{len(token_ids)} token ids: pass offsets that rise from 0 to that number"
         )
-    num_drafts = int(running.num_draft_tokens.sum())
-    if len(running.draft_token_ids) not in (0, num_drafts):
+    if what == BAD_DRAFT_IDS:
         raise RequestError(
-            f"{where}: {len(running.draft_token_ids)} draft_token_ids for {num_drafts} "
-            "drafts: pass one per draft or none"
+            f"{where}: {len(running.draft_token_ids)} draft_token_ids for "
+            f"{running.num_draft_tokens.sum()} drafts: pass one per draft or none"
         )
-    for name in ("token_ids", "draft_token_ids"):
-        ids = getattr(running, name)
-        if np.count_nonzero(ids < 0):
-            i = int(ids.argmin())
-            raise RequestError(
-                f"{where}: running.{name}[{i}] is {int(ids[i])}: token ids are not negative"
-            )
-    return counts
-
-
-def _explain_row(  # noqa: PLR0917 - the columns of a row
-    where: str,
-    new: int,
-    drafts: int,
-    rejected: int,
-    computed: int,
-    tokens: int,
-    count: int,
-    *,
-    limits: ModelLimits,
-) -> None:
-    """Refuse a row whose counts contradict each other or its state, or that is too long."""
-    settled, after, most = computed - rejected, tokens + count, limits.max_model_len
-    own_end, most_rejected = settled + new - drafts, max(0, computed - tokens)
-    if new < 0:
-        raise RequestError(f"{where} has num_new_tokens {new}: pass 0 or more")
-    if not 0 <= drafts <= new:
-        raise RequestError(f"{where} has num_draft_tokens {drafts}: pass 0 to num_new_tokens")
-    if limits.max_draft_tokens is not None and drafts > limits.max_draft_tokens:
-        remedy = draft_remedy(limits.max_draft_tokens)
-        raise RequestError(f"{where} has num_draft_tokens {drafts}: {remedy}")
-    if not 0 <= rejected <= most_rejected:
-        raise RequestError(
-            f"{where} has num_rejected_tokens {rejected}: pass 0 to the number of drafts that were "
-            "scheduled last"
-        )
-    if new > most - settled:
-        raise RequestError(
-            f"{where} has num_new_tokens {new}: the model takes {most} tokens, schedule fewer"
-        )
-    if own_end > after:
-        raise RequestError(
-            f"{where} would have {own_end} computed tokens, but has {after} tokens: append the "
-            "tokens first, or schedule fewer"
-        )
-    if after > most:
-        raise RequestError(
-            f"{where} would have {after} tokens, the model takes {most}: finish the request"
-        )
+    name = "token_ids" if len(token_ids) and token_ids.min() < 0 else "draft_token_ids"
+    ids = getattr(running, name)
+    i = int(ids.argmin())
+    raise RequestError(f"{where}: running.{name}[{i}] is {ids[i]}: token ids are not negative")

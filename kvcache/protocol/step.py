@@ -275,9 +275,7 @@ class StepResult:
 
 # --- types of an engine's step --------------------------------------------------------------
 
-_STEP_FIELDS = tuple(StepRequest.__dataclass_fields__)
-_FIELDS_OF_STEP = attrgetter(*_STEP_FIELDS)
-_USUAL_TYPES = tuple(map(type, _FIELDS_OF_STEP(StepRequest())))
+_USUAL_TYPES = [*map(type, vars(StepRequest()).values())]
 _NAMING = ("finished", "preempted_recompute", "preempted_swap")
 
 
@@ -293,7 +291,7 @@ def checked_step(request: StepRequest) -> StepRequest:
     if type(request) is not StepRequest:
         check_kind("step", request, StepRequest, RequestError)
     changes: dict[str, Any] = {}
-    if tuple(map(type, _FIELDS_OF_STEP(request))) != _USUAL_TYPES or not _are_in_range(request):
+    if [*map(type, vars(request).values())] != _USUAL_TYPES or not _are_in_range(request):
         client = request.client_id if isinstance(request.client_id, str) else "a client"
         changes = _plain_fields(f"step {shown(request.step)} of {client}", request)
         request = replace(request, **changes)
@@ -399,8 +397,7 @@ def _checked_fork(where: str, item: Fork) -> Fork:
     return item if is_plain else Fork(parent, child)
 
 
-_FIELDS_OF_NEW = attrgetter(*NewRequest.__dataclass_fields__)
-_USUAL_NEW = tuple(map(type, _FIELDS_OF_NEW(NewRequest("", EMPTY_INT32, 0))))
+_USUAL_NEW = [*map(type, vars(NewRequest("", EMPTY_INT32, 0)).values())]
 _NEW_COUNTS = (
     ("max_new_tokens", 1),
     ("num_external_computed_tokens", 0),
@@ -453,7 +450,7 @@ def _is_usual(new: NewRequest) -> bool:
     """Return whether `new` is a request whose fields need no conversion, as most."""
     return bool(
         type(new) is NewRequest
-        and tuple(map(type, _FIELDS_OF_NEW(new))) == _USUAL_NEW
+        and [*map(type, vars(new).values())] == _USUAL_NEW
         and new.request_id.isascii()
         and new.request_id
         and new.mm_hashes == ()

@@ -31,6 +31,7 @@ from kvcache.core import (
     TableChange,
     patch_of,
 )
+from kvcache.core.hits import stale_hit
 from kvcache.core.interface import CoreSettings
 from kvcache.core.running import (
     COMPUTED,
@@ -453,11 +454,18 @@ class SlowCore:
         self.skip(row, reservation.num_computed_tokens)
         return self.extend(row, reservation)
 
+    def match_again(self, request: Request, hit: CacheHit) -> None:
+        """Refuse a hit that is not what a look-up finds now."""
+        if self.look_up(request) != hit:
+            raise stale_hit(request, hit)
+
     def admit(
         self, request: Request, wanted: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
         tables: list[list[Block | None]] = [[] for _ in self.groups]
         if hit is not None:
+            if hit.num_tokens:
+                self.match_again(request, hit)
             tables = [
                 [self.blocks[b] if b and i >= skipped else None for i, b in enumerate(ids.tolist())]
                 for ids, group in zip(hit.block_ids, self.groups, strict=True)

@@ -58,7 +58,7 @@ def fill_pool(core: FlatCore, name: str = "filler") -> int:
 
 
 def test_sealing_labels_blocks_and_eviction_withdraws_the_label_first() -> None:
-    core = make_flat_core(3, zero_new_blocks=True, slots={"r": 4})
+    core = make_flat_core(3, zero_new_blocks=True, slot_of=lambda name: {"r": 4}.get(name, -1))
     request = make_request("r", range(8), cache_salt="s")
     core.open_step("a", 1)
     run_request(core, request)
@@ -325,7 +325,8 @@ def test_a_hit_of_other_blocks_is_not_adopted(
     with pytest.raises(RequestError) as error:
         core.reserve(request("b", *numbers), Reservation(8, 9, 9), hit)
     assert str(error.value) == (
-        "request b: its 8 computed tokens are not cached in these blocks any more: look it up again"
+        "request b: the cache has changed since its 8 computed tokens were found: call "
+        "get_computed_blocks again"
     )
     assert core.dump_state() == before
 

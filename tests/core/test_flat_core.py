@@ -313,7 +313,7 @@ def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
     core.free(request)
     core.evict([1])
     before = core.dump_state()
-    with pytest.raises(RequestError, match="look it up again"):
+    with pytest.raises(RequestError, match="call get_computed_blocks again"):
         core.reserve(other, Reservation(hit.num_tokens, 12, 12), hit)
     assert core.dump_state() == before
 
