@@ -253,3 +253,23 @@ def test_statistics_that_fail_do_not_stop_the_scheduler(caplog: pytest.LogCaptur
     assert control.statistics_if_any() is None
     assert control.statistics_if_any() is None
     assert caplog.text.count("statistics failed; the engine goes on") == 1
+
+
+def test_an_error_in_a_reset_ends_no_engine(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control_module, "CLEAR_S", 0.2)
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("the tables are not as they should be")
+
+    monkeypatch.setattr(asked.cluster.store, "reset", fail)
+    answers: list[dict[str, Any]] = []
+    operator = threading.Thread(
+        target=lambda: answers.append(asked.control.answer({"do": "clear"}))
+    )
+    operator.start()
+    while operator.is_alive():
+        asked.control.step()
+    assert [answer["is_cleared"] for answer in answers] == [False]
+    assert "the tables are not as they should be" in caplog.text

@@ -224,3 +224,18 @@ def test_a_publisher_that_fails_does_not_stop_the_scheduler(
     assert caplog.text.count("events of the tiers failed; the engine goes on") == 1
     published.run(described("c", 13, "c"))
     test_a_late_follower_of_the_publisher_is_exact(published)
+
+
+def test_a_block_that_cannot_be_described_is_stored_and_not_published(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Followed(num_files=6)
+    for name in ("s", "t"):
+        broken = described(name, 13, name)
+        del broken.cache_salt  # as if another vLLM had named it otherwise
+        assert cluster.run(broken) == 0
+        assert cluster.run(described(f"{name}2", 13, name)) == 12
+    assert caplog.text.count("labels of blocks for events failed") == 1
+    assert len(cluster.held()[0]) == 6
+    assert cluster.seen("CPU") == set()
+    cluster.store.check()

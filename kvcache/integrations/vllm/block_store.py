@@ -549,8 +549,7 @@ class BlockStore:
         if self._events is not None:
             parents = [each.parent for each in filled]
             places = [(each.request, each.column) for each in filled]
-            labels = self._events.contents.labels(keys, parents, places)
-            tiers.describe(keys, labels)
+            labels = self._events.describe(tiers, keys, parents, places)
         tiers.see(keys)
         job = tiers.plan_store(keys, now_s, labels=labels)
         if job is None:

@@ -59,13 +59,20 @@ class EngineControl:
         raise InvalidInputError(f"{shown(verb)} is no question: ask status, metrics or clear")
 
     def step(self) -> None:
-        """Do what was asked for. In the scheduler's thread, before anything is looked up."""
+        """Do what was asked for. In the scheduler's thread, before anything is looked up.
+
+        An error is logged, and the operator is told that nothing was forgotten.
+        """
         wanted = self._wanted
-        if wanted is not None:
-            self._wanted = None
+        if wanted is None:
+            return
+        self._wanted = None
+        try:
             self._num_forgotten = self._num_held()
             self._store.reset(keeps_weights=True)
             wanted.set()
+        except Exception as error:
+            self._errors.note("what an operator asked for", error)
 
     def statistics(self) -> EngineStatistics:
         """Return frozen statistics. In any thread.

@@ -28,6 +28,8 @@ from kvcache.integrations.vllm.block_labels import NO_PARENT
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.offload.events import OffloadingEvent, cache_events
 from kvcache.offload.hierarchy import TierHierarchy
+from kvcache.offload.keys import OffloadKey
+from kvcache.protocol.commands import Label
 
 OPEN_S = 15.0
 """How long the publisher may take to start."""
@@ -65,6 +67,24 @@ class TierEvents:
             self._waiting = self._translated(tiers.present_events())
         except Exception as error:
             self._recover(error)
+
+    def describe(
+        self,
+        tiers: TierHierarchy,
+        keys: Sequence[OffloadKey],
+        parents: Sequence[bytes],
+        places: Sequence[tuple[Any, int]],
+    ) -> Label | None:
+        """Return labels of blocks that are going to be stored (`BlockContents.labels`), and
+        complete those that the tiers have without tokens. None after an error: such blocks are
+        stored, and not published."""
+        try:
+            labels = self.contents.labels(keys, parents, places)
+            tiers.describe(keys, labels)
+            return labels
+        except Exception as error:
+            self._errors.note("labels of blocks for events", error)
+            return None
 
     def take(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events for the engine's stream since the last call."""
