@@ -491,6 +491,19 @@ class TierHierarchy:
         self._spills.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
         self._spills.wake()
 
+    def files_changed(self, labels: Label, removed: Sequence[OffloadKey]) -> None:
+        """Take note of files that other processes have written (one row each) and removed.
+
+        What is written or read here at the moment stays as it is: the end of its job says more.
+        Discards nothing.
+        """
+        if self.disk is None:
+            return
+        is_ready = self.disk.states_of(removed) == READY
+        self.disk.forget([removed[place] for place in np.flatnonzero(is_ready).tolist()])
+        self._spills.mark_clean(self.disk.join(label_keys(labels), labels))
+        self._spills.wake()
+
     # Statistics
 
     def present_events(self) -> list[OffloadingEvent]:

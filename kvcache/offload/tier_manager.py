@@ -31,7 +31,7 @@ from kvcache.base.arguments import (
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError, shown
 from kvcache.core import OffloadAnswer
-from kvcache.offload.contents import TierContents
+from kvcache.offload.contents import TierContents, label_rows
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.manager import OffloadingManager, PrepareStoreOutput, ReqContext
@@ -446,6 +446,25 @@ class TierManager(OffloadingManager):
         self.is_adopting = False
         refused: IndexArray = np.setdiff1d(np.arange(len(keys)), kept)
         return refused
+
+    def join(self, keys: Sequence[OffloadKey], labels: Label | None = None) -> list[OffloadKey]:
+        """Take note of content that another process has put there, as much as free slots take.
+
+        `labels` has one row per key. Skips keys that are here, however. Returns those that are
+        ready now and were not.
+        """
+        self.contents.validate(labels, len(keys))
+        is_missing = self.slots.addresses_of(keys) == NO_ADDRESS
+        chosen = np.intersect1d(np.flatnonzero(is_missing), first_of_each(keys))
+        chosen = chosen[: len(self.slots.free_slots) * (self.slots.blocks_per_slot == 1)]
+        new = [keys[place] for place in chosen.tolist()]
+        if self.is_adopting or not new:
+            return []
+        rows = None if labels is None else label_rows(labels, chosen)
+        self.reserve(new, labels=rows, is_forced=True)
+        self.complete_store(new)
+        self.counts.num_stored -= len(new)
+        return new
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         return self.contents.take_events()

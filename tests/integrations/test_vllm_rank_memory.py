@@ -343,7 +343,7 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
-def test_replicas_have_memory_and_files_of_their_own(name: str, tmp_path: Path) -> None:
+def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memories = [RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
     for memory in memories:
@@ -358,7 +358,8 @@ def test_replicas_have_memory_and_files_of_their_own(name: str, tmp_path: Path) 
         for i in (0, 1)
     ]
     assert [set(each.slot_keys) for each in found] == [{0, 1}, {1}]
-    assert [len(each.file_keys) for each in found] == [2, 1]
+    assert [len(each.file_keys) for each in found] == [1, 1]
+    assert len(list(tmp_path.rglob("*.kvb"))) == 1
 
 
 def test_files_of_another_revision_are_removed(name: str, tmp_path: Path) -> None:

@@ -307,21 +307,97 @@ def test_blocks_that_a_peer_has_in_memory_are_not_read_from_own_files(
     assert not fetches
 
 
-def test_the_limit_of_files_holds_for_each_of_two_writers(start: Start, tmp_path: Path) -> None:
-    capacity = 12 * SLOT_BYTES
-    disk = {"directory": str(tmp_path), "capacity_per_rank": f"{capacity}B"}
-    replicas = [start(i, offload={"disk": disk}) for i in (0, 1)]
-    for number in range(30):
-        for i, replica in enumerate(replicas):
-            replica.run(f"content {number} of {i}", 21)
-            replica.settle()
-            replica.peers.refresh()
-    ranks = {path.parents[1] for path in tmp_path.rglob("*.kvb")}
-    assert len(ranks) == 2 * NUM_RANKS
-    for rank in ranks:
-        files = list(rank.rglob("*.kvb"))
-        assert 6 < len(files) <= 12
-        assert sum(path.stat().st_size for path in files) <= capacity + len(files) * 1024
+def files_on_disk(directory: Path) -> dict[str, set[str]]:
+    """The names of files in the directory of each rank."""
+    ranks = {path.name for path in directory.rglob("rank*")}
+    assert ranks == {f"rank{rank}" for rank in range(NUM_RANKS)}
+    return {rank: {path.name for path in directory.rglob(f"{rank}/??/*")} for rank in ranks}
+
+
+def shared_disk(directory: Path, num_files: int, **more: Any) -> dict[str, Any]:
+    return {
+        "disk": {
+            "directory": str(directory),
+            "capacity_per_rank": f"{num_files * SLOT_BYTES}B",
+            "write": "on_store",
+            **more,
+        }
+    }
+
+
+def test_what_one_has_written_to_files_the_other_reads_and_writes_no_second_time(
+    start: Start, tmp_path: Path
+) -> None:
+    disk = shared_disk(tmp_path, 400)
+    first, second = (start(i, offload=disk) for i in (0, 1))
+    first.run("a", 17)
+    for content in "bcd":  # its memory is full of others then
+        first.run(content, 33)
+        first.settle()
+    before = files_on_disk(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.kvb")}
+    assert second.run("a", 17) == 16
+    second.settle()
+    assert files_on_disk(tmp_path) == before
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.kvb")} == times
+    third = start(2, offload=disk)
+    assert third.run("a", 17) == 16
+    third.settle()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.kvb")} == times
+
+
+@pytest.mark.parametrize("damage", ["remove", "flip", "other"])
+def test_a_file_that_another_one_removes_or_damages_is_computed_again(
+    start: Start, tmp_path: Path, damage: str
+) -> None:
+    disk = shared_disk(tmp_path, 400)
+    first, second = (start(i, offload=disk) for i in (0, 1))
+    first.run("a", 17)
+    for content in "bcd":
+        first.run(content, 33)
+        first.settle()
+    second.step()  # it has seen them
+    name = (request_of(0, 17, "a").block_hashes[2] + bytes(4)).hex()
+    (path,) = tmp_path.rglob(f"rank1/*/{name}.kvb")
+    if damage == "remove":
+        path.unlink()
+    elif damage == "flip":
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+    else:
+        other = next(each for each in tmp_path.rglob("rank1/*/*.kvb") if each != path)
+        path.write_bytes(other.read_bytes())
+    assert second.run("a", 17) == 8
+    second.settle()
+    assert second.run("a", 17) == 16
+    assert second.num_failed == 0
+
+
+def test_the_limit_of_files_holds_for_three_writers_of_which_some_are_killed_or_hang(
+    start: Start, tmp_path: Path
+) -> None:
+    num_files = 16
+    disk = shared_disk(tmp_path, num_files, write="on_evict")
+    replicas = [start(i, offload=disk) for i in range(3)]
+    draw = random.Random(5)
+    num_loaded = 0
+    for number in range(80):
+        i = draw.randrange(3)
+        if number > 30 and i == 2:
+            continue  # it hangs
+        if number in (45, 60, 75):  # it is killed: none of its ends is told
+            replicas[0] = start(0, offload=disk)
+        num_loaded += replicas[i].run(f"{draw.randrange(6)}", draw.randrange(9, 30))
+        replicas[i].settle()
+        if number % 3 == 0:
+            replicas[i].peers.refresh()
+        for names in files_on_disk(tmp_path).values():
+            assert len(names) <= num_files + num_files // 8
+    assert num_loaded > 20 * TOKENS
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.kvb")]
+    assert len(sizes) > NUM_RANKS * num_files // 2
+    assert max(sizes) <= SLOT_BYTES + 512
 
 
 def run_on_and_on(name: str, replica: int, seed: int) -> None:

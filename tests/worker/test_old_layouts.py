@@ -41,12 +41,6 @@ def test_rank_0_also_removes_what_ranks_have_left_that_are_no_more(tmp_path: Pat
     assert left(tmp_path) == [f"{OLD}/rank1"]
 
 
-def test_a_replica_removes_its_own(tmp_path: Path) -> None:
-    make(tmp_path, f"{OLD}/rank0", f"{OLD}/replica1/rank0", f"{OLD}/replica2/rank0")
-    assert remove_old_layouts(RankPlace(tmp_path, NEW, 0, 1, replica=1)) == 1
-    assert left(tmp_path) == [f"{OLD}/rank0", f"{OLD}/replica2/rank0"]
-
-
 def test_a_directory_that_a_process_uses_is_left(tmp_path: Path) -> None:
     make(tmp_path, f"{OLD}/rank0", f"{OLDER}/rank0")
     holds = (

@@ -30,6 +30,7 @@ from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peer_loads import PeerLoads
 from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.request_counts import RequestCounts
+from kvcache.integrations.vllm.shared_directory import SharedDirectory
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
     Inventory,
@@ -152,6 +153,7 @@ class BlockStore:
         self._ask_at_s = 0.0
         self._peers = peers
         self._peer_loads = PeerLoads(peers)
+        self._directory: SharedDirectory | None = None
         self._adapters = AdapterRevisions()
         self._weights = b""  # in each key, once weights may have changed
         self._kept: set[str] = set()
@@ -214,6 +216,7 @@ class BlockStore:
         num_files = 0
         if tiers.disk is not None:
             num_files = self._adopt_files(tiers, told)
+            self._directory = SharedDirectory.of(told)
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
         self.follow_events()
         shapes = [inventory.shape for inventory in told if inventory.shape is not None]
@@ -234,6 +237,7 @@ class BlockStore:
             return 0
         if tracked.origin is None or self._held:  # while a copy hangs, others would wait behind it
             return 0
+        self._follow_files(tiers)
         hit = find(tracked, num_computed_tokens, self._locate, _is_coming)
         keys = [] if hit is None else hit.keys
         places = self._locate(keys)
@@ -338,6 +342,7 @@ class BlockStore:
             return StepCommands()
         now_s = self._now()
         self._ask_at_s = now_s + ASK_S
+        self._follow_files(tiers)
         if tiers.num_open_jobs or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, StepCommands()
@@ -452,6 +457,11 @@ class BlockStore:
         if problem:
             tiers.disk_use.leave(problem)
         return len(keys)
+
+    def _follow_files(self, tiers: TierHierarchy) -> None:
+        """Take note of files that other replicas have written and removed."""
+        if self._directory is not None:
+            self._directory.follow(tiers, self._now())
 
     def _expire(self, tiers: TierHierarchy, now_s: float) -> None:
         """Give jobs up that are overdue. What a store still reads then is of no use."""

@@ -62,8 +62,8 @@ from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.copies.engine import CpuCopyEngine
 from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
 from kvcache.worker.files.file_pool import FilePool
-from kvcache.worker.files.format import files_bound
 from kvcache.worker.files.old_layouts import RankPlace, remove_in_background
+from kvcache.worker.files.shared import position_in
 from kvcache.worker.files.store import NUM_DIRECTORIES
 from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.host_pool import HostPool
@@ -87,6 +87,9 @@ PEERS_LET_GO_S = 5.0
 
 SCAN_S = 60.0
 """How long a rank reads at its start what files there are."""
+
+FILES_PER_SPARE_FILE = 8
+"""Of so many files, one more may be written before another one is removed."""
 
 MAX_QUEUED_BLOCKS = 8192
 """Blocks that wait for the disk; more fail."""
@@ -184,6 +187,9 @@ class RankMemory:
         slots = int32_array(range(self._host.num_slots))
         held = slots[labels.are_labelled(slots)]
         slot_keys = labelled_keys(labels.labels_of(held))
+        tier = self._tiers.file_tier
+        directory = "" if tier is None else str(tier.directory)
+        position = position_in(directory) if directory else 0  # what follows is looked at again
         keys, problem = self._scan_files()
         return Inventory(
             self._host.num_slots,
@@ -192,6 +198,8 @@ class RankMemory:
             keys,
             problem,
             self._host.segment.shape,
+            directory,
+            position,
         )
 
     def await_stores(self, commands: StepCommands) -> None:
@@ -499,18 +507,15 @@ def _open_files(
         location.root,
         setting.options.name,
         below=location.below,
-        replica=setting.replica,
         threads=disk.num_threads,
         max_queued_blocks=MAX_QUEUED_BLOCKS,
-        max_bytes=files_bound(disk.capacity_per_rank, num_files, MAX_BLOCK_TOKENS),
+        max_shared_files=num_files + num_files // FILES_PER_SPARE_FILE,
         sync=disk.sync,
     )
     shape = host.segment.shape
     tier = FileTier(settings, shape, uuid.uuid4().hex, rule)
     root = location.root / location.below / setting.options.name
-    remove_in_background(
-        RankPlace(root, shape.layout_fingerprint, shape.rank, setting.num_ranks, setting.replica)
-    )
+    remove_in_background(RankPlace(root, shape.layout_fingerprint, shape.rank, setting.num_ranks))
     pool = FilePool(
         tier.store,
         host.segment.slot_views,

@@ -102,7 +102,8 @@ class RankReports:
 class Inventory:
     """What a rank has room for, and what it has adopted: `slot_keys[slot]` of each sealed slot,
     `file_keys` of each file. `files_problem` says why it does without files, if it does. `shape` is
-    that of its memory."""
+    that of its memory. `files_directory` is that of its files, of which it has read what was there
+    after change number `files_position` or later."""
 
     num_slots: int
     slot_keys: dict[int, bytes]
@@ -110,3 +111,5 @@ class Inventory:
     file_keys: tuple[bytes, ...] = ()
     files_problem: str = ""
     shape: SegmentShape | None = None
+    files_directory: str = ""
+    files_position: int = 0

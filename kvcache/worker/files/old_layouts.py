@@ -44,12 +44,6 @@ class RankPlace:
     fingerprint: str
     rank: int
     num_ranks: int
-    replica: int = 0
-
-    @property
-    def below(self) -> str:
-        """The path of the ranks' directories below a layout's."""
-        return f"replica{self.replica}" if self.replica else ""
 
     def may_remove(self, rank: int) -> bool:
         """Say whether this rank may remove directories of `rank`."""
@@ -88,9 +82,9 @@ def _old_directories(place: RankPlace) -> Iterator[Path]:
     for layout in sorted(place.root.iterdir()):
         if layout.name == place.fingerprint or not _FINGERPRINT.fullmatch(layout.name):
             continue
-        if layout.is_symlink() or not (layout / place.below).is_dir():
+        if layout.is_symlink() or not layout.is_dir():
             continue
-        for directory in sorted((layout / place.below).iterdir()):
+        for directory in sorted(layout.iterdir()):
             found = _RANK.fullmatch(directory.name)
             if found and not directory.is_symlink() and place.may_remove(int(found[1])):
                 yield directory
@@ -116,7 +110,5 @@ def _remove(directory: Path, place: RankPlace) -> bool:
         os.close(lock)
     with suppress(OSError):  # it is not empty
         directory.parent.rmdir()
-        if place.below:
-            directory.parent.parent.rmdir()
     logger.info("rank %d: removed old files in %s", place.rank, directory)
     return True

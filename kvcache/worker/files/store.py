@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -65,11 +66,13 @@ Sync: TypeAlias = Literal["never", "file", "directory"]
 @dataclass(frozen=True)
 class StoreLimits:
     """`max_bytes` of all files together (0: no limit); at most `max_set_aside` files are set
-    aside."""
+    aside. `is_shared`: other processes write and remove files, too (shared.py), so none of this
+    process's own is known to be there, and their system calls hold the limit."""
 
     max_bytes: int = 0
     sync: Sync = "never"
     max_set_aside: int = 16
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,12 @@ class FileStore:
         self._sync = limits.sync
         self._writer = writer
         self._make_again = make_again
-        self._table = FileTable(limits.max_bytes)
-        self._aside = SetAside(files, limits.max_set_aside)
+        self._table = FileTable(limits.max_bytes, is_shared=limits.is_shared)
+        self._aside = SetAside(files, limits.max_set_aside, is_shared=limits.is_shared)
 
     def write(self, head: FileHead, payload: Sequence[memoryview]) -> int:
-        """Write a block, replacing an older file of the same key; return the file's bytes.
+        """Write a block, replacing an older file of the same key; return the file's bytes, 0 if
+        another process has written it.
 
         Raises FileTierError; then only the older file exists. Exception: if only syncing its name
         failed, the new file exists.
@@ -138,13 +142,19 @@ class FileStore:
         unfinished = f"{name[:2]}/.{head.key.hex()}.{self._writer}{UNFINISHED}"
         self._table.reserve(num_bytes)
         try:
+            if self._files.is_complete(name):
+                self._table.release(num_bytes)
+                return 0
             self._write_file(unfinished, name, [memoryview(packed), *payload])
         except OSError as error:
             self._give_up_write(unfinished, num_bytes)
             raise self._counted(from_os_error(f"block {_shown(head.key)}", error)) from error
         except FileTierError as error:
             self._give_up_write(unfinished, num_bytes)
-            self._counted(error)
+            if error.kind == "quota":
+                self._table.count("quota")
+            else:
+                self._counted(error)
             raise
         self._table.wrote(head.key, num_bytes)
         if self._sync == "directory":
@@ -227,7 +237,7 @@ class FileStore:
         for name in names:
             path = f"{directory}/{name}"
             if name.endswith(UNFINISHED):
-                self._remove_quietly(path)
+                self._quietly(partial(self._remove_abandoned, path))
             if not name.endswith(SUFFIX):
                 continue
             try:
@@ -417,8 +427,13 @@ class FileStore:
         except OSError:
             self.count("io")
             return False
-        self._table.set_aside(_key_of(name))
+        self._table.set_aside(key_of(name))
         return True
+
+    def _remove_abandoned(self, name: str) -> None:
+        """Remove an unfinished file of a dead writer."""
+        if self._files.is_abandoned(name):
+            self._clear(name)
 
     def _remove_quietly(self, name: str) -> None:
         """Remove a writer's unfinished file."""
@@ -450,7 +465,7 @@ def _name(key: bytes) -> str:
     return f"{text[:2]}/{text}{SUFFIX}"
 
 
-def _key_of(name: str) -> bytes | None:
+def key_of(name: str) -> bytes | None:
     """Return the key of a file name, None if it is no key's."""
     try:
         key = bytes.fromhex(name[3 : -len(SUFFIX)])
@@ -473,9 +488,11 @@ class FileTable:
     `_reserved` is the bytes of files being written.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        """Limit the files to `max_bytes` together; 0: no limit."""
+    def __init__(self, max_bytes: int, *, is_shared: bool = False) -> None:
+        """Limit the files to `max_bytes` together; 0: no limit. If others write files, too, no
+        sizes are kept."""
         self._max_bytes = max_bytes
+        self._is_shared = is_shared
         self._sizes: list[dict[bytes, int]] = [{} for _ in range(NUM_DIRECTORIES)]
         self._used = self._reserved = 0
         self._num_written = self._num_read = self._num_discarded = 0
@@ -506,10 +523,12 @@ class FileTable:
         """Record a written file for which room was reserved; it replaces any other of this key."""
         with self._lock:
             self._reserved -= num_bytes
+            self._num_written += 1
+            if self._is_shared:
+                return
             self._take_out(key)
             self._sizes[key[0]][key] = num_bytes
             self._used += num_bytes
-            self._num_written += 1
 
     def read(self) -> None:
         """Record a successful read."""
@@ -538,6 +557,8 @@ class FileTable:
 
     def scanned(self, prefix: int, sizes: Mapping[bytes, int]) -> int:
         """Set the files of a directory; return how many have vanished from it."""
+        if self._is_shared:
+            return 0
         with self._lock:
             old = self._sizes[prefix]
             num_vanished = len(old.keys() - sizes.keys())
@@ -587,10 +608,11 @@ class SetAside:
     removed.
     """
 
-    def __init__(self, files: DirectoryFiles, max_files: int) -> None:
-        """Keep at most `max_files`."""
+    def __init__(self, files: DirectoryFiles, max_files: int, *, is_shared: bool = False) -> None:
+        """Keep at most `max_files`. If others set files aside, too, these are listed each time."""
         self._files = files
         self._max_files = max_files
+        self._is_shared = is_shared
         self._names: deque[str] | None = None
         self._lock = threading.Lock()
 
@@ -598,6 +620,8 @@ class SetAside:
         """Move the file `name` away; raises OSError if it cannot even be removed."""
         target = f"{SET_ASIDE_DIRECTORY}/{name.rpartition('/')[2]}.{kind}"
         with self._lock:
+            if self._is_shared:
+                self._names = None
             names = self._known()
             try:
                 target = self._move(name, target)

@@ -35,6 +35,15 @@ class DirectoryFiles:
         """Use the directory of this descriptor, which the caller keeps and closes."""
         self._directory = directory
 
+    def is_complete(self, name: str) -> bool:
+        """Return whether a file need not be written, because another process has done so. Here
+        none has: a write replaces what is there."""
+        return False
+
+    def is_abandoned(self, name: str) -> bool:
+        """Return whether nothing writes an unfinished file any more."""
+        return True
+
     def create(self, name: str) -> int:
         """Create a file that only its owner can read; return its descriptor. It must not exist."""
         return os.open(name, _CREATE, 0o600, dir_fd=self._directory)

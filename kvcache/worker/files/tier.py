@@ -3,10 +3,10 @@
 Each cluster, layout and rank has its own directory, so files that cannot be exchanged never meet:
 
     root / cluster / layout fingerprint / rank<k> / about
-    root / cluster / layout fingerprint / replica<n> / rank<k> / about    (from replica 1 on)
 
 `about` describes the directory, and is locked by the process that uses it. A directory with another
-description, or in use by another process, is refused.
+description, or in use by another process, is refused. A shared directory may be in use by several,
+which all share it (shared.py).
 
 A directory that is removed while in use is recreated, empty. It is not recreated if the root is
 gone or its place is on another device: then a disk was unplugged, and nothing may be written in its
@@ -33,6 +33,7 @@ from kvcache.specs import require_count
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.files.file_pool import Lanes, ThreadLanes
 from kvcache.worker.files.format import FORMAT_VERSION, FileTierError
+from kvcache.worker.files.shared import ChangeLog, SharedFiles
 from kvcache.worker.files.store import FileStore, StoreLimits, Sync
 from kvcache.worker.files.system import DirectoryFiles
 from kvcache.worker.host_memory.segment import SegmentShape
@@ -59,8 +60,9 @@ class FileTierSettings:
 
     `threads` read and write; at most `max_queued_blocks` wait for them. A rank whose directory is
     unusable does not start. Unless `must_work`: then it starts without files, and every job for
-    them reports the reason. `replica`: number of the engine among several with the same ranks. The
-    other fields are `StoreLimits`.
+    them reports the reason. With `max_shared_files`, other processes may use the directory, too,
+    and all together write at most so many files; `max_bytes` is 0 then. The other fields are
+    `StoreLimits`.
     """
 
     root: Path
@@ -73,12 +75,12 @@ class FileTierSettings:
     must_work: bool = True
     access: DiskAccess = DiskAccess()
     below: str = ""
-    replica: int = 0
+    max_shared_files: int = 0
 
     def __post_init__(self) -> None:
         for name in ("threads", "max_queued_blocks"):
             require_count(name, getattr(self, name))
-        for name in ("max_bytes", "max_set_aside", "replica"):
+        for name in ("max_bytes", "max_set_aside", "max_shared_files"):
             require_count(name, getattr(self, name), at_least=0)
         if self.sync not in get_args(Sync):
             raise ConfigurationError(
@@ -93,7 +95,7 @@ class FileTierSettings:
     @property
     def limits(self) -> StoreLimits:
         """The limits of the store."""
-        return StoreLimits(self.max_bytes, self.sync, self.max_set_aside)
+        return StoreLimits(self.max_bytes, self.sync, self.max_set_aside, self.max_shared_files > 0)
 
 
 class FileTier:
@@ -112,14 +114,14 @@ class FileTier:
         process.
         """
         place = settings.root / settings.below / settings.cluster / shape.layout_fingerprint
-        if settings.replica:
-            place /= f"replica{settings.replica}"
         self.directory = place / f"rank{shape.rank}"
         if not os.path.isdir(settings.root):  # a failing disk does not raise here
             raise ConfigurationError(
                 f"the file tier's root {settings.root} is not a directory: make or mount it first"
             )
         self._root = settings.root
+        self._max_shared_files = settings.max_shared_files
+        self._log: ChangeLog | None = None
         self._about = _about(shape)
         self._again = threading.Lock()
         self._device = 0
@@ -133,11 +135,12 @@ class FileTier:
             ) from error
         try:
             self._lock = self._take(self._directory)
+            files = self._make_files(settings, shape)
         except BaseException:
             os.close(self._directory)
             raise
         self.store = FileStore(
-            settings.access.make_files(self._directory),
+            files,
             shape,
             settings.limits,
             xxhash.xxh3_64_hexdigest(writer.encode()),
@@ -147,8 +150,23 @@ class FileTier:
 
     def close(self) -> None:
         """Release directory and lock. No thread may use the store any more."""
+        if self._log is not None:
+            self._log.close()
         os.close(self._lock)
         os.close(self._directory)
+
+    def _make_files(self, settings: FileTierSettings, shape: SegmentShape) -> DirectoryFiles:
+        """Return the calls of a directory; raises ConfigurationError."""
+        if not settings.max_shared_files:
+            return settings.access.make_files(self._directory)
+        try:
+            self._log = ChangeLog(self._directory, shape.key_bytes)
+            return SharedFiles(self._directory, settings.max_shared_files, self._log)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the file tier's directory {self.directory} cannot be shared ({error.strerror}): "
+                "use a local file system, and end processes of this name that hang"
+            ) from error
 
     def _open(self) -> int:
         """Create the directory if necessary, and open it; raises OSError.
@@ -183,7 +201,8 @@ class FileTier:
                 "user write there, or choose another root"
             ) from error
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kind = fcntl.LOCK_SH if self._max_shared_files else fcntl.LOCK_EX
+            fcntl.lockf(lock, kind | fcntl.LOCK_NB)
             found = os.pread(lock, MAX_ABOUT_BYTES, 0)
             if not found:
                 os.pwrite(lock, expected, 0)
@@ -228,7 +247,7 @@ class FileTier:
             return
         made = self._open()
         try:
-            if os.listdir(made):
+            if os.listdir(made) and not self._max_shared_files:
                 raise OSError(errno.ENOTEMPTY, "another one is in its place, and is not empty")
             lock = self._take(made)
             self.store.forget_all()
