@@ -330,6 +330,7 @@ class AsyncKVCacheClient(AsyncStepClient):
     get_block_ids = awaited(KVCacheClient.get_block_ids)
     usage = awaited(KVCacheClient.usage)
     reset_prefix_cache = awaited(KVCacheClient.reset_prefix_cache)
+    begin_model_epoch = awaited(KVCacheClient.begin_model_epoch)
     evict_blocks = awaited(KVCacheClient.evict_blocks)
     pin_prefix = awaited(KVCacheClient.pin_prefix)
     unpin_prefix = awaited(KVCacheClient.unpin_prefix)

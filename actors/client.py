@@ -153,6 +153,10 @@ class KVCacheClient(StepClient):
         arguments = {"drain": as_bool("drain", drain, RequestError)}
         return self._run(RemoteCall("reset_prefix_cache", arguments, bool))
 
+    def begin_model_epoch(self) -> int:
+        """See `KVCacheManager.begin_model_epoch`."""
+        return self._run(RemoteCall("begin_model_epoch", {}, int))
+
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """See `KVCacheManager.evict_blocks`."""
         ids = as_integers("block_ids", block_ids, at_most=MAX_INT32, error=BlockError)

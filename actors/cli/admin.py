@@ -1,8 +1,8 @@
 """Commands that change a running cluster's cache: `kvcache pin`, `unpin`, `pins`, `clear`.
 
 A pin keeps a prefix cached for a while. `clear` empties the cache. It asks first, and refuses
-if there is no terminal to ask on. With `--drain` it waits until the running requests have finished
-and then advances the model epoch, for weights that have changed.
+if there is no terminal to ask on. For weights that have changed, `--drain` advances the model epoch
+when the running requests have finished, and `--new-weights` at once.
 """
 
 from __future__ import annotations
@@ -126,6 +126,13 @@ def clear(
         bool,
         typer.Option("--drain", help="Wait for running requests, then start the next model epoch."),
     ] = False,
+    new_weights: Annotated[
+        bool,
+        typer.Option(
+            "--new-weights",
+            help="Start the next model epoch at once. Requests go on running and cache no more.",
+        ),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
         float,
@@ -141,19 +148,25 @@ def clear(
         clear_engine(vllm, yes, as_json)
         return
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import ExhaustedError
+    from kvcache.base.errors import ConfigurationError, ExhaustedError
 
+    if drain and new_weights:
+        raise ConfigurationError(
+            "--drain waits for running requests, --new-weights does not: pass one of them"
+        )
     with open_cluster(name) as cluster:
         manager = _manager(cluster)
         if not yes:
-            confirm(cluster.name, manager, drain=drain)
+            confirm(cluster.name, manager, begins_epoch=drain or new_weights)
         with cluster.client(ADMIN_CLIENT) as client:
-            if client.reset_prefix_cache(drain=drain):
+            if new_weights:
+                client.begin_model_epoch()
+            elif client.reset_prefix_cache(drain=drain):
                 pass
             elif not drain:
                 raise ExhaustedError(
                     f"{cluster.name} is not cleared: {_manager(cluster).users()}: let them end, or "
-                    "pass --drain, which waits for them and ends pins"
+                    "pass --drain, which waits for them and ends pins, or --new-weights"
                 )
             else:
                 _await_drained(cluster, manager.model_epoch, timeout)
@@ -268,10 +281,10 @@ def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
     return statistics.manager
 
 
-def confirm(name: str, manager: ManagerStatistics, *, drain: bool) -> None:
+def confirm(name: str, manager: ManagerStatistics, *, begins_epoch: bool) -> None:
     """Ask on the terminal. Raises ConfigurationError unless the answer is yes, and if there is no
     terminal."""
-    more = ", ends all pins, and advances the model epoch" if drain else ""
+    more = ", ends all pins, and advances the model epoch" if begins_epoch else ""
     ask_on_terminal(name, f"{manager.core.num_cached_blocks:,} cached blocks of {name}{more}")
 
 

@@ -291,6 +291,7 @@ class Offloading:
                     self.storing.reset()
                     self.tiers.reset()
                     self._tails.clear()
+                    self._loading.clear()
                     if self._adoption is not None:
                         self._adoption.forget()
 

@@ -277,6 +277,11 @@ class PrefixLoading:
         self._tails.forget(request_id)
         self._forget(request_id)
 
+    def clear(self) -> None:
+        """Forget all wishes, because the cache is emptied. Loads that were sent end as usual."""
+        for request_id in list(self._wishes):
+            self._forget(request_id)
+
     def _forget(self, request_id: str) -> None:
         wish = self._wishes.pop(request_id, None)
         if wish is None:

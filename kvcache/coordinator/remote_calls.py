@@ -240,6 +240,10 @@ class RemoteCalls:
         arguments.require_empty()
         return self._manager.reset_prefix_cache(drain=drain)
 
+    def _begin_model_epoch(self, client_id: str, arguments: _Arguments) -> object:
+        arguments.require_empty()
+        return self._manager.begin_model_epoch()
+
     def _evict_blocks(self, client_id: str, arguments: _Arguments) -> object:
         block_ids = arguments.take_ids("block_ids").tolist()
         arguments.require_empty()
@@ -331,6 +335,7 @@ METHODS: Mapping[str, _Method] = {
     "get_num_common_prefix_blocks": RemoteCalls._common_prefix,
     "usage": RemoteCalls._usage,
     "reset_prefix_cache": RemoteCalls._reset_prefix_cache,
+    "begin_model_epoch": RemoteCalls._begin_model_epoch,
     "evict_blocks": RemoteCalls._evict_blocks,
     "pin_prefix": RemoteCalls._pin_prefix,
     "unpin_prefix": RemoteCalls._unpin_prefix,

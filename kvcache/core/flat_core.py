@@ -682,6 +682,24 @@ class FlatCore:
         in_use = len(c.block) - 1 - self.num_free_blocks()
         if in_use:
             return in_use
+        self._forget_all()
+        if self._lists_cached:
+            self.order = None
+            c.number[HAS_GAPS] = c.number[HAS_POLICY] = 0
+        return 0
+
+    def forget_all(self) -> None:
+        """Forget all contents, although blocks are in use. Running requests cache nothing more."""
+        flags = self.store.columns.row[:, FLAGS]
+        flags[(flags & IS_OPEN) != 0] |= NO_CACHING
+        self._forget_all()
+
+    def stop_hits(self) -> None:
+        """Stop hits and caching until a `reset` succeeds, or until `forget_all`."""
+        self.is_caching = False
+
+    def _forget_all(self) -> None:
+        c = self.store.columns
         self._last = None
         cached = int32_array(np.flatnonzero(c.block[:, NODE]))
         sealed = int32_array([b for _, _, b, is_sealed in self.contents() if is_sealed])
@@ -692,17 +710,9 @@ class FlatCore:
         c.row[:, FLAGS] = (c.row[:, FLAGS] & ~NO_CACHING) | no_caching
         self.steps.clear()
         self._settle()
-        if self._lists_cached:
-            self.order = None
-            c.number[HAS_GAPS] = c.number[HAS_POLICY] = 0
         self.notifier.unlabel(sealed)
         self.notifier.cleared()
         self.is_caching = self.can_hit
-        return 0
-
-    def stop_hits(self) -> None:
-        """Stop hits and caching until a `reset` succeeds."""
-        self.is_caching = False
 
     # --- commands and statistics -------------------------------------------------------------
 

@@ -1,11 +1,12 @@
 """Operations on the whole cache: pins, manual eviction, resets, drains, the model epoch.
 
-Calls and steps of requests do not depend on them. A cache in use is never emptied: a reset is
-refused, a drain waits until the last block is free.
+Calls and steps of requests do not depend on them. While blocks are in use, a reset is refused, and
+a drain waits until the last one is free. Only new weights empty the cache at once.
 
     reset ──▶ in use? ──yes──▶ refused
                 └─no──▶ empty
     drain ──▶ no hits, pins gone ──▶ running requests leave ──▶ empty, next model epoch
+    new weights ──▶ pins gone, empty, next model epoch; running requests cache nothing more
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_plan import make_request
 from kvcache.protocol.commands import Command, Reset
 from kvcache.protocol.step import NewRequest, checked_new
-from kvcache.requests.request import BlockHasher, LoRARequest, Request, TokenIds, copy_request
+from kvcache.requests.request import BlockHasher, LoRARequest, Request, TokenIds
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)
@@ -132,10 +133,15 @@ class CacheControl:
                 self._table.counts()[0],
                 len(self._pins),
             )
-            for hit in self._pins.take_all():
-                self._core.unpin(hit)
-            return self._try_to_empty()
+            self._unpin_all()
         return self._try_to_empty()
+
+    def begin_model_epoch(self) -> int:
+        """Empty the cache although blocks are in use; return the number of the new epoch."""
+        self._unpin_all()
+        self._core.forget_all()
+        self._emptied(has_new_weights=True)
+        return self.model_epoch
 
     def take_commands(self) -> list[Command]:
         """Return the commands since the last call, in order."""
@@ -155,23 +161,25 @@ class CacheControl:
             "is_draining": self.is_draining,
         }
 
+    def _unpin_all(self) -> None:
+        for hit in self._pins.take_all():
+            self._core.unpin(hit)
+
     def _try_to_empty(self) -> bool:
         num_used = self._core.reset()
         if num_used:
             self.num_blocks_refusing_reset = num_used
             return False
+        self._emptied(has_new_weights=self.is_draining)
+        return True
+
+    def _emptied(self, *, has_new_weights: bool) -> None:
         self._admission.record_reset()
-        if self.is_draining:
-            self.is_draining = False
-            self.model_epoch += 1
-            for known in self._table.preempted():
-                old = known.request
-                known.request = copy_request(old, model_epoch=self.model_epoch)
-                known.request.num_preemptions = old.num_preemptions
+        self.is_draining = False
+        self.model_epoch += has_new_weights
         if self._has_workers:
             self._commands += [*self._core.take_commands(), Reset(self.model_epoch)]
         logger.info("the prefix cache is reset: model epoch %d", self.model_epoch)
-        return True
 
 
 def prefix_request(

@@ -574,6 +574,18 @@ class KVCacheManager:
             )
         return is_done
 
+    def begin_model_epoch(self) -> int:
+        """Note that the weights have changed; return the new model epoch.
+
+        Nothing computed before is ever hit again, in any tier, and no request has to end. All
+        cached blocks are free at once, pins end, and a drain ends. Running requests keep their
+        blocks and cache nothing more; if they are preempted, all of their tokens are computed
+        anew. Call it after the last step of the old weights was sent, and send the next step only
+        when every rank has the new ones. Per-request calls take new `Request` objects only with the
+        new epoch.
+        """
+        return self.control.begin_model_epoch()
+
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks, and of cached blocks that continue them.
 

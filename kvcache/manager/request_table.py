@@ -132,10 +132,6 @@ class RequestTable:
         known = self.known.get(request_id)
         return NO_SLOT if known is None else known.slot
 
-    def preempted(self) -> list[KnownRequest]:
-        """Return the known requests without a slot."""
-        return [known for known in self.known.values() if not known.is_running]
-
     def of_client(self, client_index: int) -> list[KnownRequest]:
         """Return the requests of one client, in order of arrival."""
         return [known for known in self.known.values() if known.client_index == client_index]
@@ -328,8 +324,8 @@ class RequestTable:
                 raise InvariantError(f"slot {slot} holds {request}, {known} is known to sit there")
             if known is not None:
                 self._check_row(slot, known)
-        for known in self.preempted():
-            if any(block_ids(known.request.request_id)):
+        for known in self.known.values():
+            if not known.is_running and any(block_ids(known.request.request_id)):
                 raise InvariantError(f"preempted request {known.request.request_id} has blocks")
 
     def dump_state(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> dict[str, object]:

@@ -39,7 +39,7 @@ from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
 from kvcache.protocol.commands import EMPTY_PATCH
 from kvcache.protocol.step import NO_SLOT, NewRequest, Refusal, StepResult
-from kvcache.requests.request import Request
+from kvcache.requests.request import Request, copy_request
 
 NO_ROOM, WAITING, LATER = "no_room", "waiting_for_load", "retry_later"
 """Reasons why a request is not admitted: fields of a `StepResult`."""
@@ -111,6 +111,10 @@ class StepExecutor:
                 self._refuse_rows(plan.rows, is_reserved, answer)
         ahead = step.num_lookahead_tokens
         for known, max_new in plan.resumed:
+            if known.request.namespace.model_epoch != plan.model_epoch:
+                old = known.request  # what tiers keep for this object is of other weights
+                known.request = copy_request(old, model_epoch=plan.model_epoch)
+                known.request.num_preemptions = old.num_preemptions
             wish = NewRequest(
                 known.request.request_id,
                 EMPTY_INT32,

@@ -59,6 +59,7 @@ class StepPlan(NamedTuple):
     finished: tuple[KnownRequest, ...]
     preempted: tuple[KnownRequest, ...]
     rows: RunningRows
+    model_epoch: int
     resumed: tuple[tuple[KnownRequest, int], ...] = ()
     new: tuple[tuple[Request, NewRequest], ...] = ()
     forks: tuple[tuple[KnownRequest, str], ...] = ()
@@ -99,7 +100,7 @@ class StepPlanner:
         running = request.running
         if rollback is None and _has_only_rows(request):
             rows = plan_rows(where, running, client, table, limits)
-            return StepPlan(request, client, None, (), (), rows)
+            return StepPlan(request, client, None, (), (), rows, model_epoch)
         forgotten: set[int] = set()
         waiting: set[int] = set()
         if rollback is not None:
@@ -129,7 +130,9 @@ class StepPlanner:
         if request.forks:
             lost = {id(known) for known in leaving} | forgotten | waiting
             forks = tuple([self._fork(where, f, client, gone, lost) for f in request.forks])
-        return StepPlan(request, client, rollback, finished, preempted, rows, resumed, new, forks)
+        return StepPlan(
+            request, client, rollback, finished, preempted, rows, model_epoch, resumed, new, forks
+        )
 
     def _check_backlog(self, where: str, request: StepRequest, client: ClientSteps) -> None:
         first_failed = request.failed_step if request.failed_step != NO_STEP else request.step

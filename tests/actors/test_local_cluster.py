@@ -334,6 +334,7 @@ def test_requests_can_be_served_call_by_call(make_config: MakeConfig) -> None:
         client.evict_blocks(new.get_block_ids()[0][:1])
         assert client.get_computed_blocks(Request("t", list(range(40))))[1] == 0
         assert client.reset_prefix_cache()
+        assert client.begin_model_epoch() == 1
         assert client.usage() == 0.0
         stats = client.make_prefix_cache_stats()
         assert stats is not None

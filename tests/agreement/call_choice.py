@@ -202,6 +202,10 @@ class CallChoice:
         self._walk.do(ops.ResetPrefixCache(drain=True))
         self._walk.finish([])
 
+    def change_weights(self) -> None:
+        self._walk.do(ops.BeginModelEpoch())
+        self._walk.finish([])
+
     def mistake(self) -> None:
         self._walk.do(ops.Mistake(self._walk.rng.choice(sorted(ops.MISTAKES))), may_fail=True)
         self._walk.finish([])

@@ -37,6 +37,7 @@ class Operation(Enum):
     EVICTIONS = "evict_blocks"
     RESETS = "reset_prefix_cache"
     DRAINS = "reset_prefix_cache(drain=True)"
+    NEW_WEIGHTS = "begin_model_epoch"
     NAMESPACES = "salt, LoRA, tenant"
     IMAGES = "multimodal items"
     MISTAKES = "calls that are refused"

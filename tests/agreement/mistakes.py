@@ -145,6 +145,15 @@ class CachesInspiteOfAnEviction(FlatCore):
         self.store.columns.row[:, flat_core.FLAGS] = flags
 
 
+class CachesWhatOldWeightsComputed(FlatCore):
+    """Requests that run when the weights change still make blocks hittable."""
+
+    def forget_all(self) -> None:
+        flags = self.store.columns.row[:, flat_core.FLAGS].copy()
+        super().forget_all()
+        self.store.columns.row[:, flat_core.FLAGS] = flags
+
+
 class HitsWhatItDrains(FlatCore):
     """A drain does not stop hits."""
 
@@ -211,6 +220,7 @@ MISTAKES = (
     Planted("forgets copies", "not what its tokens demand|disagree", ForgetsCopies),
     Planted("forgets to unlabel", "label", ForgetsUnlabels),
     Planted("caches in spite of an eviction", DISAGREE, CachesInspiteOfAnEviction),
+    Planted("caches what old weights computed", DISAGREE, CachesWhatOldWeightsComputed),
     Planted("hits what it drains", DISAGREE, HitsWhatItDrains),
     Planted(
         "hits states of the open step",

@@ -229,6 +229,12 @@ class ResetPrefixCache:
 
 
 @dataclass(frozen=True)
+class BeginModelEpoch:
+    def apply(self, side: Side) -> Facts:
+        return {"epoch": side.manager.begin_model_epoch()}
+
+
+@dataclass(frozen=True)
 class Step:
     """A whole step; `line` is its line in the log."""
 

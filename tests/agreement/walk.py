@@ -113,6 +113,7 @@ class Walk:
             (0.7, Operation.EVICTIONS, calls.evict),
             (0.2, Operation.RESETS, calls.reset),
             (0.1, Operation.DRAINS, calls.drain),
+            (0.2, Operation.NEW_WEIGHTS, calls.change_weights),
             (0.3, Operation.MISTAKES, calls.mistake),
         ]
         return {

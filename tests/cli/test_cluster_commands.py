@@ -154,6 +154,15 @@ def test_blocks_in_use_are_cleared_only_by_a_drain(cluster: LocalAccess, engine:
     engine.step(new=(new("a"), new("b")))  # for the fixture's end
 
 
+def test_new_weights_wait_for_no_request(cluster: LocalAccess, engine: Engine) -> None:
+    assert "pass one of them" in run("clear", "--yes", "--drain", "--new-weights", exit_code=2)
+    cleared = shown("clear", "--yes", "--new-weights")
+    assert cleared["model_epoch"] == cleared["model_epoch_before"] + 1
+    assert shown("usage")["states"]["cached"] == 0
+    manager = cluster.coordinator_statistics().manager
+    assert manager is not None and manager.num_running_requests == 2
+
+
 def test_an_idle_cache_is_cleared_at_once(cluster: LocalAccess) -> None:
     with cluster.client() as client:
         engine = Engine(client)

@@ -809,6 +809,15 @@ class SlowCore:
         in_use = len(self.blocks) - 1 - self.num_free_blocks()
         if in_use:
             return in_use
+        self.empty()
+        return 0
+
+    def forget_all(self) -> None:
+        self.empty()
+        for row in self.rows.values():
+            row.is_mute = True
+
+    def empty(self) -> None:
         sealed = [block.id for block in self.cached if block.waits_for is None]
         if sealed and self.has_workers:
             self.commands.append(Unlabel(int32_array(sealed)))
@@ -821,7 +830,6 @@ class SlowCore:
         self.cached, self.unheld = [], []
         self.emit(AllBlocksCleared())
         self.hits_stopped = False
-        return 0
 
     def stop_hits(self) -> None:
         self.hits_stopped = True

@@ -183,6 +183,66 @@ def test_a_drain_ends_hits_at_once_and_the_epoch_when_the_last_block_is_free() -
     assert hit(manager, [2] * 8) == 8
 
 
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda s: s.name)
+def test_new_weights_empty_the_cache_at_once_and_no_request_has_to_end(shape: Shape) -> None:
+    manager = make_manager(shape, has_workers=True, enable_kv_cache_events=True)
+    engine = Engine(manager)
+    tokens = list(range(24))
+    cache(manager, "cached", [100 + i for i in range(16)])
+    manager.pin_prefix([100 + i for i in range(16)], ttl_s=1e9)
+    slot = int(engine.step(new=(new("runs", tokens),)).admitted_slots[0])
+    held = manager.get_block_ids("runs")
+    manager.take_commands(), manager.take_events()
+    assert manager.begin_model_epoch() == manager.model_epoch == 1
+    assert manager.take_commands()[-1] == Reset(1)
+    assert AllBlocksCleared() in manager.take_events()
+    assert manager.statistics().num_pins == manager.statistics().core.num_cached_blocks == 0
+    assert manager.get_block_ids("runs") == held
+    assert hit(manager, [100 + i for i in range(16)]) == hit(manager, tokens) == 0
+    # The old request fills blocks, the new one caches its own, in the same step.
+    rows = [row(slot, [5 + i for i in range(16)], 16)]
+    engine.step(*rows, new=(new("later", tokens),), completed_step=1)
+    engine.step(finished=("runs", "later"), completed_step=2)
+    assert hit(manager, tokens) == 24
+    assert hit(manager, [*tokens, *range(5, 21)]) == 24
+    manager.check()
+
+
+@pytest.mark.parametrize("is_preempted_before", [True, False])
+def test_a_request_that_is_resumed_with_new_weights_is_computed_anew(
+    is_preempted_before: bool,
+) -> None:
+    manager = make_manager(FULL)
+    engine = Engine(manager)
+    tokens = list(range(24))
+    engine.step(new=(new("a", tokens),))
+    if is_preempted_before:
+        engine.step(preempted_recompute=("a",), completed_step=1)
+    manager.begin_model_epoch()
+    if not is_preempted_before:
+        engine.step(preempted_recompute=("a",), completed_step=1)
+    result = engine.step(resumed=(resume("a"),))
+    assert (result.num_hit_tokens.tolist(), result.num_scheduled_tokens.tolist()) == ([0], [24])
+    request = manager.get_request("a")
+    assert request is not None
+    assert (request.namespace.model_epoch, request.num_preemptions) == (1, 1)
+    engine.step(completed_step=3)
+    assert hit(manager, tokens) == 24
+
+
+def test_new_weights_end_a_drain() -> None:
+    manager = make_manager(FULL)
+    engine = Engine(manager)
+    engine.step(new=(new("a", list(range(24))),))
+    assert manager.reset_prefix_cache(drain=True) is False
+    assert manager.begin_model_epoch() == 1
+    assert not manager.is_draining
+    engine.step(finished=("a",), completed_step=1)
+    assert manager.model_epoch == 1
+    cache(manager, "b", list(range(24)))
+    assert hit(manager, list(range(24))) == 24
+
+
 def test_a_drain_of_an_idle_cache_is_done_at_once() -> None:
     manager = make_manager()
     cache(manager, "a", [1] * 9)

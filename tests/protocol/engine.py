@@ -14,7 +14,8 @@ import numpy as np
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import StaleEpochError
 from kvcache.client.session import ClientSession, SessionState
-from kvcache.protocol.messages import FromClient
+from kvcache.coordinator.remote_calls import pack_values
+from kvcache.protocol.messages import CallResult, FromClient
 from kvcache.protocol.step import (
     NO_SLOT,
     NO_STEP,
@@ -328,6 +329,53 @@ class Engine:
                 s.num_external = 0
                 s.state, s.tokens, s.drafts, s.computed = "waiting", [], [], 0
         self._completed = self._last = self._last_real = self._void = self.session.next_step - 1
+
+
+class WeightChanger:
+    """A client that only says, at times drawn by a seed, that the weights have changed."""
+
+    sequences: tuple[Sequence, ...] = ()
+
+    def __init__(
+        self, session: ClientSession, random_source: random.Random, num_changes: int
+    ) -> None:
+        self.session = session
+        self.num_changes = self.num_voided = 0
+        self.num_hit_tokens = self.num_drafts = self.num_preempted = self.num_failed_steps = 0
+        self.is_done = False
+        self._random = random_source
+        self._num_left = num_changes
+        self._sent: int | None = None
+
+    def turn(self) -> list[FromClient]:
+        """Read the answer, and begin the next model epoch when it is time."""
+        if self.is_done:
+            return []
+        if self.session.state is SessionState.VOID:
+            self._sent = None
+            return self.session.attach()
+        if self.session.state is not SessionState.ATTACHED:
+            return []
+        try:
+            return self._turn()
+        except StaleEpochError:
+            return []
+
+    def _turn(self) -> list[FromClient]:
+        if self._sent is not None:
+            result = self.session.result(self._sent)
+            if result is None or not self.session.is_applied(self._sent):
+                return []
+            assert isinstance(result, CallResult)
+            self.num_changes += not result.error
+            self._sent = None
+        self.is_done = not self._num_left
+        if self.is_done or self._random.random() > 0.1:
+            return []
+        self._num_left -= 1
+        submitted = self.session.call("begin_model_epoch", pack_values({}))
+        self._sent = submitted.step
+        return list(submitted.messages)
 
 
 def _kept_its_slot(undone: list[tuple[int, str, int, int, list[int]]]) -> bool:

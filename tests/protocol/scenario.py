@@ -83,7 +83,8 @@ class Scenario:
     `disk_stall_share` are slow. `keeps_memory`: host memory outlives its process. `swap_share` of
     the preemptions ask for a swap. With `has_slow_copies`, transfers take time and overtake each
     other. Connections of clients end `num_hang_ups` times, and soon return. `num_visitors` are
-    additional clients that leave with requests running: they say so, or are killed.
+    additional clients that leave with requests running: they say so, or are killed. The weights
+    change `num_weight_changes` times.
     """
 
     seed: int
@@ -108,6 +109,7 @@ class Scenario:
     has_slow_copies: bool = False
     num_hang_ups: int = 0
     num_visitors: int = 0
+    num_weight_changes: int = 0
     faults: NetworkFaults = field(default_factory=NetworkFaults)
 
 
@@ -144,6 +146,7 @@ def random_scenario(seed: int) -> Scenario:
         swap_share=random.Random(seed * 86028121 + 17).choice((0.0, 0.5, 1.0)),
         num_hang_ups=goings.choice((0, 0, 0, 1, 4)),
         num_visitors=goings.choice((0, 0, 0, 1, 2)),
+        num_weight_changes=random.Random(seed * 179424673 + 23).choice((0, 0, 1, 3)),
         faults=NetworkFaults(
             dropped=rng.choice((0.0, 0.05, 0.2)),
             duplicated=rng.choice((0.0, 0.1, 0.3)),

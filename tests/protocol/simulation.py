@@ -55,7 +55,7 @@ from kvcache.recorder import FileStepRecorder, ManagerConfig
 from kvcache.specs import KVCacheConfig
 from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
 from kvcache.worker.files.tier import FileTierSettings
-from tests.protocol.engine import Engine, Sequence
+from tests.protocol.engine import Engine, Sequence, WeightChanger
 from tests.protocol.network import FaultyNetwork, NetworkFaults
 from tests.protocol.scenario import (
     MAX_ENCODER_TOKENS,
@@ -91,8 +91,7 @@ class Cluster:
             scenario.model, scenario.num_blocks, scenario.num_host_blocks, scenario.num_disk_blocks
         )
         self.are_copies_failing = bool(scenario.disk_fail_share or scenario.disk_stall_share)
-        self.num_fetched_tokens = 0
-        self.num_swapped_in = 0
+        self.num_fetched_tokens = self.num_swapped_in = 0
         self.num_loaded_tokens = 0
         self.num_adopted_blocks = 0
         self._max_unacknowledged = self.random.choice((2, 4, 64))
@@ -126,7 +125,10 @@ class Cluster:
         for rank in range(scenario.num_ranks):
             self._start_worker(rank)
         num_engines = scenario.num_clients + scenario.num_visitors
-        self.engines = {f"engine-{i}": self._make_engine(i) for i in range(num_engines)}
+        self.engines: dict[str, Engine | WeightChanger] = {
+            f"engine-{i}": self._make_engine(i) for i in range(num_engines)
+        }
+        self._add_weight_changer()
         going = random.Random(scenario.seed * 15487469 + 5)
         self._hang_ups_s = sorted(going.uniform(0.05, 1.5) for _ in range(scenario.num_hang_ups))
         self._departures_s = {
@@ -345,7 +347,7 @@ class Cluster:
         jobs = [c.job_id for c in message.commands if isinstance(c, WriteExpected)]
         steps[message.client_step] = (message.seq, jobs[0] if jobs else 0)
 
-    def _turn(self, name: str, engine: Engine) -> None:
+    def _turn(self, name: str, engine: Engine | WeightChanger) -> None:
         """Check that progress sent to the client is true of every rank, before the client acts."""
         session = engine.session
         epoch, steps = session.epoch, self._jobs.get((session.epoch, name), {})
@@ -529,13 +531,8 @@ class Cluster:
             num_external = chance.randrange(len(prompt)) if chance.random() < 0.2 else 0
             name = f"engine-{index}/r{i}"
             sequences.append(Sequence(name, prompt, target, salt, num_encoder, num_external))
-        session = ClientSession(
-            f"engine-{index}",
-            SessionSettings(window=4, resend_s=0.1, heartbeat_s=0.5, step_s=60, forward_s=60),
-            self.clock,
-        )
         return Engine(
-            session,
+            self._make_session(f"engine-{index}"),
             rng,
             sequences,
             fail_share=self.scenario.fail_share,
@@ -544,6 +541,18 @@ class Cluster:
             swap_share=self.scenario.swap_share,
             keeps_states=any(spec.num_state_blocks is not None for spec in specs),
         )
+
+    def _add_weight_changer(self) -> None:
+        if self.scenario.num_weight_changes:
+            changes = random.Random(self.scenario.seed * 198491317 + 29)
+            session = self._make_session("weights")
+            self.engines["weights"] = WeightChanger(
+                session, changes, self.scenario.num_weight_changes
+            )
+
+    def _make_session(self, name: str) -> ClientSession:
+        settings = SessionSettings(window=4, resend_s=0.1, heartbeat_s=0.5, step_s=60, forward_s=60)
+        return ClientSession(name, settings, self.clock)
 
     def _finish(self) -> None:
         """Check that no byte is wrong, nothing is left, and the state is consistent."""

@@ -713,6 +713,19 @@ def test_a_reset_advances_the_saved_model_epoch_before_it_is_answered() -> None:
     assert state is not None and state.model_epoch == 6
 
 
+def test_new_weights_are_saved_before_they_are_answered_while_requests_run() -> None:
+    bench = Bench(MemoryStateStore(SmallState(model_epoch=5))).run()
+    bench.attach()
+    request = {"request_id": "r", "token_ids": int32_array(range(9))}
+    call(bench, 1, "allocate_slots", request=request, num_new_tokens=9)
+    message = Call("c", 2, 1, -1, "begin_model_epoch", pack_values({}))
+    out = bench.coordinator.on_client_message(message)
+    assert unpack_values(only(out, CallResult)[0].result) == 6
+    assert only(out, StepCommands)[0].commands[-1] == Reset(6)
+    state = bench.store.load()
+    assert state is not None and state.model_epoch == 6
+
+
 def test_a_closed_coordinator_says_nothing_any_more() -> None:
     bench = Bench().run()
     bench.coordinator.close()

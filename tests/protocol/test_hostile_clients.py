@@ -251,6 +251,7 @@ WANTED = {
     "get_block_ids": ("request_id",),
     "get_num_common_prefix_blocks": ("request", "num_running_requests"),
     "reset_prefix_cache": ("drain",),
+    "begin_model_epoch": (),
     "evict_blocks": ("block_ids",),
     "pin_prefix": ("token_ids", "ttl_s"),
     "unpin_prefix": ("pin_id",),

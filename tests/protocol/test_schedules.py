@@ -20,11 +20,15 @@ from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import ACCEPTED, OPENED
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.running import ROW
+from kvcache.offload import keys
+from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.protocol.delivery import CommandReceiver, CommandWindow, ReceivedCommands
 from kvcache.protocol.messages import Ack, FromClient, StepCommands
 from kvcache.protocol.step_delivery import StepReceiver
 from kvcache.requests.request import Request
+from kvcache.worker.host_memory.segment import HostSegment
 from tests.core.builders import run_one_by_one
+from tests.protocol.engine import WeightChanger
 from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, Scenario, random_scenario
 from tests.protocol.simulation import simulate
@@ -108,6 +112,42 @@ def turns_red(num_seeds: int = 12, model: str = "full", first_seed: int = 0) -> 
 @pytest.mark.parametrize("model", ["full", "mla, chunk, align", "chunk, cross, none"])
 def test_with_all_rules_the_rough_schedules_are_green(model: str) -> None:
     assert not turns_red(6, model)
+
+
+def new_weights(seed: int) -> Scenario:
+    """Return a schedule in which the weights change often, with all tiers, restarts and swaps."""
+    scenario = random_scenario(seed)
+    return replace(scenario, num_weight_changes=1 + seed % 8, num_restarts=seed % 3)
+
+
+@pytest.mark.seeds(12, long=1000)
+def test_no_schedule_hits_what_other_weights_computed(seed: int) -> None:
+    simulate(new_weights(seed))
+
+
+def test_the_schedules_of_new_weights_reach_what_they_are_meant_to_reach() -> None:
+    clusters = [simulate(new_weights(seed)) for seed in range(20)]
+    engines = [engine for cluster in clusters for engine in cluster.engines.values()]
+    assert sum(e.num_changes for e in engines if isinstance(e, WeightChanger)) > 40
+    assert sum(e.num_hit_tokens for e in engines) > 100
+    assert sum(cluster.num_loaded_tokens for cluster in clusters) > 0
+    assert sum(cluster.num_kept_blocks for cluster in clusters) > 0
+
+
+def test_a_device_that_keeps_old_bytes_turns_the_simulation_red(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FlatCore, "forget_all", lambda self: None)
+    assert any_is_red(map(new_weights, range(20)))
+
+
+def test_tiers_that_keep_old_bytes_turn_the_simulation_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    fold = keys._fold
+    monkeypatch.setattr(keys, "_fold", lambda n, size: fold(replace(n, model_epoch=0), size))
+    assert not any_is_red(map(new_weights, range(10))), "the tiers are emptied"
+    monkeypatch.setattr(TierHierarchy, "reset", lambda self: None)
+    monkeypatch.setattr(HostSegment, "reset", lambda self, model_epoch: None)
+    assert any_is_red(map(new_weights, range(40)))
 
 
 def comings_and_goings(seed: int, model: str = "full") -> Scenario:

@@ -171,7 +171,7 @@ class RecordedLife:
             self.withdraw,
             self._visit,
             self._be_refused,
-            lambda: self._caller.reset_prefix_cache(self.rng.random() < 0.5),
+            self._reset,
         ]
         if self.rng.random() < 0.7:
             with suppress(RequestError):
@@ -221,6 +221,13 @@ class RecordedLife:
 
     def _look(self) -> None:
         self.rng.choice([self._caller.usage, self._caller.make_prefix_cache_stats])()
+
+    def _reset(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.1:
+            self._caller.begin_model_epoch()
+        else:
+            self._caller.reset_prefix_cache(chance < 0.5)
 
     def _evict(self) -> None:
         ids = [self.rng.randrange(1, self._num_blocks + 3) for _ in range(4)]
