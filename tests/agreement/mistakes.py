@@ -235,7 +235,7 @@ MISTAKES = (
     ),
     Planted(
         "seals before the step of another client",
-        DISAGREE + "|before its parent",
+        DISAGREE + "|before its parent|label command",
         patches=((steps, "settle_notes", lambda core, notes, serial, waiting: len(notes)),),
     ),
     Planted(
