@@ -7,13 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import InvariantError, NotEnoughMemoryError, PlanMismatchError
-from kvcache.worker.host_memory import shared_memory
+from kvcache.worker.host_memory import first_touch, shared_memory
+from kvcache.worker.host_memory.first_touch import SLICE_BYTES, FirstTouch
 from kvcache.worker.host_memory.labels import HostLabels, SlotState
 from kvcache.worker.host_memory.segment import UNKNOWN_MODEL_EPOCH, HostSegment, SegmentShape
 from kvcache.worker.host_memory.shared_memory import available_memory_bytes, make_memory
@@ -282,3 +284,38 @@ def test_shapes_that_cannot_be_are_refused() -> None:
         replace(SHAPE, widths=(1,) * 300)
     assert isinstance(SHAPE, SegmentShape)
     assert isinstance(make_segment(), HostSegment)
+
+
+def mapped_bytes(segment: HostSegment) -> int:
+    """How much of a segment this process has mapped so far, by the kernel's account."""
+    start = f"{segment.memory.ctypes.data:x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(start) for line in lines)
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+
+
+def test_all_memory_is_mapped_in_the_background_and_keeps_its_bytes() -> None:
+    segment = make_segment(replace(SHAPE, num_slots=100_000))
+    assert segment.shape.size_bytes % SLICE_BYTES
+    segment.tensors[0][::1000] = 3
+    before = mapped_bytes(segment)
+    touch = FirstTouch(segment.memory)
+    assert touch.wait(60)
+    assert before < touch.num_bytes == mapped_bytes(segment) == segment.shape.size_bytes
+    assert np.flatnonzero(segment.tensors[0].any(axis=1)).tolist() == list(range(0, 100_000, 1000))
+
+
+def test_a_closed_segment_is_mapped_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make_segment(replace(SHAPE, num_slots=100_000))
+    may_map, map_slice = Event(), first_touch.map_slice
+
+    def map_later(address: int, length: int) -> bool:
+        assert may_map.wait(60)
+        return map_slice(address, length)
+
+    monkeypatch.setattr(first_touch, "map_slice", map_later)
+    touch = FirstTouch(segment.memory)
+    touch.end_soon()
+    may_map.set()
+    touch.close()
+    assert touch.num_bytes <= SLICE_BYTES < segment.shape.size_bytes

@@ -66,6 +66,7 @@ from kvcache.worker.files.old_layouts import RankPlace, remove_in_background
 from kvcache.worker.files.shared import position_in
 from kvcache.worker.files.store import NUM_DIRECTORIES
 from kvcache.worker.files.tier import FileTier, FileTierSettings
+from kvcache.worker.host_memory.first_touch import FirstTouch
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import Rows
 from kvcache.worker.host_memory.segment import PRIVATE, HostSegment, SegmentShape, open_segment
@@ -159,6 +160,7 @@ class RankMemory:
                 self._host.close()
                 raise
         self._tiers = tiers
+        self._first_touch = FirstTouch(self._host.segment.memory)
         runner: CopyRunner = InlineCopies()
         if setting.options.is_asynchronous:
             runner = CopyThread(
@@ -287,6 +289,7 @@ class RankMemory:
 
     def close(self) -> None:
         """Give segment and directory back; the memory service has the segment still."""
+        self._first_touch.close()
         self._jobs.close()
 
     # --- jobs

@@ -210,6 +210,11 @@ class HostSegment:
             memory[: len(expected)] = expected
 
     @property
+    def memory(self) -> ByteArray:
+        """All bytes, head and labels too."""
+        return self._bytes
+
+    @property
     def descriptor(self) -> int:
         """A descriptor that another process can map; valid until `close`."""
         return self._descriptor
