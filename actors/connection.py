@@ -34,7 +34,7 @@ from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults
 from kvcache.client.session import ClientSession, SessionSettings, SessionState, Submitted
 from kvcache.config import ClusterConfig
-from kvcache.protocol.messages import Attached, CallResult, FailedForward, FromClient, ToClient
+from kvcache.protocol.messages import CallResult, FailedForward, FromClient, ToClient
 from kvcache.protocol.step import StepResult
 from kvcache.protocol.wire import decode, encode
 
@@ -315,14 +315,6 @@ class SessionView:
     def client_id(self) -> str:
         """The name under which steps are counted, including this incarnation."""
         return self._connection.session.client_id
-
-    @property
-    def attached(self) -> Attached:
-        """The coordinator's answer to the last attach: epoch, plan, model epoch."""
-        attached = self._connection.session.attached
-        if attached is None:
-            raise NotRunningError(f"client {self.client_id} has not attached yet")
-        return attached
 
     @property
     def is_attached(self) -> bool:

@@ -132,11 +132,6 @@ class ClientSession:
         return self._state
 
     @property
-    def attached(self) -> Attached | None:
-        """The coordinator's answer when this client last attached."""
-        return self._attached
-
-    @property
     def epoch(self) -> int:
         """The epoch of the last attachment, 0 before the first."""
         return self._epoch

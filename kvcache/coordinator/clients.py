@@ -65,11 +65,6 @@ class ClientLedger:
         """Whether no step was executed yet."""
         return self.receiver.next_step == self._first_step
 
-    @property
-    def finished_step(self) -> int:
-        """Every step up to this one is finished on every rank."""
-        return self._finished_step
-
     def on_heard(self, now_s: float) -> None:
         """Record a message of the client: it is alive and has a connection."""
         self.heard_s = now_s

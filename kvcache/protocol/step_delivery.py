@@ -91,11 +91,6 @@ class StepReceiver:
         """The number that is taken next."""
         return self._next_step
 
-    @property
-    def num_stored(self) -> int:
-        """Answers that the client has not acknowledged."""
-        return len(self._answers)
-
     def skip_to(self, next_step: int) -> None:
         """Expect `next_step` next; lower numbers that were not taken are void."""
         self._next_step = max(self._next_step, next_step)
@@ -161,9 +156,6 @@ class StepWindow:
         self._waiting_since_s = 0.0
         self._asked_step = 0
         self.num_resent = 0
-
-    def __len__(self) -> int:
-        return len(self._pending)
 
     @property
     def next_step(self) -> int:

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from kvcache.base.clock import Clock
 from kvcache.base.errors import ConfigurationError, OutOfBlocksError
 from kvcache.manager import KVCacheManager
-from kvcache.offload import TierHierarchy
 from kvcache.requests.request import Request
 from kvcache.simulate.counting import CountingOptions, counted_config, make_counted_manager
 from kvcache.simulate.tier_traffic import TierSizes, TierTraffic
@@ -104,11 +103,6 @@ class TierCounter:
         self.manager: KVCacheManager = make_counted_manager(device, *sizes)
         self.traffic = TierTraffic(self.manager, counted_config(device, *sizes), tiers, clock)
         self._count = TierPrefillCount(workload.name, self._block_size)
-
-    @property
-    def hierarchy(self) -> TierHierarchy:
-        """The tiers below the device."""
-        return self.traffic.hierarchy
 
     def count(
         self, on_progress: Callable[[TierPrefillCount], None] = lambda statistics: None

@@ -336,12 +336,6 @@ class TenantLedger:
         """Count blocks of the tenant that came out of use, or went into use (negative)."""
         self._move(account, 0, change)
 
-    def clear(self) -> None:
-        """Make every block free and empty."""
-        self.owners[:] = UNOWNED
-        for account in self._by_name.values():
-            self._move(account, -account.num_blocks, -account.num_unheld)
-
     # --- statistics -------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[TenantStatistics, ...]:
