@@ -343,6 +343,23 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
+def test_a_processor_with_other_instructions_starts_cold(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1, 2), (5, 6, 7))
+    seal(memory, 0, 1)
+    move(memory, "spills", (0, 1))
+    memory.close()
+    has_amx = torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx)
+    other = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    found = other.inventory()
+    other.close()
+    assert (found.slot_keys, found.file_keys) == ({}, ())
+
+
 def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memories = [RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]

@@ -423,7 +423,8 @@ def test_an_owner_in_another_process_is_killed_at_any_moment(start: Start, name:
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"begun\n"
             end_s = time.monotonic() + 0.5 + draw.random()
-            while time.monotonic() < end_s:
+            num_runs = engine.num_requests + 50
+            while time.monotonic() < end_s or engine.num_requests < num_runs:
                 engine.peers.refresh()
                 num_loaded += engine.run(draw.choice("abcdefgh"), draw.randrange(5, 30))
             owner.kill()

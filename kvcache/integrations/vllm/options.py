@@ -130,7 +130,8 @@ class EngineSetting:
 
     def fingerprint(self, layers: str) -> str:
         """Return the hex digest under which a rank's memory is believed: of another model, weight
-        revision or layout it differs. `layers` says names, shapes and types of the tensors."""
+        revision or layout it differs. `layers` says names, shapes and types of the tensors, and how
+        the processor has them laid out."""
         told = f"{LABELS}|{self.model_identity}|{self.groups}|{self.num_ranks}|{layers}"
         return hashlib.sha256(told.encode()).hexdigest()
 

@@ -144,7 +144,7 @@ class RankMemory:
         self._rows = _rows_of(kv_caches, setting.num_blocks)
         pool = RegisteredPool(self._rows, setting.num_blocks)
         layers = [(name, tuple(t.shape[1:]), t.dtype) for name, t in kv_caches.items()]
-        fingerprint = setting.fingerprint(str(layers))
+        fingerprint = setting.fingerprint(f"{layers}|{_instruction_sets()}")
         self._host = _open_host(setting, rank, fingerprint, pool)
         self.origin = self._host.segment.origin
         self._host.labels.withdraw_unsealed()
@@ -526,6 +526,11 @@ def _open_files(
         max_queued_blocks=settings.max_queued_blocks,
     )
     return Tiers(host, pool, tier)
+
+
+def _instruction_sets() -> str:
+    """Return what the processor can do: vLLM's CPU backend lays keys out by it."""
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.cpu._is_amx_tile_supported()}"
 
 
 def _rows_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
