@@ -459,6 +459,27 @@ def test_without_its_directory_a_replica_goes_on(
     assert caplog.text.count("files of other replicas are not looked at") == 2
 
 
+def test_damaged_changes_end_no_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    walk, draw = TwoRanks(tmp_path, 0), random.Random(0)
+    path = tmp_path / "rank0" / "changes"
+    walk.directory = SharedDirectory([DirectoryFollower(str(path.parent), 0, 36)])
+    for _ in range(60):
+        walk.ranks[0].write(draw.choice(KEYS))
+        data = bytearray(path.read_bytes())
+        if draw.random() < 0.2:
+            path.write_bytes(data[: draw.randrange(len(data))])
+        else:
+            data[-draw.randrange(1, 40)] ^= 0xFF
+            path.write_bytes(data)
+        walk.now_s += 1
+        walk.directory.follow(walk.tiers, walk.now_s)
+        walk.ranks[0].remove(draw.choice(KEYS))
+    walk.tiers.check()
+    assert "following the files of other replicas failed; the engine goes on" in caplog.text
+    last = DirectoryFollower(str(tmp_path / "rank0"), -1, 36)
+    assert last.changes() is None
+
+
 def write_on_and_on(root: Path, seed: int, said: Connection) -> None:
     """Write, read and discard until the process is killed; say when it has begun, and each error
     that must not be."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvcache.base.arrays import int32_array
 from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.block_labels import block_labels
+from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.step_messages import Inventory
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey
@@ -32,6 +33,7 @@ class SharedDirectory:
         self._ranks: dict[OffloadKey, int] = {}  # which ranks have the file of a key, a bit each
         self._look_at_s = 0.0
         self._problems: dict[int, str] = {}
+        self._errors = ObserverErrors()
 
     @staticmethod
     def of(inventories: Iterable[Inventory]) -> SharedDirectory | None:
@@ -55,6 +57,12 @@ class SharedDirectory:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
+        try:
+            self._follow(tiers)
+        except Exception as error:  # of damaged bytes, for which the engine must not end
+            self._errors.note("following the files of other replicas", error)
+
+    def _follow(self, tiers: TierHierarchy) -> None:
         before: dict[OffloadKey, int] = {}
         for rank, follower in enumerate(self._followers):
             for name, is_there in self._changes(rank, follower).items():

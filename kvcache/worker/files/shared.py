@@ -276,10 +276,13 @@ class DirectoryFollower:
         if end == start:
             return {}
         self._position = end
-        if not start < end <= start + RING:
+        if not 0 <= start < end <= start + RING:
             return None
         found: Changes = {}
-        for data in self._read(start, end):
+        pieces = list(self._read(start, end))
+        if sum(map(len, pieces)) != (end - start) * self._entry_bytes:
+            return None
+        for data in pieces:
             for place in range(0, len(data), self._entry_bytes):
                 entry = data[place : place + self._entry_bytes]
                 found[entry[:-1]] = bool(entry[-1])
