@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.vllm.conftest import Engine, Segment, Starter
-from tests.vllm.test_connector import HITS, MEMORY, PROMPTS
+from tests.vllm.test_connector import FULL_BLOCKS, HITS, MEMORY, PROMPTS
 
 pytestmark = pytest.mark.vllm
 
@@ -51,6 +52,27 @@ def test_what_one_engine_computes_the_other_loads_even_when_the_first_is_killed(
     second.reset()
     again = second.generate(PROMPTS)
     assert (again.cached, again.tokens) == (HITS, cold.tokens)
+    second.kill()
+
+
+def test_two_engines_share_one_directory_and_write_each_block_once(
+    start: Starter, new_name: Callable[[], str], tmp_path: Path
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "64MiB", "write": "on_store"}
+    offload = {"host_memory_per_rank": "64MiB", "keeps_memory": False, "disk": disk}
+    name = new_name()
+    first, second = (start({"name": name, "replica": i, "offload": offload}) for i in (0, 1))
+    cold = first.generate(PROMPTS)
+    for probe in PROBES[:20]:  # steps, in which blocks go on to files
+        first.generate([probe], 1)
+    written = {path: path.stat().st_ino for path in tmp_path.rglob("*.kvb")}
+    assert len(written) > len(PROMPTS) * FULL_BLOCKS
+    assert len({path.parents[1] for path in written}) == 1
+    first.kill()
+    loaded = second.generate(PROMPTS)
+    assert (loaded.cached, loaded.tokens) == (HITS, cold.tokens)
+    second.generate(PROBES[:3], 1)
+    assert {path: path.stat().st_ino for path in written} == written
     second.kill()
 
 
