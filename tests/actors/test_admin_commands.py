@@ -39,7 +39,7 @@ def shown(*arguments: str) -> Any:
 
 def test_commands_ask_the_actors_and_change_the_cache(cluster: KVCacheCluster) -> None:
     with cluster.client() as client:
-        request = NewRequest("a", int32_array(PROMPT), max_new_tokens=1)
+        request = NewRequest("a", int32_array(PROMPT), max_new_tokens=len(PROMPT))
         first = client.step(StepRequest(new=(request,)))
         client.wait_finished(first.step)
         client.step(StepRequest(completed_step=first.step))
