@@ -28,10 +28,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
 # The same rule inside packages with many modules.
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
-        ("entry_queue", "ranked_queue", "reuse_table", "guard"),
-        ("policy", "cohorts"),
-        ("lru", "history_policy", "use_history"),
-        ("hazard", "outside_policy", "ranked_policies"),
+        ("entry_queue", "ranked_queue"),
+        ("policy",),
+        ("lru", "history_policy"),
+        ("adaptive", "outside_policy", "ranked_policies"),
         ("registry",),
     ),
     "tenants": (

@@ -315,8 +315,8 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
         ),
         (
             {"cache": {"eviction_policy": "mru"}},
-            "cache.eviction_policy: unknown eviction policy 'mru': choose one of arc, fifo, "
-            "hazard, lfu, lfu_da, lru, lru2, s3fifo, slru, twoq",
+            "cache.eviction_policy: unknown eviction policy 'mru': choose one of "
+            "adaptive, arc, lru, lru2, s3fifo",
         ),
         (
             {"name": "two words"},

@@ -162,8 +162,8 @@ class FlatCore:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         if settings.use_eagle:
             require_eagle_support(specs)
-        policy_name, policies = settings.eviction_policy, settings.policies
-        require_eviction_policy(policy_name, policies)
+        policies = settings.policies
+        policy_name = require_eviction_policy(settings.eviction_policy, policies)
         self.sizes = [spec.block_size for spec in specs]
         self.store = store = ColumnStore(
             config.num_blocks,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -99,8 +100,8 @@ P = TypeVar("P", bound="HistoryPolicy")
 class Member:
     """The data of a policy about an entry that is inserted, or in use.
 
-    `line` and `rank` are its place, or its place when it was used. `num_uses`, `turn` and
-    `is_lru_hit` belong to the policy.
+    `line` and `rank` are its place, or its place when it was used. `num_uses` belongs to the
+    policy.
     """
 
     entry: int
@@ -109,8 +110,6 @@ class Member:
     line: int = 0
     rank: Rank = (0.0, 0)
     num_uses: int = 1
-    turn: int = 0
-    is_lru_hit: bool = False
 
 
 class Victim(NamedTuple):
@@ -149,6 +148,9 @@ class HistoryPolicy(ABC):
         self._look_ahead: LookAhead | None = None  # until the first call
 
     # --- for subclasses ------------------------------------------------------------------------
+
+    def _note_uses(self, names: Sequence[Name]) -> None:  # noqa: B027 - most need none
+        """Record contents that come out of use, before they are placed."""
 
     @abstractmethod
     def _place_new(self, member: Member, name: bytes | None) -> None:
@@ -197,8 +199,10 @@ class HistoryPolicy(ABC):
 
     def insert(self, entries: Entries) -> None:
         self._settle()
-        for entry in index_array(entries).tolist():
-            info = self._book.describe(entry)
+        entries = index_array(entries).tolist()
+        infos = [self._book.describe(entry) for entry in entries]
+        self._note_uses([_name(*one) for one in zip(entries, infos, strict=True)])
+        for entry, info in zip(entries, infos, strict=True):
             used = self._in_use.pop(_name(entry, info), None)
             member = used or Member(entry, entry, None)
             if used is None:
@@ -248,18 +252,13 @@ class HistoryPolicy(ABC):
         twin._line_blocks = self._line_blocks.copy()
         return twin
 
-    def _note_chosen(self, victim: Victim) -> None:  # noqa: B027 - most wait
-        """Record what will be evicted unless it is put back."""
-
     def _take(self, num_entries: int) -> list[Victim]:
         """Remove the next victims."""
         taken: list[Victim] = []
         going: dict[int, int] = {}
         while len(taken) < num_entries and self._members:
             entry, info = self._take_next(going)
-            victim = Victim(self._drop(entry), info)
-            self._note_chosen(victim)
-            taken.append(victim)
+            taken.append(Victim(self._drop(entry), info))
             if info.parent is not None:
                 going[info.parent] = going.get(info.parent, 0) + 1
                 self._unpark(info.parent)

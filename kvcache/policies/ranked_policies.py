@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from kvcache.policies.entry_queue import Entries
 from kvcache.policies.history_policy import Member, RankedPolicy
 from kvcache.policies.policy import EntryBook
 
 _NAMES_PER_BLOCK = 2
-"""LFU and LRU-2 remember an evicted content until this many capacities were evicted after it."""
+"""LRU-2 remembers an evicted content until this many capacities were evicted after it."""
 
 
 class GhostList:
@@ -53,67 +52,6 @@ class GhostList:
         return list(self._values)
 
 
-class FIFOPolicy(RankedPolicy):
-    """First in, first out: the oldest content goes first, however often it was used since."""
-
-    def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.rank = 0.0, self._stamp()
-
-    def _place_used(self, member: Member) -> None:
-        """The entry keeps its place."""
-
-    def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """Evicted contents are forgotten."""
-
-
-class LFUPolicy(RankedPolicy):
-    """Least frequently used: the least often used goes first, among equals the least recent.
-
-    Uses before an eviction count, for twice as many contents as there are blocks.
-    """
-
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
-        self._ghosts = GhostList()
-
-    def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.num_uses = 1 + (self._ghosts.take(name) or 0)
-        member.rank = float(member.num_uses), self._stamp()
-
-    def _place_used(self, member: Member) -> None:
-        member.num_uses += 1
-        member.rank = float(member.num_uses), self._stamp()
-
-    def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        self._ghosts.add(name, member.num_uses)
-        self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
-
-
-class AgeingLFUPolicy(RankedPolicy):
-    """Least frequently used, with ageing: new uses count from the value of the last victim on.
-
-    So formerly popular contents go in the end (Arlitt, Cherkasova, Dilley, Friedrich, Jin,
-    "Evaluating content management techniques for web proxy caches", 2000). Evicted contents are
-    forgotten.
-    """
-
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
-        self._age = 0.0
-
-    def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.rank = self._age + 1, self._stamp()
-
-    def _place_used(self, member: Member) -> None:
-        member.num_uses += 1
-        member.rank = self._age + member.num_uses, self._stamp()
-
-    def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        self._age = max(self._age, member.rank[0])
-
-
 class LRU2Policy(RankedPolicy):
     """LRU-2: evicts by the last use but one; entries used only once go first.
 
@@ -136,87 +74,6 @@ class LRU2Policy(RankedPolicy):
     def _note_evicted(self, member: Member, name: bytes | None) -> None:
         self._ghosts.add(name, member.rank[1])
         self._ghosts.trim(_NAMES_PER_BLOCK * self._room_blocks)
-
-
-_PROBATION, _PROTECTED = 0, 1
-_PROTECTED_SHARE = 0.8
-"""Share of the capacity that may be protected."""
-
-
-class SLRUPolicy(RankedPolicy):
-    """Segmented LRU: contents used again are protected from contents used once.
-
-    After Karedla, Love, Wherry, "Caching strategies to improve disk system performance" (1994).
-
-        new ──▶ probation ──▶ victims       used again: to the end of the protected
-                  ▲   │                     too many protected: their first to the end of probation
-                  └── protected
-    """
-
-    num_lines = 2
-
-    def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.line, member.rank = _PROBATION, (0.0, self._stamp())
-
-    def _place_used(self, member: Member) -> None:
-        member.line, member.rank = _PROTECTED, (0.0, self._stamp())
-
-    def insert(self, entries: Entries) -> None:
-        super().insert(entries)
-        protected = self._lines[_PROTECTED]
-        limit = _PROTECTED_SHARE * self._room_blocks
-        while protected and self._line_blocks[_PROTECTED] > limit:
-            self._move(protected.pop(), _PROBATION, (0.0, self._stamp()))
-
-    def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        """Evicted contents are forgotten."""
-
-    def _pop_next(self) -> int:
-        return (self._lines[_PROBATION] or self._lines[_PROTECTED]).pop()
-
-
-_A1IN, _AM = 0, 1
-_A1IN_SHARE = 0.25
-_A1OUT_SHARE = 0.5
-"""Shares of the capacity for new contents and for remembered names: the paper's choice."""
-
-
-class TwoQPolicy(RankedPolicy):
-    """2Q: new contents wait in a queue; only those that return after an eviction are kept by
-    recency.
-
-    After Johnson, Shasha, "2Q: a low overhead high performance buffer management replacement
-    algorithm" (1994), the full version: uses while a content waits in the first queue count as one,
-    since they are often close to each other.
-
-        new ──▶ A1in (FIFO) ──▶ victims, their names remembered in A1out ──comes back──▶ Am (LRU)
-    """
-
-    num_lines = 2
-
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
-        self._a1out = GhostList()
-
-    def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.line = _A1IN if self._a1out.take(name) is None else _AM
-        member.rank = 0.0, self._stamp()
-
-    def _place_used(self, member: Member) -> None:
-        if member.line == _AM:
-            member.rank = 0.0, self._stamp()
-
-    def _pop_next(self) -> int:
-        new, kept = self._lines
-        limit = _A1IN_SHARE * self._room_blocks
-        is_full = self._line_blocks[_A1IN] > limit
-        return (new if new and (is_full or not kept) else kept).pop()
-
-    def _note_evicted(self, member: Member, name: bytes | None) -> None:
-        if member.line == _A1IN:
-            self._a1out.add(name, 0)
-            self._a1out.trim(int(_A1OUT_SHARE * self._room_blocks))
 
 
 _T1, _T2 = 0, 1

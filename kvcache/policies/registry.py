@@ -11,46 +11,52 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from kvcache.base.errors import ConfigurationError, shown
-from kvcache.policies.hazard import HazardPolicy
+from kvcache.base.logs import get_logger
+from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.outside_policy import OutsidePolicy
 from kvcache.policies.policy import EntryBook, EvictionPolicy
 from kvcache.policies.ranked_policies import (
-    AgeingLFUPolicy,
     ARCPolicy,
-    FIFOPolicy,
-    LFUPolicy,
     LRU2Policy,
     S3FIFOPolicy,
-    SLRUPolicy,
-    TwoQPolicy,
 )
+
+logger = get_logger(__name__)
 
 PolicyFactory: TypeAlias = Callable[[int, EntryBook], EvictionPolicy]
 """Makes a policy for entries below a capacity; a book describes the entries."""
 
 EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {
+        "adaptive": AdaptivePolicy,
         "arc": ARCPolicy,
-        "fifo": FIFOPolicy,
-        "hazard": HazardPolicy,
-        "lfu": LFUPolicy,
-        "lfu_da": AgeingLFUPolicy,
         "lru": LRUPolicy,
         "lru2": LRU2Policy,
         "s3fifo": S3FIFOPolicy,
-        "slru": SLRUPolicy,
-        "twoq": TwoQPolicy,
     }
 )
 """The policies that come with the package."""
+
+SUCCESSORS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("fifo", "hazard", "lfu", "lfu_da", "slru", "twoq"), "adaptive")
+)
+"""Names of former policies, which are still accepted, and what serves in their place."""
 
 
 def require_eviction_policy(
     name: str, policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES
 ) -> str:
-    """Return `name`; raises ConfigurationError, which lists the known policies, if it is
-    unknown."""
+    """Return `name`, or its successor with a warning if the policy was removed; raises
+    ConfigurationError, which lists the known policies, if it is unknown."""
+    if isinstance(name, str) and name not in policies and SUCCESSORS.get(name) in policies:
+        logger.warning(
+            "the eviction policy %s was removed, and %s takes its place: name that one, because "
+            "the next version refuses the old name",
+            name,
+            SUCCESSORS[name],
+        )
+        return SUCCESSORS[name]
     if not isinstance(name, str) or name not in policies:
         raise ConfigurationError(
             f"unknown eviction policy {shown(name)}: choose one of {', '.join(sorted(policies))}"

@@ -47,10 +47,10 @@ def refused(*arguments: str | Path) -> str:
 
 
 def test_a_table_has_a_row_for_each_policy_and_a_column_for_each_capacity(trace: Path) -> None:
-    arguments = ("-p", "lru", "-p", "lfu", "-b", "12", "-b", "1_000", "-b", "unlimited", "-j", "1")
+    arguments = ("-p", "lru", "-p", "lru2", "-b", "12", "-b", "1_000", "-b", "unlimited", "-j", "1")
     shown, _ = run(trace, *arguments)
     assert "trace.jsonl: 15 requests, 90 blocks of 512 tokens, 30 of them different" in shown
-    for text in ("12", "1,000", "unlimited", "lru", "lfu", "optimum"):
+    for text in ("12", "1,000", "unlimited", "lru", "lru2", "optimum"):
         assert text in shown
     shown, _ = run(trace, *arguments, "--no-optimum")
     assert "optimum" not in shown
@@ -192,7 +192,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
 
 def test_invalid_options_are_refused_with_a_remedy(trace: Path, tmp_path: Path) -> None:
     assert refused(trace, "-p", "lra").startswith(
-        "unknown eviction policy 'lra': choose one of arc, "
+        "unknown eviction policy 'lra': choose one of adaptive, arc, "
     )
     assert refused(trace, "-b", "9") == (
         "trace.jsonl, line 13: the request needs 10 blocks of 512 tokens, more than the 9 of the "

@@ -405,7 +405,7 @@ def test_stored_events_say_all_that_a_router_needs() -> None:
     assert two.namespace == request.namespace
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
 @pytest.mark.seeds(10)
 def test_a_pool_does_what_counting_says(seed: int, policy: str) -> None:
     rng = random.Random(seed)

@@ -25,8 +25,6 @@ class Seat:
     since: int = 0
     uses: int = 1
     worth: float = 0
-    turn: int = 0
-    is_lru_hit: bool = False
 
 
 @dataclass
@@ -87,14 +85,11 @@ class SlowPolicy:
     def pick(self, standing: list[Seat]) -> Seat:
         return min(standing, key=lambda seat: seat.since)
 
-    def chosen(self, names: list[bytes]) -> None:
-        """Record contents that will be evicted unless they are put back."""
-
     def evicted(self, seat: Seat, names: list[bytes]) -> None:
         """Record contents that were evicted."""
 
-    def after_insert(self) -> None:
-        """Restore the invariants of the lines."""
+    def before_insert(self, names: Sequence[object]) -> None:
+        """Record contents that come out of use."""
 
     def now(self) -> int:
         self.clock += 1
@@ -113,8 +108,11 @@ class SlowPolicy:
             self.evicted(seat, names)
         self.gone.clear()
         self.due.clear()
-        for entry in entries:
-            info = self.book.describe(entry)
+        infos = [self.book.describe(entry) for entry in entries]
+        self.before_insert(
+            [e if i.content is None else i.content for e, i in zip(entries, infos, strict=True)]
+        )
+        for entry, info in zip(entries, infos, strict=True):
             name = entry if info.content is None else info.content
             known = [seat for seat in self.in_use if seat.name == name]
             self.in_use = [seat for seat in self.in_use if seat.name != name]
@@ -126,7 +124,6 @@ class SlowPolicy:
                 self.seat_new(seat, names_of(info))
             self.sit_down(seat)
         self.room = max(self.room, len(self.seats))
-        self.after_insert()
 
     def remove(self, entries: Sequence[int]) -> None:
         for entry in entries:
@@ -147,7 +144,6 @@ class SlowPolicy:
             info = self.book.describe(entry)
             names = names_of(info)
             self.gone.append((self.leave(entry), names))
-            self.chosen(names)
             chosen.append(entry)
             if info.parent is not None:
                 going.append(info.parent)
@@ -213,50 +209,6 @@ class SlowLRU(SlowPolicy):
     pass
 
 
-class SlowFIFO(SlowPolicy):
-    def seat_used(self, seat: Seat) -> None:
-        pass
-
-
-class SlowLFU(SlowPolicy):
-    def start(self) -> None:
-        self.memory = Memory()
-
-    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
-        known = self.memory.take(names)
-        seat.uses = 1 + (min(known) if is_mostly(known, names) else 0)
-        seat.since = self.now()
-
-    def seat_used(self, seat: Seat) -> None:
-        seat.uses += 1
-        seat.since = self.now()
-
-    def pick(self, standing: list[Seat]) -> Seat:
-        return min(standing, key=lambda seat: (seat.uses, seat.since))
-
-    def evicted(self, seat: Seat, names: list[bytes]) -> None:
-        self.memory.add(names, seat.uses)
-        self.memory.trim(2 * self.room)
-
-
-class SlowAgeingLFU(SlowPolicy):
-    def start(self) -> None:
-        self.age = 0.0
-
-    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
-        seat.worth, seat.since = self.age + 1, self.now()
-
-    def seat_used(self, seat: Seat) -> None:
-        seat.uses += 1
-        seat.worth, seat.since = self.age + seat.uses, self.now()
-
-    def pick(self, standing: list[Seat]) -> Seat:
-        return min(standing, key=lambda seat: (seat.worth, seat.since))
-
-    def evicted(self, seat: Seat, names: list[bytes]) -> None:
-        self.age = max(self.age, seat.worth)
-
-
 class SlowLRU2(SlowPolicy):
     def start(self) -> None:
         self.memory = Memory()
@@ -275,52 +227,6 @@ class SlowLRU2(SlowPolicy):
     def evicted(self, seat: Seat, names: list[bytes]) -> None:
         self.memory.add(names, seat.since)
         self.memory.trim(2 * self.room)
-
-
-class SlowSLRU(SlowPolicy):
-    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
-        seat.line, seat.since = "probation", self.now()
-
-    def seat_used(self, seat: Seat) -> None:
-        seat.line, seat.since = "protected", self.now()
-
-    def after_insert(self) -> None:
-        while self.blocks_in("protected") > 0.8 * self.room:
-            waiting = [*self.due, *self.parked]
-            protected = [
-                seat
-                for seat in self.seats
-                if seat.line == "protected" and seat.entry not in waiting
-            ]
-            if not protected:
-                return
-            first = min(protected, key=lambda seat: seat.since)
-            first.line, first.since = "probation", self.now()
-
-    def pick(self, standing: list[Seat]) -> Seat:
-        return min(standing, key=lambda seat: (seat.line == "protected", seat.since))
-
-
-class SlowTwoQ(SlowPolicy):
-    def start(self) -> None:
-        self.a1out = Memory()
-
-    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
-        seat.line = "am" if is_mostly(self.a1out.take(names), names) else "a1in"
-        seat.since = self.now()
-
-    def seat_used(self, seat: Seat) -> None:
-        if seat.line == "am":
-            seat.since = self.now()
-
-    def pick(self, standing: list[Seat]) -> Seat:
-        first = "a1in" if self.blocks_in("a1in") > 0.25 * self.room else "am"
-        return min(standing, key=lambda seat: (seat.line != first, seat.since))
-
-    def evicted(self, seat: Seat, names: list[bytes]) -> None:
-        if seat.line == "a1in":
-            self.a1out.add(names, 0)
-            self.a1out.trim(self.room // 2)
 
 
 class SlowS3FIFO(SlowPolicy):
@@ -382,12 +288,7 @@ class SlowARC(SlowPolicy):
 
 SLOW_POLICIES: dict[str, type[SlowPolicy]] = {
     "arc": SlowARC,
-    "fifo": SlowFIFO,
-    "lfu": SlowLFU,
-    "lfu_da": SlowAgeingLFU,
     "lru": SlowLRU,
     "lru2": SlowLRU2,
     "s3fifo": SlowS3FIFO,
-    "slru": SlowSLRU,
-    "twoq": SlowTwoQ,
 }

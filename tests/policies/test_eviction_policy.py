@@ -7,7 +7,14 @@ import random
 import pytest
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.policies import EVICTION_POLICIES, make_eviction_policy
+from kvcache.policies import (
+    EVICTION_POLICIES,
+    LRUPolicy,
+    make_eviction_policy,
+    require_eviction_policy,
+)
+from kvcache.policies.registry import SUCCESSORS
+from tests.manager.managers_under_test import FULL, make_manager
 from tests.policies.books import WrittenBook, evict
 
 NUM_ENTRIES = 200
@@ -17,9 +24,20 @@ def test_an_unknown_policy_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(ConfigurationError) as error:
         make_eviction_policy("random", 10, WrittenBook())
     assert str(error.value) == (
-        "unknown eviction policy 'random': choose one of arc, fifo, hazard, lfu, lfu_da, lru, "
-        "lru2, s3fifo, slru, twoq"
+        "unknown eviction policy 'random': choose one of adaptive, arc, lru, lru2, s3fifo"
     )
+
+
+@pytest.mark.parametrize("name", sorted(SUCCESSORS))
+def test_a_removed_policy_is_replaced_with_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        manager = make_manager(FULL, 20, eviction_policy=name)
+    assert f"the eviction policy {name} was removed, and adaptive takes its place" in caplog.text
+    assert manager.usage == 0
+    own = {**EVICTION_POLICIES, name: LRUPolicy}
+    assert require_eviction_policy(name, own) == name
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))

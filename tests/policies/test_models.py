@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from kvcache.policies import EVICTION_POLICIES, guard
+from kvcache.policies import EVICTION_POLICIES
 from tests.policies import slow
 from tests.policies.cache import Cache
-from tests.policies.slow_hazard import SlowHazard
+from tests.policies.slow_adaptive import SlowAdaptive
 
-SLOW_POLICIES = {**slow.SLOW_POLICIES, "hazard": SlowHazard}
+SLOW_POLICIES = {**slow.SLOW_POLICIES, "adaptive": SlowAdaptive}
 
 
 def make_cache(name: str, rng: random.Random, *, has_names: bool = True) -> Cache:
@@ -22,11 +22,6 @@ def make_cache(name: str, rng: random.Random, *, has_names: bool = True) -> Cach
         capacity=rng.choice([6, 15, 30]),
         has_names=has_names,
     )
-
-
-@pytest.fixture(autouse=True)
-def guard_that_allows_something_to_a_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_BUDGET_PER_BLOCK", 0.02)
 
 
 def test_every_policy_has_a_slow_one() -> None:

@@ -33,7 +33,7 @@ from kvcache.recorder.segments import SegmentLimits
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import Cluster
 
-POLICIES = ("lru", "s3fifo", "arc", "hazard", "lfu")
+POLICIES = ("lru", "s3fifo", "arc", "adaptive", "lru2")
 
 
 class WatchedRecorder(FileStepRecorder):

@@ -109,8 +109,8 @@ def test_the_better_policy_is_chosen_at_the_size_that_is_paid() -> None:
         "early": HitCurve([(10, 0.2), (1_000, 0.3)]),
         "late": HitCurve([(10, 0.1), (1_000, 0.6)]),
     }
-    curves = {"fifo": curves["early"], "arc": curves["late"]}
-    for budget, policy in ((12.0, "fifo"), (1_000.0, "arc")):
+    curves = {"lru2": curves["early"], "arc": curves["late"]}
+    for budget, policy in ((12.0, "lru2"), (1_000.0, "arc")):
         (found,) = best_candidates(curves, memory(budget), Speeds(), TOKENS_PER_BLOCK, 10)
         assert found.cache.policy == policy
 

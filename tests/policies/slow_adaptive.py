@@ -1,0 +1,127 @@
+"""The adaptive policy, slow and obvious: a list of records, and a list of names for each order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.policies.slow import Seat, SlowPolicy
+
+DELAYS = (0.0, 0.5, 1.0)
+HALF_LIVES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 32.0)
+NUM_ORDERS = 10
+
+
+@dataclass
+class Record:
+    name: object
+    stamp: int = 0
+    uses: int = 0
+    line: str = ""
+    was_hit: bool = False
+    worths: list[float] = field(default_factory=lambda: [-np.inf] * len(HALF_LIVES))
+
+
+class SlowAdaptive(SlowPolicy):
+    """For caches so small that all contents are simulated."""
+
+    def start(self) -> None:
+        self.records: list[Record] = []
+        self.num_uses = self.ruling = 0
+        self.hits, self.num_simulated, self.num_requests = [0.0] * NUM_ORDERS, 0.0, 0.0
+        self.lines_used: list[str] = []
+        self.lines_reused: list[str] = []
+        self.inside: list[dict[object, float]] = [{} for _ in range(NUM_ORDERS)]
+
+    def before_insert(self, names: Sequence[object]) -> None:
+        cached = [seat.name for seat in self.in_use]
+        names = list(dict.fromkeys(names))
+        self.forget([name for name in names if isinstance(name, int) and name not in cached])
+        batch = []
+        for name in names:
+            known = [record for record in self.records if record.name == name]
+            record = known[0] if known else Record(name)
+            self.records = [r for r in self.records if r.name != name] + [record]
+            self.lines_reused += [record.line] if known else []
+            self.num_uses += 1
+            record.stamp, record.was_hit = self.num_uses, name in cached
+            record.uses += 1
+            batch.append(record)
+        mean = (len(self.lines_reused) + 1) / (len(self.lines_used) + 50)
+        for place, record in enumerate(batch):
+            record.line = line_of(batch, place)
+            reused, used = (
+                lines.count(record.line) for lines in (self.lines_reused, self.lines_used)
+            )
+            weight = 2 * np.log2((reused + 100 * mean) / (used + 100) / mean)
+            record.worths = [
+                float(np.logaddexp2(worth, record.stamp / (half_life * self.capacity) + weight))
+                for worth, half_life in zip(record.worths, HALF_LIVES, strict=True)
+            ]
+        self.lines_used += [record.line for record in batch]
+        if batch:
+            self.simulate(batch)
+        gain = 0.001 * max(self.num_simulated, 10 * self.capacity)
+        gain += 0.5 * self.num_simulated / max(1, self.num_requests)
+        if max(self.hits) > self.hits[self.ruling] + gain:
+            self.ruling = self.hits.index(max(self.hits))
+            for seat in self.seats:
+                seat.worth = self.worth(seat)
+        self.forget([record.name for record in self.records[: -64 * self.capacity]])
+
+    def simulate(self, batch: list[Record]) -> None:
+        fading = 0.5 ** (len(batch) / (16 * self.capacity))
+        self.num_simulated = self.num_simulated * fading + len(batch)
+        self.num_requests = self.num_requests * fading + 1
+        room = max(self.room, len(self.seats) + len(batch))
+        for order, inside in enumerate(self.inside):
+            num_hits = sum(record.name in inside for record in batch)
+            self.hits[order] = self.hits[order] * fading + num_hits
+            for record in batch:
+                inside[record.name] = self.key(record, order, was_hit=record.name in inside)
+            if len(inside) > room + room // 16:
+                kept = sorted(inside, key=lambda name: inside[name])[-room:]
+                self.inside[order] = {name: inside[name] for name in kept}
+
+    def key(self, record: Record, order: int, *, was_hit: bool) -> float:
+        if order >= len(DELAYS):
+            return record.worths[order - len(DELAYS)]
+        return record.stamp - (0 if was_hit else DELAYS[order] * self.capacity + 0.25)
+
+    def worth(self, seat: Seat) -> float:
+        for record in self.records:
+            if record.name == seat.name:
+                return self.key(record, self.ruling, was_hit=record.was_hit)
+        return -np.inf
+
+    def forget(self, names: list[object]) -> None:
+        self.records = [record for record in self.records if record.name not in names]
+        for inside in self.inside:
+            for name in names:
+                inside.pop(name, None)
+
+    def seat_new(self, seat: Seat, names: list[bytes]) -> None:
+        seat.worth, seat.since = self.worth(seat), self.now()
+
+    def seat_used(self, seat: Seat) -> None:
+        self.seat_new(seat, [])
+
+    def pick(self, standing: list[Seat]) -> Seat:
+        return min(standing, key=lambda seat: (seat.worth, seat.since))
+
+
+def line_of(batch: list[Record], place: int) -> str:
+    """Return the class of one of these contents, which came together, the tail first."""
+    uses = batch[place].uses
+    if uses > 1:
+        return f"used {next((limit for limit in (2, 3, 4, 8, 16, 64) if uses <= limit), 'more')}"
+    first, behind = place, place
+    while first > 0 and batch[first - 1].uses == 1:
+        first -= 1
+    while behind < len(batch) and batch[behind].uses == 1:
+        behind += 1
+    continues = len(batch) > behind + 1 and batch[behind + 1].uses > 1
+    length = max(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= behind - first)
+    return f"new {length} {continues}"

@@ -1,0 +1,129 @@
+"""The adaptive policy: it learns which order serves a load, also when that shifts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcache.base.clock import VirtualClock
+from kvcache.policies import EVICTION_POLICIES
+from kvcache.policies.adaptive import DELAYS, AdaptivePolicy, classify
+from kvcache.simulate import MooncakeTrace, Workload, generate
+from kvcache.simulate.counting import CountingOptions, count_prefill_hits
+from kvcache.simulate.workload import LimitedWorkload
+from tests.policies.books import WrittenBook, evict
+from tests.policies.cache import Cache
+from tests.policies.slow_adaptive import SlowAdaptive
+
+TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
+
+
+def hit_rate(workload: Workload, num_blocks: int, policy: str = "adaptive") -> float:
+    options = CountingOptions(num_blocks, eviction_policy=policy, hash_algorithm="xxh3_128")
+    return count_prefill_hits(workload, options, VirtualClock()).hit_rate
+
+
+class Contents:
+    """Contents used one after another, in a cache that evicts by the policy."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.book = WrittenBook()
+        self.policy = AdaptivePolicy(num_entries, self.book)
+        self.free = list(range(num_entries))
+        self.entry_of: dict[int, int] = {}
+
+    def use(self, content: int) -> bool:
+        """Return whether it was a hit."""
+        entry = self.entry_of.get(content)
+        if entry is not None:
+            self.policy.remove([entry])
+            self.policy.insert([entry])
+            return True
+        if not self.free:
+            gone = evict(self.policy, 1)
+            self.free += gone
+            self.entry_of = {c: e for c, e in self.entry_of.items() if e not in gone}
+        entry = self.entry_of[content] = self.free.pop()
+        self.book.hold(entry, content)
+        self.policy.insert([entry])
+        return False
+
+
+def test_popular_contents_stay_while_others_pass_and_are_let_go_when_that_ends() -> None:
+    contents, rng = Contents(100), random.Random(1)
+
+    def serve(popular: range, count: int) -> float:
+        hits = []
+        for number in range(count):
+            content = rng.choice(popular) if number % 5 == 0 else rng.randrange(10**6, 10**9)
+            hits.append(contents.use(content))
+        return sum(hits[-1_000:]) / 200
+
+    assert contents.policy.ruling == 0
+    assert serve(range(80), 8_000) > 0.8  # LRU: 100 others pass between most uses
+    assert contents.policy.ruling >= len(DELAYS)
+    assert serve(range(80, 160), 12_000) > 0.8
+
+
+def test_recent_contents_stay_where_recency_is_all() -> None:
+    contents, rng = Contents(100), random.Random(1)
+    recent: list[int] = []
+    hits = []
+    for number in range(8_000):
+        is_new = number < 90 or rng.random() < 0.3
+        recent.append(number if is_new else rng.choice(recent))
+        recent = recent[-90:]
+        hits.append((contents.use(recent[-1]), is_new))
+    assert all(hit or is_new for hit, is_new in hits[:500])
+    lost = sum(not (hit or is_new) for hit, is_new in hits)
+    assert lost < 0.02 * len(hits)
+
+
+def test_classes_tell_lengths_continuations_and_uses_apart() -> None:
+    num_uses = np.array([1, 1, 1, 3, 2, 1, 5, 1, 1, 1, 1])
+    assert classify(num_uses).tolist() == [9, 9, 9, 17, 16, 0, 19, 2, 2, 2, 2]
+    assert classify(np.array([64, 65, *[1] * 300])).tolist() == [21, 22, *[7] * 300]
+
+
+def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
+    cache = Cache(
+        random.Random(3), EVICTION_POLICIES["adaptive"], SlowAdaptive, capacity=15, has_names=True
+    )
+    ruled = set()
+    for _ in range(30):
+        cache.walk(20)
+        assert isinstance(cache.policy, AdaptivePolicy) and isinstance(cache.slow, SlowAdaptive)
+        assert cache.policy.ruling == cache.slow.ruling
+        ruled.add(cache.policy.ruling)
+    assert len(ruled) > 1
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+def test_the_hit_rate_on_the_beginning_of_the_conversation_trace() -> None:
+    opening = LimitedWorkload(MooncakeTrace(TRACE), 1_500)
+    assert hit_rate(opening, 1_500) > 1.2 * hit_rate(opening, 1_500, "lru")
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"),
+    [
+        pytest.param(1_000, 0.079, marks=pytest.mark.long),
+        pytest.param(5_000, 0.168, marks=pytest.mark.long),
+        pytest.param(10_000, 0.2326, marks=pytest.mark.long),
+        pytest.param(30_000, 0.334, marks=pytest.mark.long),
+        pytest.param(50_000, 0.356, marks=pytest.mark.long),
+        pytest.param(100_000, 0.3637, marks=pytest.mark.long),
+    ],
+)
+def test_hit_rates_on_the_conversation_trace(num_blocks: int, expected: float) -> None:
+    assert hit_rate(MooncakeTrace(TRACE), num_blocks) >= expected - 0.0005
+
+
+@pytest.mark.parametrize(("kind", "least_gain"), [("chat", -0.002), ("retrieval", 0.02)])
+def test_hits_on_generated_loads(kind: str, least_gain: float) -> None:
+    workload = generate(kind, seed=3, num_requests=1_000)
+    assert hit_rate(workload, 800) >= hit_rate(workload, 800, "lru") + least_gain
