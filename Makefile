@@ -46,6 +46,7 @@ test-interop: setup
 # The stock vLLM generates with our connector, in an environment of its own.
 test-vllm: setup
 	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/vllm/install.sh .venv-vllm
+	PIP_ARGS="$(PIP_ARGS)" PYTHON="$(PYTHON)" bash tests/interop/install.sh .venv-interop
 	$(BIN)/python -m pytest tests/vllm -m vllm
 
 # Configurations, replicas, the completions server, the page and the site, as people start them.

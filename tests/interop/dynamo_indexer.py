@@ -14,22 +14,26 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from tests.interop.published_cluster import (
-    MODEL,
-    PATIENCE_S,
-    Answer,
-    Prompt,
-    PublishedCluster,
-    free_endpoint,
-)
+from tests.interop.published_cluster import MODEL, PATIENCE_S, Answer, Prompt, free_endpoint
 
 TIERS: Final = {"device": "GPU", "host_pinned": "CPU", "disk": "STORAGE"}
 """Our names of the tiers in its dumps."""
 
 _INSTANCE: Final = 1
 _REPLY_S: Final = 30.0
+
+
+class Publisher(Protocol):
+    """What an indexer subscribes to."""
+
+    @property
+    def endpoint(self) -> str: ...
+    @property
+    def replay_endpoint(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
 
 
 class DynamoIndexer:
@@ -69,15 +73,15 @@ class DynamoIndexer:
         """Return the end of its log."""
         return self._log.read_text(errors="replace")[-4000:]
 
-    def register(self, cluster: PublishedCluster, rank: int = 0) -> None:
-        """Subscribe to a cluster's publisher, as that of a data-parallel rank."""
+    def register(self, publisher: Publisher, rank: int = 0) -> None:
+        """Subscribe to a publisher, as that of a data-parallel rank."""
         self.post(
             "/register",
             instance_id=_INSTANCE,
-            endpoint=cluster.endpoint,
-            replay_endpoint=cluster.replay_endpoint,
+            endpoint=publisher.endpoint,
+            replay_endpoint=publisher.replay_endpoint,
             model_name=MODEL,
-            block_size=cluster.block_size,
+            block_size=publisher.block_size,
             dp_rank=rank,
         )
 

@@ -8,24 +8,26 @@ import os
 import selectors
 import signal
 import struct
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcache.events.translation import short_hash
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.process import end
+from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.worker.host_memory.labels import SlotState, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape
 from tests.vllm.engine_process import MARK
+from tests.vllm.programs import ROOT, fork_server, run, spawn
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """The environment from `make test-vllm`, or a link to one."""
 
@@ -36,11 +38,13 @@ _HEAD = struct.Struct("<8sII64sqqqqq")
 
 
 @pytest.fixture(scope="session")
-def python() -> str:
+def python() -> Iterator[str]:
     """The interpreter of vLLM's environment."""
     if not PYTHON.exists():
         pytest.skip(f"no vLLM in {PYTHON.parent.parent}: run make test-vllm")
-    return str(PYTHON)
+    yield str(PYTHON)
+    fork_server(str(PYTHON)).close()
+    fork_server.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -51,15 +55,13 @@ def model(python: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def made_model(python: str, directory: Path, kind: str = "llama") -> str:
     """Make a tiny random model there."""
-    maker = ROOT / "tests" / "vllm" / "make_model.py"
-    subprocess.run([python, str(maker), str(directory), kind], check=True, timeout=120)
+    run(python, "tests.vllm.make_model", str(directory), kind)
     return str(directory)
 
 
 def make_adapter(python: str, directory: Path, seed: int) -> str:
     """Make a LoRA adapter of the tiny model there, in place of any other."""
-    maker = ROOT / "tests" / "vllm" / "make_adapter.py"
-    subprocess.run([python, str(maker), str(directory), str(seed)], check=True, timeout=120)
+    run(python, "tests.vllm.make_adapter", str(directory), str(seed))
     return str(directory)
 
 
@@ -75,34 +77,18 @@ class Answer:
 class Engine:
     """A running engine. `kill` ends it and all its processes like a crash."""
 
-    def __init__(self, python: str, options: dict[str, Any], log: Path) -> None:
+    def __init__(
+        self, python: str, options: dict[str, Any], log: Path, *, is_forked: bool = True
+    ) -> None:
         self.log = log
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-        }
+        start = fork_server(python).fork if is_forked else partial(spawn, python)
         with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [python, "-m", "tests.vllm.engine_process", json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=ROOT,
-                env=environment,
-                start_new_session=True,
-                bufsize=0,
-            )
+            self.process = start("tests.vllm.engine_process", [json.dumps(options)], errors)
         self._unread = b""
         self._shared: set[Path] = set()  # vLLM's own, which it leaves after a crash
         try:
             self.ready_s = self._answer(START_S)["ready_s"]
-        except AssertionError:
+        except BaseException:
             self.kill()
             raise
         self._shared |= self._shared_files()
@@ -130,7 +116,6 @@ class Engine:
             assert time.monotonic() < deadline_s, "vLLM does not reset its cache"
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         return self._answer(ANSWER_S)
 
@@ -143,7 +128,6 @@ class Engine:
             except ProcessLookupError:
                 continue
         self.process.wait(30)
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
         deadline_s = time.monotonic() + 30
@@ -159,7 +143,6 @@ class Engine:
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         """Return the next answer; raises AssertionError with the end of the log if none comes."""
-        assert self.process.stdout is not None
         deadline_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
@@ -226,9 +209,13 @@ class Starter:
         *,
         module: str = "kvcache.integrations.vllm",
         transfer: dict[str, Any] | None = None,
+        is_forked: bool = True,
         **options: Any,
     ) -> Engine:
-        """Start one, with the connector and its options `extra`, or without it."""
+        """Start one, with the connector and its options `extra`, or without it.
+
+        If not `is_forked`, each of its processes is spawned and imports vLLM, as in production.
+        """
         if extra is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "KVCacheConnector",
@@ -238,15 +225,21 @@ class Starter:
                 "kv_connector_extra_config": extra,
                 **(transfer or {}),
             }
-        options = {"model": self._model, "max_model_len": 1024, "max_num_seqs": 8, **options}
+        chosen = {
+            "model": self._model,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 128 << 20,  # vLLM writes to all of it at start
+            **options,
+        }
         log = self._directory / f"engine{len(self._engines)}.log"
-        engine = Engine(self._python, options, log)
+        engine = Engine(self._python, chosen, log, is_forked=is_forked)
         self._engines.append(engine)
         return engine
 
     def end_all(self) -> None:
         for engine in self._engines:
-            if processes_of_session(engine.process.pid) or engine.process.poll() is None:
+            if processes_of_session(engine.process.pid):
                 engine.kill()
 
 
@@ -300,6 +293,10 @@ class Segment:
     def digests(self) -> list[bytes]:
         """The digests of the sealed slots."""
         return [bytes(self._rows["digest"][slot]) for slot in self.sealed_slots()]
+
+    def event_hashes(self) -> set[int]:
+        """The hashes of the sealed slots, as events have them."""
+        return {short_hash(BlockHash(digest)) for digest in self.digests()}
 
     def groups(self) -> list[int]:
         """The KV cache group of each sealed slot."""

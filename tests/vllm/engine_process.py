@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, controlled line by line; runs in vLLM's environment.
 
-    python engine_process.py '{"model": DIRECTORY, "transfer": {...}, ...}'
+    python -m tests.vllm.engine_process '{"model": DIRECTORY, "kv_transfer_config": {...}, ...}'
 
 Each line of standard input is a command, each answer a line that begins with `MARK`; all other
 output is vLLM's.
@@ -20,8 +20,8 @@ def say(answer: dict[str, Any]) -> None:
     print(f"\n{MARK}{json.dumps(answer)}", flush=True)
 
 
-def main() -> None:
-    options = json.loads(sys.argv[1])
+def main(arguments: str) -> None:
+    options = json.loads(arguments)
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig
     from vllm.inputs import TokensPrompt
@@ -79,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

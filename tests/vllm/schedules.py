@@ -2,16 +2,17 @@
 
     python -m tests.vllm.schedules --seeds 0:50 [--ranks 2] [--scratch DIRECTORY]
 
-Each seed draws a fault and its moment within a load of prompts with shared prefixes: the engine,
-one of several workers or the memory service is killed or stopped for a while, bytes of the host
-segment change, files are damaged, cut or removed. The engine's next answers, or those of the next
-engine if it died, must be the expected tokens, within a deadline. One engine serves seed after seed
-as long as it lives.
+Each seed draws a model, a fault and its moment within a load of prompts with shared prefixes: the
+engine, one of several workers or the memory service is killed or stopped for a while, bytes of the
+host segment change, files are damaged, cut or removed. The engine's next answers, or those of the
+next engine if it died, must be the expected tokens, within a deadline. One engine of each model
+serves seed after seed as long as it lives.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -22,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ FAULTS = (
 FAULTS_OF_RANKS = (*FAULTS, "kill worker", "stop worker")
 """Drawn from when there are several."""
 
+MODELS = ("llama", "llama", "gemma3")
+"""Drawn from; the layers of the last one have sliding windows and full attention in turn."""
+
 DEADLY = ("kill engine", "kill engine core", "kill worker")
 
 
@@ -65,6 +69,7 @@ class Outcome:
     """The results of one seed. `cached`: tokens that its last answer did not compute."""
 
     seed: int
+    model: str
     fault: str
     is_restarted: bool
     cached: int
@@ -85,10 +90,14 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 @dataclass
 class World:
-    """The engine under test and what surrounds it. `expected[i]`: tokens for `prompts_of(i)`."""
+    """The engine under test and what surrounds it. `expected[i]`: tokens for `prompts_of(i)`.
+
+    `start` starts engines on the tiny model of the kind `model`.
+    """
 
     start: Starter
     directory: Path
+    model: str = MODELS[0]
     num_ranks: int = 1
     name: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -151,7 +160,7 @@ class World:
         answer = self.living().generate(prompts_of(seed), NUM_TOKENS)
         assert answer.tokens == self.expected[seed % 4], f"seed {seed}: wrong tokens after {fault}"
         wall_s = time.monotonic() - begun_s
-        return Outcome(seed, fault, is_restarted, sum(answer.cached), wall_s)
+        return Outcome(seed, self.model, fault, is_restarted, sum(answer.cached), wall_s)
 
     def harm(self, fault: str, draw: random.Random) -> None:
         """Execute the drawn action."""
@@ -266,6 +275,28 @@ def _send(process: int, number: int) -> None:
         return
 
 
+def model_of(seed: int) -> str:
+    """Return the model that a seed draws."""
+    return random.Random(f"model {seed}").choice(MODELS)
+
+
+@contextlib.contextmanager
+def opened(model: str, scratch: Path, kept: Path, num_ranks: int) -> Iterator[World]:
+    """Open a world below `scratch`; the model and the expected tokens are kept in `kept`."""
+    files, logs = (scratch / model / name for name in ("files", "logs"))
+    for directory in (files, logs, kept):
+        directory.mkdir(parents=True, exist_ok=True)
+    weights = kept / model
+    if not weights.exists():
+        made_model(str(PYTHON), weights, model)
+    world = World(Starter(str(PYTHON), str(weights), logs), files, model, num_ranks)
+    try:
+        world.expect(kept / f"expected-{model}-{num_ranks}.json")
+        yield world
+    finally:
+        world.close()
+
+
 def main() -> int:
     """Run seeds; return the exit status."""
     parser = argparse.ArgumentParser("python -m tests.vllm.schedules", description=__doc__)
@@ -274,24 +305,17 @@ def main() -> int:
     parser.add_argument("--scratch", help="keeps the model and the expected tokens")
     chosen = parser.parse_args()
     first, _, last = chosen.seeds.partition(":")
-    with tempfile.TemporaryDirectory() as scratch:
-        files, logs = (Path(scratch) / name for name in ("files", "logs"))
+    counts: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         kept = Path(chosen.scratch or scratch)
-        model = kept / "model"
-        for directory in (files, logs):
-            directory.mkdir()
-        if not model.exists():
-            made_model(str(PYTHON), model)
-        world = World(Starter(str(PYTHON), str(model), logs), files, chosen.ranks)
-        counts: Counter[str] = Counter()
-        try:
-            world.expect(kept / f"expected{chosen.ranks}.json")
-            for seed in range(int(first), int(last)):
-                outcome = world.run(seed)
-                counts[outcome.fault] += 1
-                print(outcome, flush=True)
-        finally:
-            world.close()
+        worlds = {
+            model: stack.enter_context(opened(model, Path(scratch), kept, chosen.ranks))
+            for model in set(MODELS)
+        }
+        for seed in range(int(first), int(last)):
+            outcome = worlds[model_of(seed)].run(seed)
+            counts[outcome.model, outcome.fault] += 1
+            print(outcome, flush=True)
     print(f"{sum(counts.values())} seeds, no wrong token: {dict(counts)}")
     return 0
 

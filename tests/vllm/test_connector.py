@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,7 +26,11 @@ SMALL_POOL = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128}
 """Room for five of the eight requests that run at a time: prefills in chunks, and preemptions."""
 
 
-PIPELINE = {"pipeline_parallel_size": 2, "enforce_eager": False}
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},  # traced, without a C++ compiler
+}
 """On CPUs, vLLM makes the tensors between stages only where it compiles the model."""
 
 
@@ -58,7 +62,7 @@ def one_rank(num_ranks: int) -> None:
 @pytest.fixture(scope="module")
 def reference(start: Starter, num_ranks: int) -> dict[str, list[list[int]]]:
     """vLLM's output without a connector."""
-    engine = start(tensor_parallel_size=num_ranks)
+    engine = start(tensor_parallel_size=num_ranks, is_forked=num_ranks == 1)
     found = {"prompts": engine.generate(PROMPTS).tokens}
     if num_ranks == 1:
         found["families"] = engine.generate(FAMILIES, 16).tokens
@@ -83,7 +87,7 @@ def killed(
 ) -> dict[str, Answer]:
     """An engine's output before it was killed: cold, after a reset, after another."""
     extra = {"name": name, "adopt_after_reset": True, **MEMORY}
-    engine = start(extra, tensor_parallel_size=num_ranks)
+    engine = start(extra, tensor_parallel_size=num_ranks, is_forked=False)
     found = {"cold": engine.generate(PROMPTS)}
     engine.reset()
     found["warm"] = engine.generate(PROMPTS)
@@ -104,7 +108,9 @@ def num_sealed(killed: dict[str, Answer], name: str, num_ranks: int) -> int:
 
 @pytest.fixture(scope="module")
 def restarted(start: Starter, num_ranks: int, name: str, num_sealed: int) -> Iterator[Engine]:
-    engine = start({"name": name, **MEMORY}, tensor_parallel_size=num_ranks)
+    engine = start(
+        {"name": name, **MEMORY}, tensor_parallel_size=num_ranks, is_forked=num_ranks == 1
+    )
     yield engine
     engine.kill()
 
@@ -239,7 +245,7 @@ def test_rejected_drafts_are_never_stored(
 ) -> None:
     name = new_name()
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    engine = start({"name": name, **MEMORY}, speculative_config=drafts)
+    engine = start({"name": name, **MEMORY}, speculative_config=drafts, is_forked=False)
     spoken = engine.generate(REPETITIVE, 100)
     assert spoken.tokens == reference["repetitive"]
     engine.generate(REPETITIVE[:1], 1)
@@ -255,17 +261,30 @@ def test_rejected_drafts_are_never_stored(
     engine.kill()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_groups_with_sliding_windows_are_kept_and_survive_a_kill(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    (tmp_path / "files").mkdir()
-    model = made_model(python, tmp_path / "gemma3", "gemma3")
+class Hybrid(NamedTuple):
+    """A model whose layers have sliding windows and full attention, and its output alone."""
+
+    model: str
+    expected: list[list[int]]
+    of_families: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def hybrid(start: Starter, python: str, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+    model = made_model(python, tmp_path_factory.mktemp("gemma3"), "gemma3")
     engine = start(model=model, **SMALL_POOL)
     expected = engine.generate(PROMPTS).tokens
     of_families = engine.generate(FAMILIES[:40], 16).tokens
     engine.kill()
-    disk = {"directory": str(tmp_path / "files"), "capacity_per_rank": "24MiB"}
+    return Hybrid(model, expected, of_families)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_groups_with_sliding_windows_are_kept_and_survive_a_kill(
+    start: Starter, new_name: Callable[[], str], hybrid: Hybrid, tmp_path: Path
+) -> None:
+    model, expected, of_families = hybrid
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "24MiB"}
     extra = {"name": new_name(), "offload": {"host_memory_per_rank": "4MiB", "disk": disk}}
     engine = start(extra, model=model, **SMALL_POOL)
     for is_known in (False, True):
@@ -290,7 +309,7 @@ def test_groups_with_sliding_windows_are_kept_and_survive_a_kill(
         segment.flip_byte(slot, tensor=slot % len(segment.shape.widths))
     assert engine.generate(PROMPTS).tokens == expected
     assert "could not load" in engine.errors()
-    damage(list((tmp_path / "files").rglob("*.kvb"))[::3])
+    damage(list(tmp_path.rglob("*.kvb"))[::3])
     assert engine.generate(FAMILIES[:40], 16).tokens == of_families
     engine.kill()
 
@@ -373,6 +392,20 @@ def test_noise_in_loaded_blocks_changes_tokens(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_noise_in_loaded_blocks_of_a_hybrid_changes_tokens(
+    start: Starter, new_name: Callable[[], str], hybrid: Hybrid
+) -> None:
+    extra = {"name": new_name(), **MEMORY}
+    engine = start(extra, module="tests.vllm.noisy_connector", model=hybrid.model)
+    assert engine.generate(PROMPTS).tokens == hybrid.expected
+    engine.reset()
+    noisy = engine.generate(PROMPTS)
+    engine.kill()
+    assert noisy.cached == HITS
+    assert noisy.tokens != hybrid.expected
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_load_that_hangs_and_writes_later_changes_no_token(
     start: Starter,
     new_name: Callable[[], str],
@@ -407,7 +440,7 @@ def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
     adapter = make_adapter(python, tmp_path, 1)
     extra = {"name": new_name(), **MEMORY}
     lora = {"enable_lora": True, "max_lora_rank": 8}
-    engine = start(extra, **lora)
+    engine = start(extra, is_forked=False, **lora)
     plain, old = engine.generate(PROMPTS), engine.generate(PROMPTS, adapter=adapter)
     assert (old.cached, old.tokens != plain.tokens) == ([0, 0, 0], True)
     engine.reset()
@@ -415,7 +448,7 @@ def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
     assert (warm.cached, warm.tokens) == (HITS, old.tokens)
     engine.kill()
     make_adapter(python, tmp_path, 2)
-    engine = start(extra, **lora)
+    engine = start(extra, is_forked=False, **lora)
     new = engine.generate(PROMPTS, adapter=adapter)
     assert (new.cached, new.tokens != old.tokens) == ([0, 0, 0], True)
     engine.reset()

@@ -16,8 +16,6 @@ from actors.cli.app import app
 from actors.cli.engines import clear_engine, show_status
 from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
 from kvcache.events.publisher import END_MARK
-from kvcache.events.translation import short_hash
-from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.simulate import MooncakeTrace
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import BLOCK, PROMPTS
@@ -85,15 +83,11 @@ def told(mirror: CacheMirror, medium: str) -> dict[int, list[int]]:
     }
 
 
-def kept(name: str) -> set[int]:
-    return {short_hash(BlockHash(digest)) for digest in Segment(name, 0).digests()}
-
-
 def agreed(directory: Path, name: str) -> CacheMirror:
     """Wait until vLLM's stream and the labels in the memory say the same."""
     give_up_s = time.monotonic() + 20
     while True:
-        mirror, held = streamed(directory), kept(name)
+        mirror, held = streamed(directory), Segment(name, 0).event_hashes()
         if set(told(mirror, "CPU")) == held:
             return mirror
         assert time.monotonic() < give_up_s, (told(mirror, "CPU").keys(), held)
