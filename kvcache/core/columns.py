@@ -344,21 +344,18 @@ class ColumnStore:
         if wanted > len(self.columns.ids):
             self.replace(ids=np.zeros(wanted, np.int32))
 
-    def num_spare_nodes(self) -> int:
-        """Return how many nodes can be added without growing."""
-        return self.cells[NUM_SPARE] + len(self.columns.node) - self.cells[NEXT_NODE]
-
     def has_nodes(self, num_more: int) -> bool:
         """Return whether `num_more` nodes fit into the columns and into `index` without growing."""
-        num_indexed = self.cells[NUM_INDEXED] + num_more
-        return num_more <= self.num_spare_nodes() and 2 * num_indexed <= len(self.columns.index)
+        c, cells = self.columns, self.cells
+        num_spare = cells[NUM_SPARE] + len(c.node) - cells[NEXT_NODE]
+        return num_more <= num_spare and 2 * (cells[NUM_INDEXED] + num_more) <= len(c.index)
 
     def reach_nodes(self, num_more: int) -> bool:
         """Make room for `num_more` nodes, up to `max_nodes`; return whether they fit."""
-        lacking = num_more - self.num_spare_nodes()
+        c, cells, size = self.columns, self.cells, len(self.columns.node)
+        lacking = num_more - cells[NUM_SPARE] - size + cells[NEXT_NODE]
         if lacking <= 0:
             return True
-        c, size = self.columns, len(self.columns.node)
         wanted = min(max(size + lacking, size + size // 2), self.max_nodes)
         if wanted > size:
             self.replace(
@@ -367,7 +364,7 @@ class ColumnStore:
                 digest=_grown(c.digest, wanted),
                 mark=_grown(c.mark, wanted),
             )
-        return self.num_spare_nodes() >= num_more
+        return lacking <= wanted - size
 
     def _bind(self) -> None:
         c = self.columns
