@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER: tuple[tuple[str, ...], ...] = (
     ("base",),
     ("specs", "policies", "requests", "config"),
-    ("protocol", "tenants", "planner", "memory_service"),
+    ("protocol", "tenants", "planner", "memory_service", "sharing"),
     ("core",),
     ("manager", "sequences", "offload", "events"),
     ("worker", "coordinator"),

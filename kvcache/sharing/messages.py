@@ -1,0 +1,212 @@
+"""The messages between nodes, engines and the index, and between two nodes.
+
+Each is a msgpack list: version, verb, fields. Every field is checked when a message is read, so a
+message that exists is well-formed. Bounded: at most `MAX_KEYS` keys, `MAX_MESSAGE_BYTES` in all.
+
+| from | to | verb | |
+|---|---|---|---|
+| node | index | hold | blocks that a source has got and lost |
+| index | node | taken | all up to a number; `is_known` false: state everything again |
+| engine | index | ask | who holds these blocks |
+| index | engine | answer | a place for each block |
+| anyone | index | status | |
+| index | anyone | report | |
+| rank | node | want | the bytes of a block |
+| node | rank | give | whether the frames that follow are the block |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import msgpack
+
+from kvcache.base.errors import MalformedMessageError, VersionMismatchError, shown
+
+SHARING_VERSION = 1
+KEY_BYTES = 36
+"""A digest of 32 bytes and a group of 4, as in `kvcache.offload.keys`."""
+
+MAX_KEYS = 8192
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_HOLDERS = 32
+"""Holders in one answer."""
+
+NOBODY = 255
+"""In the places of an answer: no holder."""
+
+SOURCE_BYTES = 16
+MEMORY_BYTES = 32
+MAX_ENDPOINT_LENGTH = 200
+MAX_NUMBER = 2**63 - 1
+
+
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise MalformedMessageError(f"a message about shared blocks: {what}")
+
+
+def _require_keys(keys: bytes) -> None:
+    _require(len(keys) % KEY_BYTES == 0, f"{len(keys)} bytes of keys of {KEY_BYTES} bytes each")
+    _require(len(keys) <= MAX_KEYS * KEY_BYTES, f"more than {MAX_KEYS} keys")
+
+
+def _require_endpoint(endpoint: str) -> None:
+    is_right = endpoint.startswith("tcp://") and len(endpoint) <= MAX_ENDPOINT_LENGTH
+    _require(is_right, f"{shown(endpoint)} is no endpoint")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A source, at `endpoint`, has got the keys `added` and lost the keys `removed` since its
+    message `seq - 1`. `is_first`: it had none before. Only engines whose memory has the same
+    description `memory` can use its blocks. Without keys, it says that the source lives."""
+
+    source: bytes
+    memory: bytes
+    endpoint: str
+    seq: int
+    is_first: bool
+    added: bytes = b""
+    removed: bytes = b""
+
+    def __post_init__(self) -> None:
+        _require(len(self.source) == SOURCE_BYTES, f"a source of {len(self.source)} bytes")
+        _require(len(self.memory) == MEMORY_BYTES, f"a memory of {len(self.memory)} bytes")
+        _require(0 <= self.seq <= MAX_NUMBER, f"number {self.seq}")
+        _require_endpoint(self.endpoint)
+        _require_keys(self.added)
+        _require_keys(self.removed)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The index has a source's messages up to `seq`; or, not `is_known`, it needs the first one."""
+
+    source: bytes
+    seq: int
+    is_known: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """Who but `source` holds these keys in memory of this description?"""
+
+    number: int
+    memory: bytes
+    source: bytes
+    keys: bytes
+
+    def __post_init__(self) -> None:
+        _require_keys(self.keys)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`endpoints[places[i]]` holds key `i` of a question; nobody, if the place is `NOBODY`."""
+
+    number: int
+    endpoints: tuple[str, ...]
+    places: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.endpoints) <= MAX_HOLDERS, f"{len(self.endpoints)} holders")
+        _require(len(self.places) <= MAX_KEYS, f"{len(self.places)} places")
+        for endpoint in self.endpoints:
+            _require(isinstance(endpoint, str), "an endpoint that is no text")
+            _require_endpoint(endpoint)
+        known = {NOBODY, *range(len(self.endpoints))}
+        _require(set(self.places) <= known, "a place that is no holder's")
+
+
+@dataclass(frozen=True)
+class StatusQuestion:
+    """What does the index hold?"""
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """What the index holds, as values for JSON."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Give me a rank's part of the block `key`."""
+
+    number: int
+    rank: int
+    key: bytes
+
+    def __post_init__(self) -> None:
+        _require(len(self.key) == KEY_BYTES, f"a key of {len(self.key)} bytes")
+
+
+@dataclass(frozen=True)
+class Given:
+    """If `is_there`, the next frames are the head of a block's file, and its tensors."""
+
+    number: int
+    is_there: bool
+
+
+Message: TypeAlias = (
+    Holding | Taken | Question | Answer | StatusQuestion | StatusReport | Wanted | Given
+)
+
+_VERBS: dict[str, type[Message]] = {
+    "hold": Holding,
+    "taken": Taken,
+    "ask": Question,
+    "answer": Answer,
+    "status": StatusQuestion,
+    "report": StatusReport,
+    "want": Wanted,
+    "give": Given,
+}
+_NAMES = {kind: verb for verb, kind in _VERBS.items()}
+_TYPES = {
+    "bytes": bytes,
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "dict[str, Any]": dict,
+    "tuple[str, ...]": tuple,
+}
+_FIELDS = {kind: tuple(_TYPES[str(each.type)] for each in fields(kind)) for kind in _VERBS.values()}
+
+
+def pack(message: Message) -> bytes:
+    """Return a message's bytes."""
+    kind = type(message)
+    values = [getattr(message, each.name) for each in fields(kind)]
+    packed: bytes = msgpack.packb([SHARING_VERSION, _NAMES[kind], *values])
+    return packed
+
+
+def unpack(data: bytes) -> Message:
+    """Return the message; raises MalformedMessageError, VersionMismatchError."""
+    _require(len(data) <= MAX_MESSAGE_BYTES, f"{len(data)} bytes")
+    try:
+        values = msgpack.unpackb(data, use_list=False)
+    except Exception as error:
+        raise MalformedMessageError("a message about shared blocks cannot be read") from error
+    _require(type(values) is tuple and len(values) >= 2, "no version, or no verb")
+    if values[0] != SHARING_VERSION:
+        raise VersionMismatchError(
+            f"the other end shares blocks in version {shown(values[0])}, this package in "
+            f"{SHARING_VERSION}: run the same release everywhere"
+        )
+    kind = _VERBS.get(values[1]) if type(values[1]) is str else None
+    _require(kind is not None, f"verb {shown(values[1])}")
+    assert kind is not None
+    found = tuple(type(value) for value in values[2:])
+    _require(found == _FIELDS[kind], f"fields of {values[1]}: {len(found)} of other types")
+    return kind(*values[2:])
+
+
+def split(keys: bytes) -> list[bytes]:
+    """Return the single keys of a message."""
+    return [keys[place : place + KEY_BYTES] for place in range(0, len(keys), KEY_BYTES)]

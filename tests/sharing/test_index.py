@@ -1,0 +1,402 @@
+"""The index of shared blocks against a table that is obviously right, and its messages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from kvcache.base.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
+from kvcache.sharing import block_index, questions
+from kvcache.sharing.access import make_keys, read_keys, require_guarded
+from kvcache.sharing.announcer import HEARTBEAT_S, REPEAT_S, Announcer
+from kvcache.sharing.block_index import SILENCE_S, BlockIndex
+from kvcache.sharing.index_server import IndexServer
+from kvcache.sharing.messages import (
+    KEY_BYTES,
+    MAX_HOLDERS,
+    MAX_KEYS,
+    NOBODY,
+    Answer,
+    Given,
+    Holding,
+    Message,
+    Question,
+    StatusQuestion,
+    StatusReport,
+    Taken,
+    Wanted,
+    pack,
+    split,
+    unpack,
+)
+from kvcache.sharing.questions import REST_S, Questions
+
+MEMORIES = [bytes([i]) * 32 for i in range(2)]
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def source_of(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+def endpoint_of(number: int) -> str:
+    return f"tcp://10.0.0.{number}:1"
+
+
+def question_of(*numbers: int, memory: int = 0, source: int = 99) -> Question:
+    keys = b"".join(map(key_of, numbers))
+    return Question(5, MEMORIES[memory], source_of(source), keys)
+
+
+class Source:
+    """A node that gets and loses blocks, and tells of it."""
+
+    def __init__(self, number: int, memory: int = 0) -> None:
+        self.number, self.memory = number, memory
+        self.held: set[bytes] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        self.held.clear()
+        self.name = random.randbytes(16)
+        self.announcer = Announcer(
+            self.name, MEMORIES[self.memory], endpoint_of(self.number), self.held
+        )
+
+    def change(self, keys: set[bytes]) -> None:
+        self.held.symmetric_difference_update(keys)
+        self.announcer.changed(keys)
+
+
+def test_a_walk_with_lost_messages_and_restarts_ends_in_an_exact_index() -> None:
+    for seed in range(30):
+        random.seed(seed)
+        index, now_s = BlockIndex(), 0.0
+        sources = [Source(i, i % 2) for i in range(4)]
+        for _ in range(150):
+            now_s += random.choice([0.0, 0.1, REPEAT_S])
+            each = random.choice(sources)
+            action = random.random()
+            if action < 0.5:
+                each.change({key_of(random.randrange(12)) for _ in range(3)})
+            elif action < 0.52:
+                each.restart()
+            elif action < 0.54:
+                index = BlockIndex()
+            told = each.announcer.next(now_s)
+            if told is None or random.random() < 0.2:
+                continue
+            for _ in range(random.choice([1, 1, 2])):  # some messages come twice
+                answer = index.hold(unpacked(told, Holding), now_s)
+            if answer is not None and random.random() < 0.8:
+                each.announcer.taken(answer)
+        for _ in range(20):
+            now_s += REPEAT_S
+            index.expire(now_s)
+            for each in sources:
+                told = each.announcer.next(now_s)
+                if told is not None and (answer := index.hold(told, now_s)) is not None:
+                    each.announcer.taken(answer)
+        for memory in (0, 1):
+            found = index.find(question_of(*range(12), memory=memory))
+            of_memory = [each for each in sources if each.memory == memory]
+            for key, place in zip(map(key_of, range(12)), found.places, strict=True):
+                holders = {endpoint_of(each.number) for each in of_memory if key in each.held}
+                named = set() if place == NOBODY else {found.endpoints[place]}
+                assert named <= holders and bool(named) == bool(holders), (seed, key)
+        statistics: dict[str, Any] = index.statistics()
+        assert statistics["num_blocks"] == sum(len(each.held) for each in sources)
+        assert len(statistics["sources"]) == 4
+
+
+def unpacked(message: Message, kind: type) -> Any:
+    found = unpack(pack(message))
+    assert type(found) is kind and found == message
+    return found
+
+
+def told(number: int, seq: int, added: bytes = b"", *, is_first: bool = False) -> Holding:
+    memory = MEMORIES[0]
+    return Holding(source_of(number), memory, endpoint_of(number), seq, is_first, added)
+
+
+def test_the_source_that_holds_most_is_named_and_never_the_one_who_asks() -> None:
+    index = BlockIndex()
+    index.hold(told(1, 1, key_of(1), is_first=True), 0.0)
+    index.hold(told(2, 1, key_of(1) + key_of(2) + key_of(3), is_first=True), 0.0)
+    answer = index.find(question_of(1, 2, 4))
+    assert answer == Answer(5, (endpoint_of(2),), bytes([0, 0, NOBODY]))
+    answer = index.find(question_of(1, 2, 4, source=2))
+    assert answer == Answer(5, (endpoint_of(1),), bytes([0, NOBODY, NOBODY]))
+
+
+def test_a_gap_is_answered_by_asking_for_everything() -> None:
+    index = BlockIndex()
+    assert index.hold(told(1, 7, key_of(1)), 0.0) == Taken(source_of(1), 7, False)
+    assert index.hold(told(1, 8, key_of(1), is_first=True), 0.0) == Taken(source_of(1), 8, True)
+    assert index.hold(told(1, 10, key_of(2)), 0.0) == Taken(source_of(1), 10, False)
+    assert index.find(question_of(1, 2)).places == bytes([0, NOBODY])
+
+
+def test_a_silent_source_is_forgotten() -> None:
+    index = BlockIndex()
+    index.hold(told(1, 1, key_of(1), is_first=True), 0.0)
+    index.hold(told(1, 2), 3.0)
+    assert index.expire(3.0 + SILENCE_S) == 0
+    assert index.expire(3.1 + SILENCE_S) == 1
+    assert index.find(question_of(1)).places == bytes([NOBODY])
+
+
+def test_the_index_is_bounded() -> None:
+    index = BlockIndex(max_blocks=3, max_sources=2)
+    many = b"".join(map(key_of, range(5)))
+    assert index.hold(told(1, 1, many, is_first=True), 0.0) is not None
+    assert index.hold(told(2, 1, many, is_first=True), 0.0) is not None
+    assert index.hold(told(3, 1, many, is_first=True), 0.0) is None
+    statistics = index.statistics()
+    assert (statistics["num_blocks"], statistics["num_left_out_blocks"]) == (3, 7)
+    assert statistics["num_refused_sources"] == 1
+    for number in range(4, 60):
+        index = block_index.BlockIndex() if number == 4 else index
+        index.hold(told(number, 1, key_of(number), is_first=True), 0.0)
+    assert len(index.find(question_of(*range(60))).endpoints) == MAX_HOLDERS
+
+
+def test_an_announcer_says_much_in_several_messages() -> None:
+    held = {key_of(i) for i in range(2 * MAX_KEYS + 5)}
+    announcer, index = Announcer(source_of(1), MEMORIES[0], endpoint_of(1), held), BlockIndex()
+    for _ in range(3):
+        message = announcer.next(0.0)
+        assert message is not None and len(pack(message)) < 1 << 20
+        answer = index.hold(message, 0.0)
+        assert answer is not None
+        announcer.taken(answer)
+    assert announcer.is_known and announcer.next(0.0) is None
+    assert index.statistics()["num_blocks"] == len(held)
+    assert announcer.next(HEARTBEAT_S) == told(1, 4)
+
+
+MESSAGES: list[Message] = [
+    told(1, 3, key_of(4), is_first=True),
+    Taken(source_of(1), 3, True),
+    question_of(1, 2),
+    Answer(5, (endpoint_of(1),), bytes([0, NOBODY])),
+    StatusQuestion(),
+    StatusReport({"num_blocks": 3}),
+    Wanted(1, 0, key_of(3)),
+    Given(1, True),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_is_read_as_it_was_written_and_nothing_else_is(message: Message) -> None:
+    data = pack(message)
+    assert unpack(data) == message
+    random.seed(1)
+    for _ in range(300):
+        damaged = bytearray(data)
+        damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
+        try:
+            unpack(bytes(damaged[: random.choice([None, random.randrange(len(damaged))])]))
+        except (MalformedMessageError, VersionMismatchError):
+            continue
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [1],
+        [1, "hold"],
+        [1, b"hold", *[0] * 7],
+        [1, "steal"],
+        [1, "want", 1, 0, b"short"],
+        [1, "want", True, 0, key_of(1)],
+        [1, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES + 1)],
+        [1, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES * (MAX_KEYS + 1))],
+        [1, "hold", b"", MEMORIES[0], endpoint_of(1), 1, True, b"", b""],
+        [1, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b""],
+        [1, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b""],
+        [1, "answer", 1, [endpoint_of(1)], bytes([1])],
+        [1, "answer", 1, [7], bytes([0])],
+        {"verb": "hold"},
+    ],
+    ids=range(15),
+)
+def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
+    with pytest.raises(MalformedMessageError):
+        unpack(msgpack.packb(values))
+
+
+def test_another_version_is_named() -> None:
+    with pytest.raises(VersionMismatchError, match="version 2, this package in 1"):
+        unpack(msgpack.packb([2, "status"]))
+
+
+# --- over sockets
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[IndexServer, str]]:
+    index = BlockIndex()
+    made = IndexServer("tcp://127.0.0.1:" + str(free_port()), index=index)
+    made.start()
+    yield made, made.endpoint
+    made.close()
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+def exchange(endpoint: str, *payloads: bytes, num_answers: int = 1) -> list[Message]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = 10_000
+        socket.connect(endpoint)
+        for payload in payloads:
+            socket.send(payload)
+        return [unpack(socket.recv()) for _ in range(num_answers)]
+
+
+def test_wrong_messages_cost_the_server_nothing_but_a_count(
+    server: tuple[IndexServer, str],
+) -> None:
+    made, endpoint = server
+    wrong = [b"", b"\xc1", pack(Given(1, True)), msgpack.packb([9, "status"]), bytes(70_000)]
+    (report,) = exchange(endpoint, *wrong, pack(StatusQuestion()))
+    assert isinstance(report, StatusReport)
+    assert report.values["num_malformed_messages"] == 5
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        socket.send(bytes(2 << 20))  # ends the connection
+        socket.send_multipart([b"several", b"frames"])
+    answers = exchange(
+        endpoint, pack(told(1, 1, key_of(3), is_first=True)), pack(question_of(3)), num_answers=2
+    )
+    assert answers == [Taken(source_of(1), 1, True), Answer(5, (endpoint_of(1),), b"\0")]
+    assert made.statistics()["num_blocks"] == 1
+
+
+def asked(endpoint: str, answer_s: float = 10.0, **more: Any) -> Questions:
+    return Questions(endpoint, None, MEMORIES[0], source_of(9), answer_s=answer_s, **more)
+
+
+def test_a_question_is_answered(server: tuple[IndexServer, str]) -> None:
+    _, endpoint = server
+    exchange(endpoint, pack(told(1, 1, key_of(3), is_first=True)))
+    made = asked(endpoint)
+    made.ask("r", [key_of(2), key_of(3)])
+    while (answer := made.answer_of("r")) is None:
+        assert made.is_asking
+    assert answer == {key_of(3): endpoint_of(1)}
+    assert (made.num_asked, made.num_unanswered, made.is_asking) == (1, 0, False)
+    made.close()
+
+
+def test_without_an_answer_nobody_is_asked_for_a_while() -> None:
+    now_s = 100.0
+    made = asked(f"tcp://127.0.0.1:{free_port()}", 0.2, now=lambda: now_s)
+    made.ask("r", [key_of(2)])
+    made.ask("s", [key_of(2)])
+    assert made.answer_of("r") is None
+    now_s += 0.2
+    assert (made.answer_of("r"), made.answer_of("s")) == ({}, {})
+    assert (made.num_asked, made.num_unanswered, made.is_asking) == (2, 2, False)
+    made.ask("t", [key_of(2)])
+    assert made.answer_of("t") == {} and made.num_asked == 2
+    now_s += REST_S
+    made.ask("u", [key_of(2)])
+    assert made.answer_of("u") is None and made.num_asked == 3
+    made.close()
+
+
+def test_there_is_a_limit_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MAX_QUESTIONS", 2)
+    made = asked(f"tcp://127.0.0.1:{free_port()}")
+    for name in "abc":
+        made.ask(name, [key_of(1)])
+    assert [made.answer_of(name) for name in "abc"] == [None, None, {}]
+    made.forget("a")
+    made.ask("d", [key_of(1)])
+    assert made.answer_of("d") is None
+    made.close()
+
+
+def test_an_answer_that_does_not_fit_is_no_answer() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.rcvtimeo = 10_000
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        now_s = 0.0
+        made = asked(f"tcp://127.0.0.1:{port}", 1.0, now=lambda: now_s)
+        made.ask("r", [key_of(1), key_of(2)])
+        identity, data = router.recv_multipart()
+        question = unpack(data)
+        assert isinstance(question, Question)
+        assert split(question.keys) == [key_of(1), key_of(2)]
+        for answer in (
+            pack(Answer(question.number, (endpoint_of(1),), b"\0")),
+            pack(Answer(question.number + 1, (endpoint_of(1),), b"\0\0")),
+            b"noise",
+        ):
+            router.send_multipart([identity, answer])
+        for _ in range(50):
+            assert made.answer_of("r") is None
+        now_s = 1.0
+        assert made.answer_of("r") == {}
+        made.close()
+
+
+def test_only_holders_of_the_keys_connect(tmp_path: Path) -> None:
+    keys = make_keys(str(tmp_path / "keys"))
+    made = IndexServer(f"tcp://127.0.0.1:{free_port()}", keys)
+    made.start()
+    now_s = 0.0
+    stranger = asked(made.endpoint, 1.0, now=lambda: now_s)
+    friend = Questions(
+        made.endpoint, read_keys(str(tmp_path / "keys")), MEMORIES[0], b"", answer_s=10.0
+    )
+    stranger.ask("r", [key_of(1)])
+    friend.ask("r", [key_of(1)])
+    while (answer := friend.answer_of("r")) is None:
+        assert stranger.answer_of("r") is None
+    now_s = 1.0
+    assert answer == {} and friend.num_unanswered == 0
+    assert stranger.answer_of("r") == {} and stranger.num_unanswered == 1
+    made.close()
+    stranger.close()
+    friend.close()
+
+
+def test_keys_and_addresses_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_keys(str(path))
+    make_keys(str(path))
+    with pytest.raises(ConfigurationError, match="File exists"):
+        make_keys(str(path))
+    path.chmod(0o644)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        read_keys(str(path))
+    path.write_text("{}")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_keys(str(path))
+    with pytest.raises(ConfigurationError, match="no address"):
+        require_guarded("tcp://here", True)
+    with pytest.raises(ConfigurationError, match="on the network, and there are no keys"):
+        require_guarded("tcp://10.0.0.1:7", False)
+    require_guarded("tcp://[::1]:7", False)
+    with pytest.raises(ConfigurationError, match="cannot listen"):
+        IndexServer("tcp://localhost.invalid:7", make_keys(str(tmp_path / "others")))
