@@ -32,6 +32,7 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, InvariantError
+from kvcache.offload.contents import label_rows
 from kvcache.offload.disk_use import DiskUse
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.hits import Place, PlaceArray, TierHits, locate, look_up
@@ -283,6 +284,42 @@ class TierHierarchy:
         job = self.transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
         return FetchJob(job.job_id, job.keys, reserved.addresses)
 
+    def plan_import(
+        self,
+        keys: Sequence[OffloadKey],
+        now_s: float,
+        *,
+        labels: Label | None = None,
+        spares: Sequence[OffloadKey] = (),
+    ) -> FetchJob | None:
+        """Plan to copy keys from another node to host memory: as many leading ones as fit.
+
+        Skips keys that host memory has. None if there is nothing to copy, or no room. `labels` as
+        in `plan_store`; `spares` are not evicted for it.
+        """
+        now_s, in_host = as_number("now_s", now_s), self.host.states_of(keys)
+        room = self.options.max_fetching_blocks - self.transfers.num_keys(JobKind.IMPORT)
+        places = np.flatnonzero(in_host == NOTHING)[: max(room, 0)]
+        if not len(places):
+            return None
+        wanted = [keys[i] for i in places.tolist()]
+        reserved = self.host.reserve(
+            wanted,
+            labels=None if labels is None else label_rows(labels, places),
+            spares=spares,
+            is_forced=True,
+            drops_dirty=not self.is_disk_in_use,
+        )
+        if reserved is None:
+            return None
+        self._spills.note_shortage(reserved.num_refused)
+        imported = [wanted[i] for i in reserved.positions.tolist()]
+        if not imported:
+            return None
+        self.discards.drop_addresses(reserved.addresses)
+        job = self.transfers.open(JobKind.IMPORT, imported, reserved.addresses, now_s)
+        return FetchJob(job.job_id, job.keys, reserved.addresses)
+
     def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
         """Plan to load the leading keys that are ready in host memory.
 
@@ -384,6 +421,21 @@ class TierHierarchy:
         self._close(job, is_good=ok)
         return self._visible(job)
 
+    def imported(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> Int32Array:
+        """Record the end of an import on every rank; return the host addresses to seal.
+
+        `failed` as in `fetched`. What was imported is clean: another node has it, so no file is
+        written for it here.
+        """
+        failed = as_integers("failed", failed).tolist()
+        ok = as_bool("ok", ok)
+        job = self.transfers.require(job_id, JobKind.IMPORT)
+        good, bad = job.split(ok and not job.is_overdue, () if job.is_overdue else failed)
+        self.host.complete_store(good, success=True)
+        self.host.complete_store(bad, success=False)
+        self._close(job, is_good=ok)
+        return self._visible(job)
+
     def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
         """Record the end of a spill on every rank. Failed keys (as in `fetched`) are not
         retried."""
@@ -426,7 +478,7 @@ class TierHierarchy:
         self.disk_use.look(now_s)
         late = self.transfers.expire(now_s)
         for job in late:
-            if job.kind in (JobKind.STORE, JobKind.FETCH):
+            if job.kind in (JobKind.STORE, JobKind.FETCH, JobKind.IMPORT):
                 self.host.forget(job.keys)
             elif job.kind is JobKind.SPILL and self.disk is not None:
                 self.disk.forget(job.keys)
@@ -538,11 +590,11 @@ class TierHierarchy:
         num_clean = len(dirty) - len(self._not_on_disk(dirty))
         if num_clean:
             raise InvariantError(f"{num_clean} host keys are dirty without need")
-        stores, loads, spills, fetches = (
+        stores, loads, spills, fetches, imports = (
             sum(len(job.keys) for job in self.transfers.jobs() if job.kind is kind)
-            for kind in (JobKind.STORE, JobKind.LOAD, JobKind.SPILL, JobKind.FETCH)
+            for kind in JobKind
         )
-        expected = [(stores + fetches, loads, spills), (spills, fetches, 0)]
+        expected = [(stores + fetches + imports, loads, spills), (spills, fetches, 0)]
         tiers = [self.host] if self.disk is None else [self.host, self.disk]
         found = [tier.slots.num_jobs() for tier in tiers]
         if found != expected[: len(tiers)]:

@@ -25,7 +25,7 @@ PlaceArray: TypeAlias = npt.NDArray[np.uint8]
 
 class Place(IntEnum):
     """Where a key is. UNKNOWN: not known, because a tier is still being adopted. PEER: in another
-    engine's memory; hierarchies do not know that."""
+    engine's memory; NODE: in that of another node. Hierarchies do not know these two."""
 
     NOWHERE = 0
     UNKNOWN = 1
@@ -34,6 +34,7 @@ class Place(IntEnum):
     DISK = 4
     DISK_PENDING = 5
     PEER = 6
+    NODE = 7
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ class JobKind(Enum):
     LOAD = "load"
     SPILL = "spill"
     FETCH = "fetch"
+    IMPORT = "import"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,7 @@ class SpillJob:
 
 @dataclass(frozen=True, eq=False)
 class FetchJob:
-    """Read the files of `keys` into host addresses `destinations`."""
+    """Read `keys`, from files or another node, into host addresses `destinations`."""
 
     job_id: int
     keys: tuple[OffloadKey, ...]
@@ -80,7 +81,7 @@ class OverdueJob:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each kind of job may take, in seconds.
+    """How long each kind of job may take, in seconds; an import as long as a fetch.
 
     Raises ConfigurationError for values that are not positive.
     """
@@ -101,6 +102,7 @@ class Deadlines:
             JobKind.LOAD: self.load_s,
             JobKind.SPILL: self.spill_s,
             JobKind.FETCH: self.fetch_s,
+            JobKind.IMPORT: self.fetch_s,
         }
         return limits[kind]
 

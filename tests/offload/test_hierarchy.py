@@ -414,3 +414,59 @@ def test_a_job_ends_once_and_as_what_it_is() -> None:
     tiers.stored(job.job_id, ok=True)
     with pytest.raises(InvalidInputError, match=f"job {job.job_id} is not open"):
         tiers.stored(job.job_id, ok=True)
+
+
+def test_imported_keys_are_ready_and_clean_and_failed_ones_are_gone() -> None:
+    tiers, keys = make_hierarchy(num_host=4), make_keys(6)
+    store(tiers, keys[:1])
+    job = tiers.plan_import(keys[:4], NOW_S)
+    assert job is not None and job.keys == tuple(keys[1:4])
+    assert places(tiers, keys[:4]) == [Place.HOST, *[Place.HOST_PENDING] * 3]
+    tiers.check()
+    assert tiers.plan_import(keys[:4], NOW_S) is None
+    failed = job.destinations.tolist()[1]
+    sealed = tiers.imported(job.job_id, ok=False, failed=[failed])
+    assert sealed.tolist() == [slot for slot in job.destinations.tolist() if slot != failed]
+    assert places(tiers, keys[:4]) == [Place.HOST, Place.HOST, Place.NOWHERE, Place.HOST]
+    tiers.check()
+    store(tiers, keys[4:5])
+    assert spill(tiers) == []  # nothing dirty was in the way
+    assert len(store(tiers, make_keys(2, first=50))) == 2  # imported keys were evicted
+    assert places(tiers, keys[1:4]) == [Place.NOWHERE] * 3
+    tiers.check()
+
+
+def test_an_import_leaves_alone_what_its_request_needs() -> None:
+    tiers, keys = make_hierarchy(num_host=3, num_disk=0), make_keys(5)
+    store(tiers, keys[:2])
+    job = tiers.plan_import(keys[2:], NOW_S, spares=keys)
+    assert job is not None and job.keys == (keys[2],)
+    assert tiers.plan_import(keys[3:], NOW_S, spares=keys) is None
+    assert tiers.imported(job.job_id, ok=False).tolist() == []
+    assert places(tiers, keys) == [*[Place.HOST] * 2, *[Place.NOWHERE] * 3]
+
+
+@pytest.mark.parametrize("ends", ["reset", "late"])
+def test_an_import_that_is_no_longer_wanted_has_no_effect(ends: str) -> None:
+    tiers, keys = make_hierarchy(), make_keys(2)
+    job = tiers.plan_import(keys, NOW_S)
+    assert job is not None
+    if ends == "reset":
+        tiers.reset()
+    else:
+        (late,) = tiers.expire(NOW_S + 1000)
+        assert (late.job_id, late.kind) == (job.job_id, JobKind.IMPORT)
+        assert tiers.is_disk_in_use
+    assert places(tiers, keys) == [Place.NOWHERE] * 2
+    assert tiers.imported(job.job_id, ok=True).tolist() == []
+    assert places(tiers, keys) == [Place.NOWHERE] * 2
+    tiers.check()
+
+
+def test_imports_have_the_limit_of_fetches() -> None:
+    tiers, keys = make_hierarchy(options=HierarchyOptions(max_fetching_blocks=2)), make_keys(4)
+    job = tiers.plan_import(keys, NOW_S)
+    assert job is not None and len(job.keys) == 2
+    assert tiers.plan_import(keys, NOW_S) is None
+    with pytest.raises(InvalidInputError, match="import"):
+        tiers.fetched(job.job_id, ok=True)
