@@ -22,6 +22,7 @@ from actors.cli.replay import replay, replay_record
 from actors.cli.simulate import simulate
 from actors.cli.status import status
 from actors.cli.top import dashboard, top
+from actors.cli.vllm_coordinator import vllm_coordinator
 
 app = typer.Typer(
     name="kvcache",
@@ -38,7 +39,7 @@ for _work in (plan, doctor, launch, status, stop):
 app.command(epilog=EXIT_CODES)(replay)
 for _work in (replay_record, watch, usage, prefixes, pin, unpin, pins, clear, top, dashboard):
     app.command()(_work)
-for _work in (simulate, record, advise):
+for _work in (simulate, record, advise, vllm_coordinator):
     app.command()(_work)
 
 events_app = typer.Typer(no_args_is_help=True, help="Cache events, as routers read them.")

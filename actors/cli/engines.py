@@ -144,6 +144,15 @@ def facts(found: EngineStatistics) -> dict[str, str]:
     )
     if tiers.disk_problem:
         told["disk"] = tiers.disk_problem
+    if found.nodes is not None:
+        nodes = found.nodes
+        told["other nodes"] = (
+            f"coordinator {nodes['coordinator']}: {nodes['num_questions']:,} questions, "
+            f"{nodes['num_unanswered_questions']:,} unanswered; "
+            f"{requests.num_imported_tokens:,} tokens copied from other nodes; "
+            + ("gives" if nodes["is_giving_blocks"] else "does not give")
+            + " blocks"
+        )
     if found.events is not None:
         told["events"] = f"{found.events['endpoint']}, replay {found.events['replay_endpoint']}"
     if found.recording is not None:
@@ -173,9 +182,13 @@ def _hits(found: EngineStatistics) -> str:
         return "-"
     counts = {
         "device": requests.num_device_tokens,
-        "host": requests.num_loaded_tokens - requests.num_file_tokens,
+        "host": (
+            requests.num_loaded_tokens - requests.num_file_tokens - requests.num_remote_tokens
+        ),
         "disk": requests.num_file_tokens,
     }
+    if found.nodes is not None:
+        counts["other nodes"] = requests.num_remote_tokens
     shares = {name: count / requests.num_asked_tokens for name, count in counts.items()}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + " of tokens"
 

@@ -42,7 +42,8 @@ QUERIED_TOKENS = _counter(
 )
 HIT_TOKENS = _counter(
     "kvcache_hit_tokens_total",
-    "Tokens that were hit, by the tier that had them: device, host or disk.",
+    "Tokens that were hit, by the tier that had them: device, host or disk; of a vLLM engine also "
+    "node, the memory of another node.",
     "tier",
 )
 EVICTIONS = _counter("kvcache_evicted_blocks_total", "Cached device blocks that were evicted.")

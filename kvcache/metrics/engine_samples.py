@@ -18,10 +18,11 @@ class RequestStatistics:
     preemption counts again.
 
     Of `num_asked_tokens`, `num_device_tokens` were on the device, `num_loaded_tokens` were loaded
-    from host memory; `num_file_tokens` of them came from files. `num_fetched_tokens` were read from
-    files, loaded since or not. Loads of `num_failed_tokens` have failed. Requests have waited
-    `files_wait_s` seconds for files to be read and `load_wait_s` for loads, together; `num_waiting`
-    wait now.
+    from host memory; `num_file_tokens` of them came from files, `num_remote_tokens` from other
+    nodes. `num_fetched_tokens` were read from files, `num_imported_tokens` copied from other nodes,
+    loaded since or not. Loads of `num_failed_tokens` have failed. Requests have waited
+    `files_wait_s` seconds for files to be read, and for other nodes, and `load_wait_s` for loads,
+    together; `num_waiting` wait now.
     """
 
     num_requests: int = 0
@@ -29,7 +30,9 @@ class RequestStatistics:
     num_device_tokens: int = 0
     num_loaded_tokens: int = 0
     num_file_tokens: int = 0
+    num_remote_tokens: int = 0
     num_fetched_tokens: int = 0
+    num_imported_tokens: int = 0
     num_failed_tokens: int = 0
     num_failed_loads: int = 0
     files_wait_s: float = 0.0
@@ -40,7 +43,8 @@ class RequestStatistics:
 @dataclass(frozen=True)
 class EngineStatistics:
     """One engine. `tiers` is None until all ranks have told what they hold; `events` are its
-    publisher's own statistics, `recording` says what was recorded."""
+    publisher's own statistics, `recording` says what was recorded, `nodes` how it shares with
+    other nodes."""
 
     name: str
     replica: int
@@ -53,6 +57,7 @@ class EngineStatistics:
     tiers: HierarchyStatistics | None
     events: dict[str, Any] | None = None
     recording: dict[str, Any] | None = None
+    nodes: dict[str, Any] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as values for JSON."""
@@ -101,8 +106,12 @@ def _samples(name: str, statistics: EngineStatistics) -> Iterator[Sample]:
     yield Sample(known.QUERIED_TOKENS, requests.num_asked_tokens, (name,))
     for tier, count in (
         ("device", requests.num_device_tokens),
-        ("host", requests.num_loaded_tokens - requests.num_file_tokens),
+        (
+            "host",
+            requests.num_loaded_tokens - requests.num_file_tokens - requests.num_remote_tokens,
+        ),
         ("disk", requests.num_file_tokens),
+        ("node", requests.num_remote_tokens),
     ):
         yield Sample(known.HIT_TOKENS, count, (name, tier))
     yield Sample(known.LOAD_WAITERS, requests.num_waiting, (name,))

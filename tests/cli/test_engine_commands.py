@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from actors.cli.app import app
 from actors.cli.command import EXIT_CLUSTER, EXIT_INPUT
-from actors.cli.engines import rates
+from actors.cli.engines import facts, rates
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.metrics.engine_samples import EngineStatistics, RequestStatistics
@@ -45,6 +46,22 @@ def test_the_status_of_an_engine(asked: Asked) -> None:
     told = run("status", "--vllm", asked.name)
     assert "device 0.0%, host 46.2%, disk 0.0% of tokens" in told
     assert "3 of 8 blocks" in told
+
+
+def test_the_status_of_an_engine_that_shares_with_other_nodes(asked: Asked) -> None:
+    found = asked.statistics()
+    nodes = {
+        "coordinator": "tcp://10.0.0.1:7400",
+        "num_questions": 7,
+        "num_unanswered_questions": 2,
+        "is_giving_blocks": False,
+    }
+    requests = RequestStatistics(num_asked_tokens=100, num_loaded_tokens=60, num_remote_tokens=45)
+    told = facts(replace(found, requests=requests, nodes=nodes))
+    assert told["hits"] == "device 0.0%, host 15.0%, disk 0.0%, other nodes 45.0% of tokens"
+    assert "7 questions, 2 unanswered" in told["other nodes"]
+    assert "does not give blocks" in told["other nodes"]
+    assert "other nodes" not in facts(found)
 
 
 def test_the_metrics_of_an_engine(asked: Asked) -> None:

@@ -222,10 +222,16 @@ def test_hits_only_rise_although_a_fetch_ends_before_its_load() -> None:
     counts.begins(3, 100, 1600)
     counts.load_ends(3, 25)
     seen.append(hits_of(counts))
+    counts.begins(4, 10, 160)
+    counts.import_ends(4, 5)
+    counts.begins(5, 100, 1600)
+    counts.load_ends(5, 0)
+    seen.append(hits_of(counts))
     assert seen == [
-        {"device": 0, "host": 4000, "disk": 0},
-        {"device": 0, "host": 4000, "disk": 0},
-        {"device": 0, "host": 4208, "disk": 992},
+        {"device": 0, "host": 4000, "disk": 0, "node": 0},
+        {"device": 0, "host": 4000, "disk": 0, "node": 0},
+        {"device": 0, "host": 4208, "disk": 992, "node": 0},
+        {"device": 0, "host": 5728, "disk": 992, "node": 80},
     ]
 
 

@@ -20,6 +20,7 @@ import torch
 
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.kv_groups import KVGroups
+from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.rank_memory import RankMemory
@@ -73,7 +74,8 @@ class Replica:
         ]
         self.memories = [RankMemory(setting, rank, self.layers[rank]) for rank in range(NUM_RANKS)]
         self.peers = Peers(partial(service_address, name), replica, is_threaded=False)
-        self.store = BlockStore(setting, time.monotonic, peers=self.peers)
+        self.nodes = None if parsed.coordinator is None else Nodes(setting)
+        self.store = BlockStore(setting, time.monotonic, peers=self.peers, nodes=self.nodes)
         self.num_adopted, _ = self.store.adopt(
             {memory.rank: memory.inventory() for memory in self.memories}
         )
@@ -179,6 +181,8 @@ class Replica:
         return held[0]
 
     def close(self) -> None:
+        if self.nodes is not None:
+            self.nodes.close()
         for memory in self.memories:
             memory.close()
 

@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kvcache.integrations.vllm.adapters import AdapterRevisions, digest_below
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.held_blocks import HeldBlocks
 from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, BlockTables, NewTable
+from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peer_loads import PeerLoads
 from kvcache.integrations.vllm.peers import Peers
@@ -33,6 +35,7 @@ from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.shared_directory import SharedDirectory
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
+    ImportCommand,
     Inventory,
     LoadCommand,
     RankReports,
@@ -50,6 +53,7 @@ from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
+from kvcache.sharing.messages import MAX_KEYS
 
 ASK_S = 1.0
 
@@ -60,7 +64,8 @@ logger = get_logger(__name__)
 class _Tracked:
     """A request that vLLM has told of. `origin`: which adapter and weights compute its blocks, None
     if they are not kept. `next_hash`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files. `is_computed`: nothing is
+    `wait_until_s`: until when it waits for what is pending or in files. `holders`: where other
+    nodes hold its blocks, None before the coordinator has answered. `is_computed`: nothing is
     loaded for it any more."""
 
     request: Any
@@ -69,6 +74,8 @@ class _Tracked:
     next_hash: int = 0
     num_local_tokens: int = 0
     wait_until_s: float | None = None
+    is_asked_about: bool = False
+    holders: dict[bytes, str] | None = None
     has_fetched: bool = False
     is_computed: bool = False
     hits: TierHits | None = None
@@ -134,9 +141,11 @@ class BlockStore:
         now: Callable[[], float],
         events: TierEvents | None = None,
         peers: Peers | None = None,
+        *,
+        nodes: Nodes | None = None,
     ) -> None:
         """Know nothing, and store nothing, until `adopt`. `events` follows the tiers; blocks of
-        `peers` are hits, too."""
+        `peers` and other `nodes` are hits, too."""
         self._setting = setting
         self._finder = setting.groups.finder()
         self._hashes_per_block = setting.groups.hashes_per_block
@@ -154,6 +163,7 @@ class BlockStore:
         self._peers = peers
         self._peer_loads = PeerLoads(peers)
         self._directory: SharedDirectory | None = None
+        self._nodes = nodes
         self._adapters = AdapterRevisions()
         self._weights = b""  # in each key, once weights may have changed
         self._kept: set[str] = set()
@@ -188,6 +198,7 @@ class BlockStore:
             or (len(self._held) > 0 and self._now() >= self._ask_at_s)
             or bool(tiers.discards)
             or tiers.has_spills
+            or (self._nodes is not None and self._nodes.is_asking)
         )
 
     def adopt(self, inventories: Mapping[int, Inventory]) -> tuple[int, int]:
@@ -220,8 +231,12 @@ class BlockStore:
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
         self.follow_events()
         shapes = [inventory.shape for inventory in told if inventory.shape is not None]
-        if self._peers is not None and len(shapes) == len(told):
-            self._peers.begin(sorted(shapes, key=lambda shape: shape.rank))
+        if len(shapes) == len(told):
+            shapes.sort(key=lambda shape: shape.rank)
+            if self._peers is not None:
+                self._peers.begin(shapes)
+            if self._nodes is not None:
+                self._nodes.begin(shapes)
         return len(held), num_files
 
     # --- a request's way
@@ -238,9 +253,13 @@ class BlockStore:
         if tracked.origin is None or self._held:  # while a copy hangs, others would wait behind it
             return 0
         self._follow_files(tiers)
-        hit = find(tracked, num_computed_tokens, self._locate, _is_coming)
+        if self._nodes is not None and not self._knows_holders(self._nodes, tracked):
+            self.counts.for_files.begin(request.request_id, self._now())
+            return None
+        locate = self._locate if not tracked.holders else partial(self._locate_for, tracked.holders)
+        hit = find(tracked, num_computed_tokens, locate, _is_coming)
         keys = [] if hit is None else hit.keys
-        places = self._locate(keys)
+        places = locate(keys)
         longest = (request.num_tokens - 1) // (step := self._finder.alignment_tokens) * step
         num_asked = self._setting.groups.num_blocks_between(num_computed_tokens, longest)
         tracked.hits = TierHits(places, ends_unknown=False, num_asked=max(num_asked, len(keys)))
@@ -317,6 +336,8 @@ class BlockStore:
         is `released`."""
         self._requests.pop(request_id, None)
         self.counts.ended(request_id, self._now())
+        if self._nodes is not None:
+            self._nodes.forget(request_id)
         is_read = any(request_id in store.request_ids for store in self._stores.values())
         if not is_read or not self._setting.options.is_asynchronous:
             return False
@@ -479,7 +500,8 @@ class BlockStore:
             tracked.wait_until_s = now_s + self._setting.options.offload.wait_s
         if now_s >= tracked.wait_until_s:
             return False
-        is_own = places != Place.PEER
+        is_own = (places != Place.PEER) & (places != Place.NODE)
+        has_begun = self._import(tracked, keys, places)
         job = tiers.plan_fetch(list(compress(keys, is_own)), now_s)
         if job is not None:
             tracked.has_fetched = True
@@ -488,10 +510,77 @@ class BlockStore:
             fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
             self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
             return True
-        if places[np.flatnonzero(~_is_in_host(places))[0]] == Place.HOST_PENDING:
+        if has_begun or places[np.flatnonzero(~_is_in_host(places))[0]] == Place.HOST_PENDING:
             return True
         # There is no room for them now. A second part of its files comes when the first has gone.
         return not tracked.has_fetched and tiers.is_disk_in_use and tiers.num_open_jobs > 0
+
+    # --- other nodes
+
+    def _knows_holders(self, nodes: Nodes, tracked: _Tracked) -> bool:
+        """Ask, once, which other nodes hold what this one lacks of a request; say whether that is
+        known."""
+        if tracked.holders is not None:
+            return True
+        request_id = tracked.request.request_id
+        if not tracked.is_asked_about:
+            tracked.is_asked_about = True
+            keys = self._missing(tracked)
+            if not keys:
+                tracked.holders = {}
+                return True
+            nodes.ask(request_id, keys)
+        answer = nodes.answer_of(request_id)
+        if answer is None:
+            return False
+        tracked.holders = dict(answer)
+        return True
+
+    def _missing(self, tracked: _Tracked) -> list[OffloadKey]:
+        """Return the keys of a request that this node lacks: those of all groups, up to the same
+        token, as many as one question may have."""
+        step, start = self._finder.alignment_tokens, tracked.num_local_tokens
+        end = (tracked.num_tokens - 1) // step * step
+        sizes = [spec.block_size for spec in self._setting.groups.specs]
+        num_steps = MAX_KEYS // sum(step // size for size in sizes)
+        end = min(end, (start // step + num_steps) * step)
+        if end - start < self._setting.options.offload.min_load_tokens:
+            return []
+        keys: list[OffloadKey] = []
+        for group, size in enumerate(sizes):
+            keys += self._finder.keys_of(tracked, group, range(start // size, end // size))
+        return list(compress(keys, self._locate(keys) == Place.NOWHERE))
+
+    def _locate_for(self, holders: Mapping[bytes, str], keys: Sequence[OffloadKey]) -> PlaceArray:
+        """Return the places of keys of a request whose other blocks `holders` hold."""
+        places: PlaceArray = self._locate(keys).copy()
+        absent = np.flatnonzero(places == Place.NOWHERE).tolist()
+        places[[place for place in absent if keys[place] in holders]] = Place.NODE
+        return places
+
+    def _import(self, tracked: _Tracked, keys: Sequence[OffloadKey], places: PlaceArray) -> bool:
+        """Have blocks copied from other nodes, each once for a request; say whether any are."""
+        tiers, holders = self._tiers, tracked.holders
+        if tiers is None or not holders:
+            return False
+        wanted: dict[str, list[OffloadKey]] = {}
+        for place in np.flatnonzero(places == Place.NODE).tolist():
+            wanted.setdefault(holders[keys[place]], []).append(keys[place])
+        has_begun = False
+        for endpoint, of_node in wanted.items():
+            labels = block_labels(int32_array(range(len(of_node))), of_node)
+            job = tiers.plan_import(of_node, self._now(), labels=labels, spares=keys)
+            if job is None:
+                continue
+            has_begun = True
+            for key in job.keys:
+                del holders[key]
+            self._kinds[job.job_id] = JobKind.IMPORT
+            self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
+            slots = tuple(job.destinations.tolist())
+            command = ImportCommand(job.job_id, slots, b"".join(job.keys), endpoint)
+            self._next = replace(self._next, imports=(*self._next.imports, command))
+        return has_begun
 
     # --- loads
 
@@ -672,6 +761,9 @@ class BlockStore:
             self.counts.fetch_ends(job.job_id, len(visible))
             if job.has_unread:
                 tiers.disk_use.rest(job.failures[0].detail, self._now())
+        elif kind is JobKind.IMPORT:
+            visible = tiers.imported(job.job_id, is_ok, failed)
+            self.counts.import_ends(job.job_id, len(visible))
         elif kind is JobKind.SPILL:
             tiers.spilled(job.job_id, ok=is_ok, failed=failed)
         else:
@@ -756,7 +848,7 @@ def _is_coming(places: PlaceArray) -> BoolArray:
 
 def _own(hits: TierHits) -> TierHits:
     """Return what the own tiers were asked of a look-up."""
-    places = hits.places[hits.places != Place.PEER]
+    places = hits.places[hits.places < Place.PEER]
     return TierHits(places, hits.ends_unknown, hits.num_asked - hits.num_keys + len(places))
 
 

@@ -34,6 +34,7 @@ from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
 from kvcache.integrations.vllm.kv_groups import NewTable
+from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.peers import Peers
@@ -65,6 +66,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._store: BlockStore | None = None
         self._events: TierEvents | None = None
         self._peers: Peers | None = None
+        self._nodes: Nodes | None = None
         self._block_pool: Any = None
         self._control: EngineControl | None = None
         self._socket: EngineSocket | None = None
@@ -74,7 +76,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         if role == KVConnectorRole.SCHEDULER:
             self._events = _tier_events(self._setting, vllm_config)
             self._peers = find_peers(self._setting)
-            self._store = BlockStore(self._setting, time.monotonic, self._events, self._peers)
+            if self._setting.options.coordinator is not None:
+                self._nodes = Nodes(self._setting)
+            self._store = BlockStore(
+                self._setting, time.monotonic, self._events, self._peers, nodes=self._nodes
+            )
             model = str(vllm_config.model_config.model)
             self._control = EngineControl(self._setting, model, self._store, self._further)
             name, replica = self._setting.options.name, self._setting.replica
@@ -111,8 +117,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, None if files are read first, and whether the
-        request waits for them."""
+        """Return how many tokens can be loaded, and whether the request waits for them; None if
+        files are read first, or another node is asked."""
         self._step()
         count = self.store.num_matched(request, num_computed_tokens)
         return count, bool(count) and self._setting.options.is_asynchronous
@@ -174,6 +180,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             is_cleared = pool is not None and has_cleared(pool.kv_event_queue)
             self.store.follow_events(is_cleared=is_cleared)
         now_s = time.monotonic()
+        if self._nodes is not None:
+            self._nodes.look(now_s)
         if self._control is None or now_s - self._told_s < STATISTICS_S:
             return None
         self._told_s = now_s
@@ -220,6 +228,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         return {
             "events": None if events is None else events.statistics(),
             "recording": None if recording is None else recording.statistics(),
+            "nodes": None if self._nodes is None else self._nodes.statistics(),
         }
 
     # --- in a worker
@@ -283,6 +292,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         """Give memory and files back; the memory service has the memory still."""
         if self._peers is not None:
             self._peers.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._memory is not None:
             self._memory.close()
         if self._socket is not None:

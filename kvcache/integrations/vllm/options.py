@@ -13,7 +13,7 @@ import platform
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.events import EventsConfig
@@ -21,6 +21,7 @@ from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section, require_directory
 from kvcache.integrations.vllm.kv_groups import KVGroups, kv_groups
+from kvcache.sharing.access import require_guarded
 
 SUPPORTED_VLLM = "0.32."
 LABELS = "3"
@@ -51,6 +52,36 @@ _HASHES = ("sha256", "sha256_cbor")
 _NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
+class CoordinatorOptions(Section):
+    """The coordinator of several nodes, and how to reach it.
+
+    `address`: where it listens. `keys`: a file of keys, the same on every node; without it, all
+    must be on one machine. `answer_s`: how long a request waits for its answer. `silence_s`: how
+    long a rank waits for each block of another node. `host`: the address of this node for others;
+    by default the one from which it reaches the coordinator.
+    """
+
+    address: Annotated[str, Field(max_length=200)]
+    keys: Annotated[str, Field(min_length=1)] | None = None
+    answer_s: Seconds = 0.2
+    silence_s: Seconds = 2.0
+    host: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)$")] | None = None
+
+    @field_validator("keys")
+    @classmethod
+    def _is_absolute(cls, keys: str | None) -> str | None:
+        if keys is not None:
+            require_directory(keys, "engines")
+        return keys
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> CoordinatorOptions:
+        require_guarded(self.address, self.keys is not None)
+        if self.host is not None:
+            require_guarded(f"tcp://{self.host}:1", self.keys is not None)
+        return self
+
+
 class ConnectorOptions(Section):
     """What stands in `kv_connector_extra_config`.
 
@@ -63,6 +94,7 @@ class ConnectorOptions(Section):
     `idle_memory_s`: how long the memory is kept when no engine uses it. `is_asynchronous`: steps do
     not wait for loads and stores. `events`: a publisher of what the tiers hold, as in a cluster's
     configuration. `record`: a directory for traces of the requests that the engine serves.
+    `coordinator`: engines on several nodes share what their memories hold.
     """
 
     name: Annotated[str, _NAME] = "vllm"
@@ -74,6 +106,7 @@ class ConnectorOptions(Section):
     is_asynchronous: bool = True
     events: EventsConfig = EventsConfig()
     record: Annotated[str, Field(min_length=1)] | None = None
+    coordinator: CoordinatorOptions | None = None
 
     @field_validator("record")
     @classmethod
@@ -98,6 +131,13 @@ class ConnectorOptions(Section):
                 f"{source}: events.curve: {shown(options.events.curve)}: an engine has no keys for "
                 "followers: set it to never"
             )
+        if options.coordinator is not None:
+            for key, value in (("keeps_memory", False), ("verify", "never")):
+                if getattr(options.offload, key) == value:
+                    raise ConfigurationError(
+                        f"{source}: offload.{key}: {shown(value)}: other nodes could not use this "
+                        f"memory: remove it, or remove coordinator"
+                    )
         unserved = sorted(options.offload.model_fields_set - SERVED_OFFLOAD_KEYS)
         if unserved:
             key = unserved[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -134,9 +134,16 @@ class PeerIndex:
         self._ranks = [_RankLabels(reader, num_slots) for reader in readers]
         self._slots: dict[OffloadKey, int] = {}
         self._keys: dict[int, OffloadKey] = {}
+        self.changed: set[OffloadKey] | None = None
+        """If not None, keys that have come or gone are added; the caller takes them out."""
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def held(self) -> KeysView[OffloadKey]:
+        """The keys that were held at the last look, live."""
+        return self._slots.keys()
 
     def slots_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slot of each key, -1 for a block that the peer does not hold now."""
@@ -166,6 +173,8 @@ class PeerIndex:
             old = self._keys.pop(slot, None)
             if old is not None and self._slots.get(old) == slot:
                 self._slots.pop(old, None)
+                if self.changed is not None:
+                    self.changed.add(old)
         for first in range(0, len(changed), CHUNK_SLOTS):
             self._read(changed[first : first + CHUNK_SLOTS])
             time.sleep(0)
@@ -180,6 +189,8 @@ class PeerIndex:
         for slot, key in zip(slots[is_good].tolist(), keys, strict=True):
             self._keys[slot] = key
             self._slots[key] = slot
+        if self.changed is not None:
+            self.changed.update(keys)
 
 
 class Peers:

@@ -39,6 +39,7 @@ from kvcache.integrations.vllm.block_labels import (
 )
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peers import PeerReaders, Peers
+from kvcache.integrations.vllm.remote_blocks import Imports
 from kvcache.integrations.vllm.step_messages import (
     Inventory,
     LoadCommand,
@@ -58,6 +59,7 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
+from kvcache.sharing.access import read_keys
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.copies.engine import CpuCopyEngine
 from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
@@ -171,6 +173,7 @@ class RankMemory:
         self._jobs = TransferJobs(pool, tiers, copying, self._labels)
         address_of = partial(service_address, setting.options.name)
         self._peers = PeerReaders(address_of, self._host.segment.shape)
+        self._imports = _open_imports(setting, self._host)
         self._loads: dict[int, RunningLoad] = {}
         self._num_loads: Counter[str] = Counter()  # by request, those that it waits for
         self._overdue_loads: list[int] = []
@@ -230,6 +233,9 @@ class RankMemory:
         for fetch in commands.fetches:
             destinations = int32_array(fetch.slots)
             self._jobs.start(Fetch(fetch.job_id, FILE_MEDIUM, fetch.keys, destinations))
+        if self._imports is not None:
+            for imported in commands.imports:
+                self._imports.start(imported)
         self._has_failed_load = bool(commands.invalid_blocks)
         self._invalid_blocks.update(commands.invalid_blocks)
         self._failed.update(commands.failed)
@@ -290,7 +296,8 @@ class RankMemory:
     def close(self) -> None:
         """Give segment and directory back; the memory service has the segment still."""
         self._first_touch.close()
-        self._jobs.close()
+        if self._imports is None or self._imports.close():
+            self._jobs.close()
 
     # --- jobs
 
@@ -353,6 +360,8 @@ class RankMemory:
                 self._spoilt.discard(ended.job_id)
                 report = JobReport(ended.job_id, ok=False, detail="its blocks were used again")
             self._reports.append((self.rank, report))
+        if self._imports is not None:
+            self._reports += [(self.rank, report) for report in self._imports.poll()]
         self._give_up_loads()
 
     def _give_up_loads(self) -> None:
@@ -438,6 +447,15 @@ def find_peers(setting: EngineSetting) -> Peers | None:
     if not options.offload.keeps_memory:
         return None
     return Peers(partial(service_address, options.name), setting.replica)
+
+
+def _open_imports(setting: EngineSetting, host: HostPool) -> Imports | None:
+    """Return what copies from other nodes; None without a coordinator."""
+    options = setting.options.coordinator
+    if options is None:
+        return None
+    keys = None if options.keys is None else read_keys(options.keys)
+    return Imports(host, keys, options.silence_s, setting.options.offload.wait_s)
 
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:

@@ -41,6 +41,7 @@ class RequestCounts:
         """Start with all counts at 0."""
         self._num_requests = self._num_asked_tokens = self._num_device_tokens = 0
         self._num_host_tokens = self._num_file_tokens = self._num_fetched_tokens = 0
+        self._num_remote_tokens = self._num_imported_tokens = 0
         self._num_failed_tokens = self._num_failed_loads = 0
         self._jobs: dict[int, tuple[int, int]] = {}
         self.for_files = WaitTimes()
@@ -53,13 +54,14 @@ class RequestCounts:
         self._num_device_tokens += num_device_tokens
 
     def begins(self, job_id: int, num_blocks: int, num_tokens: int) -> None:
-        """Note how many blocks and tokens a load, or a fetch from files, moves."""
+        """Note how many blocks and tokens a load, a fetch from files or an import moves."""
         self._jobs[job_id] = num_blocks, num_tokens
 
     def load_ends(self, job_id: int, num_failed: int | None) -> None:
         """Count a load, once; `num_failed` of its blocks have failed, all of them if it is None.
 
-        Tokens that were fetched and not loaded yet count as loaded from files.
+        Tokens that were fetched and not loaded yet count as loaded from files, imported ones as
+        loaded from other nodes.
         """
         if job_id not in self._jobs:
             return  # it was given up
@@ -69,7 +71,10 @@ class RequestCounts:
         num_loaded = num_tokens - num_lost
         num_from_files = min(self._num_fetched_tokens - self._num_file_tokens, num_loaded)
         self._num_file_tokens += num_from_files
-        self._num_host_tokens += num_loaded - num_from_files
+        num_loaded -= num_from_files
+        num_from_nodes = min(self._num_imported_tokens - self._num_remote_tokens, num_loaded)
+        self._num_remote_tokens += num_from_nodes
+        self._num_host_tokens += num_loaded - num_from_nodes
         self._num_failed_tokens += num_lost
         self._num_failed_loads += bool(num_failed)
 
@@ -77,6 +82,11 @@ class RequestCounts:
         """Count a fetch, of which `num_fetched` blocks were read."""
         num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
         self._num_fetched_tokens += num_tokens * num_fetched // num_blocks
+
+    def import_ends(self, job_id: int, num_imported: int) -> None:
+        """Count an import, of which `num_imported` blocks have come."""
+        num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
+        self._num_imported_tokens += num_tokens * num_imported // num_blocks
 
     def ended(self, request_id: str, now_s: float) -> None:
         """End the waits of a request that has ended."""
@@ -90,8 +100,10 @@ class RequestCounts:
             num_requests=self._num_requests,
             num_asked_tokens=self._num_asked_tokens,
             num_device_tokens=self._num_device_tokens,
-            num_loaded_tokens=self._num_host_tokens + num_file_tokens,
+            num_loaded_tokens=self._num_host_tokens + num_file_tokens + self._num_remote_tokens,
             num_file_tokens=num_file_tokens,
+            num_remote_tokens=self._num_remote_tokens,
+            num_imported_tokens=self._num_imported_tokens,
             num_fetched_tokens=self._num_fetched_tokens,
             num_failed_tokens=self._num_failed_tokens,
             num_failed_loads=self._num_failed_loads,

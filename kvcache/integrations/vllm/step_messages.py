@@ -58,15 +58,25 @@ class FileCommand:
 
 
 @dataclass(frozen=True)
+class ImportCommand:
+    """Copy blocks from the node at `endpoint` into the host slots `slots`. `keys` as above."""
+
+    job_id: int
+    slots: tuple[int, ...]
+    keys: bytes
+    endpoint: str
+
+
+@dataclass(frozen=True)
 class StepCommands:
     """What every rank does in one step.
 
     Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
     Then, before the forward or behind it: forget the slots `forgotten_slots` and the files of
-    `forgotten_keys`, seal the slots `sealed`; begin to write and read files, and to load; say that
-    `invalid_blocks` or all blocks of the requests `failed` were not loaded, that the requests
-    `received` wait for nothing, and that those of `released` need their blocks no more. Behind the
-    forward: begin the store.
+    `forgotten_keys`, seal the slots `sealed`; begin to write and read files, to import from other
+    nodes, and to load; say that `invalid_blocks` or all blocks of the requests `failed` were not
+    loaded, that the requests `received` wait for nothing, and that those of `released` need their
+    blocks no more. Behind the forward: begin the store.
     """
 
     reused_blocks: tuple[int, ...] = ()
@@ -75,6 +85,7 @@ class StepCommands:
     sealed: tuple[int, ...] = ()
     spills: tuple[FileCommand, ...] = ()
     fetches: tuple[FileCommand, ...] = ()
+    imports: tuple[ImportCommand, ...] = ()
     loads: tuple[LoadCommand, ...] = ()
     invalid_blocks: tuple[int, ...] = ()
     failed: tuple[str, ...] = ()

@@ -1,0 +1,288 @@
+"""Shows an engine's host memory to other nodes: a process that the engine's scheduler starts.
+
+    engine's ranks ──▶ segments, kept by the memory service
+                            │ labels, followed          │ bytes, read on request
+                            ▼                           ▼
+    coordinator ◀──Holding── BlockServer ──Given──▶ ranks of engines on other nodes
+
+Reads the segments as replicas of a node do, so the engine never waits for it. A block is given as
+in a file: a head that describes it, and its bytes. Its label is compared before and after the
+copy, because the engine may evict the block meanwhile; the receiver compares the checksum.
+
+    python -m kvcache.integrations.vllm.block_server < SETTINGS
+
+One line of JSON on standard input; the process ends when the input does, with the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvcache.base.arrays import int32_array
+from kvcache.base.curve import CurveGate, CurveKeys, equip_peer, guard_server
+from kvcache.base.errors import ClusterError, KVCacheError, ProtocolError
+from kvcache.base.logs import get_logger, log_to_stderr
+from kvcache.integrations.vllm.block_labels import block_labels
+from kvcache.integrations.vllm.peers import REFRESH_S, PeerIndex, read_segment
+from kvcache.integrations.vllm.step_messages import PeerMemory
+from kvcache.memory_service.client import MemoryServiceClient, service_address
+from kvcache.offload.keys import OffloadKey
+from kvcache.sharing.access import read_keys, require_address
+from kvcache.sharing.announcer import Announcer
+from kvcache.sharing.messages import MAX_MESSAGE_BYTES, Given, Taken, Wanted, pack, unpack
+from kvcache.worker.files.format import FileHead, pack_head
+from kvcache.worker.host_memory.segment import SegmentShape
+from kvcache.worker.host_memory.segment_reader import SegmentReader
+
+logger = get_logger(__name__)
+
+MAX_REQUEST_BYTES = 4096
+MAX_AT_ONCE = 32
+QUEUED_REQUESTS = 64
+QUEUED_BLOCKS = 16
+"""For each connection. A rank has one request open on each; what does not fit is dropped."""
+
+ALWAYS_S = 0.05
+"""How long the process waits for requests before it looks whether it must announce something."""
+
+_NICENESS = 5
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """An engine's memory, and who is told of it. `source` and `memory` as in messages, as text.
+    `keys` is a file, or empty; `host` is the address of this node for others, or empty."""
+
+    name: str
+    replica: int
+    shapes: tuple[SegmentShape, ...]
+    source: str
+    memory: str
+    coordinator: str
+    keys: str = ""
+    host: str = ""
+
+    def to_json(self) -> bytes:
+        """Return the line for the process."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def of_json(line: bytes) -> ServerSettings:
+        """Return what `to_json` was called on."""
+        values: dict[str, Any] = json.loads(line)
+        shapes = [{**each, "widths": tuple(each["widths"])} for each in values.pop("shapes")]
+        return ServerSettings(shapes=tuple(SegmentShape(**each) for each in shapes), **values)
+
+
+class BlockServer:
+    """Announces what segments hold, and gives their blocks. One thread."""
+
+    def __init__(
+        self, settings: ServerSettings, readers: Sequence[SegmentReader], keys: CurveKeys | None
+    ) -> None:
+        """Listen at a free port; `readers` by rank. Raises ClusterError if that is not possible."""
+        self._readers = readers
+        self._index = PeerIndex(PeerMemory(settings.replica, ()), readers)
+        self._index.changed = set()
+        self._refresh_at_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = None if keys is None else CurveGate(self._context, keys)
+        self._requests = self._context.socket(zmq.ROUTER)
+        self._requests.maxmsgsize = MAX_REQUEST_BYTES
+        self._requests.rcvhwm, self._requests.sndhwm = QUEUED_REQUESTS, QUEUED_BLOCKS
+        guard_server(self._requests, keys)
+        self._coordinator = self._context.socket(zmq.DEALER)
+        self._coordinator.maxmsgsize = MAX_MESSAGE_BYTES
+        self._coordinator.sndhwm = self._coordinator.rcvhwm = QUEUED_REQUESTS
+        if keys is not None:
+            equip_peer(self._coordinator, keys)
+        for each in (self._requests, self._coordinator):
+            each.linger = 0
+            each.ipv6 = True
+        host = settings.host or own_host(settings.coordinator)
+        try:
+            self._coordinator.connect(settings.coordinator)
+            self._requests.bind(f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ClusterError(
+                f"blocks cannot be shared with other nodes at {host!r} ({error}): set "
+                "coordinator.host to an address of this node"
+            ) from error
+        self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._announcer = Announcer(
+            bytes.fromhex(settings.source),
+            bytes.fromhex(settings.memory),
+            self.endpoint,
+            self._index.held,
+        )
+        self.poller = zmq.Poller()
+        for each in (self._requests, self._coordinator):
+            self.poller.register(each, zmq.POLLIN)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the coordinator knows all that was held at the last look."""
+        return self._announcer.is_known
+
+    def turn(self) -> None:
+        """Do what there is to do, without waiting."""
+        now_s = time.monotonic()
+        if now_s >= self._refresh_at_s:
+            self._refresh_at_s = now_s + REFRESH_S
+            self._index.refresh()
+            changed = self._index.changed
+            if changed:
+                self._announcer.changed(changed)
+                changed.clear()
+        self._take_answers()
+        told = self._announcer.next(now_s)
+        if told is not None:
+            self._send(self._coordinator, [pack(told)])
+        for _ in range(MAX_AT_ONCE):
+            try:
+                frames = self._requests.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._serve(frames)
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._requests.close(0)
+        self._coordinator.close(0)
+        self._context.term()
+        if self._gate is not None:
+            self._gate.join()
+
+    def _take_answers(self) -> None:
+        while True:
+            try:
+                frames = self._coordinator.recv_multipart(zmq.NOBLOCK)
+                answer = unpack(frames[0])
+            except zmq.Again:
+                return
+            except ProtocolError:
+                continue
+            if isinstance(answer, Taken):
+                self._announcer.taken(answer)
+
+    def _serve(self, frames: list[bytes]) -> None:
+        try:
+            wanted = unpack(frames[1]) if len(frames) == 2 else None
+        except ProtocolError:
+            wanted = None
+        if not isinstance(wanted, Wanted):
+            self.counts["malformed"] += 1
+            return
+        block = self._block(wanted.rank, OffloadKey(wanted.key))
+        self.counts["missing" if block is None else "given"] += 1
+        given = pack(Given(wanted.number, block is not None))
+        self._send(self._requests, [frames[0], given, *(block or ())])
+
+    def _block(self, rank: int, key: OffloadKey) -> list[bytes] | None:
+        """Return the head and the tensors of a rank's block, None if it is not held."""
+        (slot,) = self._index.slots_of([key])
+        if slot < 0 or not 0 <= rank < len(self._readers):
+            return None
+        reader, slots = self._readers[rank], int32_array([slot])
+        rows = reader.rows_at(slots)
+        label = block_labels(slots, [key])
+        digest = np.frombuffer(label.digests, np.uint8)
+        is_right = reader.are_whole(rows) & (rows["digest"] == digest).all(axis=1)
+        if not (is_right & (rows["group"] == label.groups)).all():
+            return None
+        row, shape = rows[0], reader.shape
+        names = row["inline"].tobytes()
+        head = FileHead(
+            key=key,
+            digest=label.digests,
+            group=int(row["group"]),
+            layout_fingerprint=shape.layout_fingerprint,
+            rank=shape.rank,
+            namespace=names[: int(row["namespace_bytes"])],
+            parent_digest=row["parent"].tobytes(),
+            token_bytes=b"",
+            extra_keys=b"",
+            block_bytes=shape.slot_bytes,
+            checksum=int(row["checksum"]),
+        )
+        parts = [tensor[slot].numpy().tobytes() for tensor in reader.tensors]
+        if not reader.are_unchanged(slots, rows).all():
+            return None
+        return [pack_head(head), *parts]
+
+    def _send(self, socket_: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+        try:
+            socket_.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.counts["dropped"] += 1
+
+
+def own_host(coordinator: str) -> str:
+    """Return the address of this node from which the coordinator is reached.
+
+    Raises ClusterError if it is reached from none.
+    """
+    host, port = require_address(coordinator)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as unconnected:
+            unconnected.connect(address)  # sends nothing
+            own = str(unconnected.getsockname()[0])
+    except OSError as error:
+        raise ClusterError(
+            f"there is no way to the coordinator at {coordinator}: {error}"
+        ) from error
+    return f"[{own}]" if ":" in own else own
+
+
+def open_readers(settings: ServerSettings) -> list[SegmentReader]:
+    """Return readers of the engine's segments, by rank; raises KVCacheError, OSError."""
+    service = service_address(settings.name, settings.replica)
+    kept = MemoryServiceClient(service.address, service.timeout_s).list(f"{service.cluster}/")
+    readers = []
+    for shape in settings.shapes:
+        name = service.name_of(shape.rank)
+        if name not in kept:
+            raise ClusterError(f"the memory service does not keep {name}")
+        readers.append(read_segment(service, kept[name], shape))
+    return readers
+
+
+def main() -> int:
+    """Serve until standard input ends; return the exit status."""
+    # Ctrl-C in a terminal is for the engine: this process ends after it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log_to_stderr(("kvcache",))
+    settings = ServerSettings.of_json(sys.stdin.buffer.readline())
+    os.nice(_NICENESS)
+    try:
+        keys = read_keys(settings.keys) if settings.keys else None
+        server = BlockServer(settings, open_readers(settings), keys)
+    except (KVCacheError, OSError) as error:
+        logger.error("blocks are not shared with other nodes: %s", error)
+        return 1
+    logger.info("blocks are shared with other nodes at %s", server.endpoint)
+    server.poller.register(sys.stdin, zmq.POLLIN)
+    while sys.stdin.fileno() not in dict(server.poller.poll(int(1000 * ALWAYS_S))):
+        server.turn()
+    server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

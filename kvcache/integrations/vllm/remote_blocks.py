@@ -1,0 +1,225 @@
+"""Copies blocks from other nodes into a rank's host slots, as if they were read from files.
+
+A block comes with the head of a file. Layout, rank, key and checksum are compared before it gets a
+label, whatever `offload.verify` says. Each lane asks for one block at a time, so as many blocks are
+under way as there are lanes. A node that is silent for `silence_s` is not asked for a while, and
+blocks are not asked for when their request has waited for too long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import zmq
+
+from kvcache.base.arrays import int32_array
+from kvcache.base.curve import CurveKeys, equip_peer
+from kvcache.base.errors import ProtocolError
+from kvcache.integrations.vllm.step_messages import ImportCommand
+from kvcache.offload.specs import FILE_MEDIUM
+from kvcache.protocol.commands import Fetch
+from kvcache.protocol.messages import JobReport
+from kvcache.sharing.messages import Given, Wanted, pack, split, unpack
+from kvcache.worker.copies.checksums import checksum_of
+from kvcache.worker.files.file_pool import FilePool, ThreadLanes
+from kvcache.worker.files.format import MAX_HEAD_BYTES, FileHead, FileTierError, unpack_head
+from kvcache.worker.files.store import FileStore, StoreLimits
+from kvcache.worker.files.system import DirectoryFiles
+from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.host_memory.segment import SegmentShape
+from kvcache.worker.transfers import FileJobs
+
+NUM_LANES = 4
+MAX_QUEUED_BLOCKS = 8192
+MAX_NODES = 32
+"""Connections of a lane; the oldest is closed for another one."""
+
+REST_S = 5.0
+CLOSE_S = 5.0
+
+_NO_DIRECTORY = -1
+
+
+class NodeConnections:
+    """Asks other nodes for blocks. Thread-safe: each thread has connections of its own."""
+
+    def __init__(self, shape: SegmentShape, keys: CurveKeys | None, silence_s: float) -> None:
+        """Ask for blocks of a rank with memory of this shape."""
+        self._shape = shape
+        self._keys = keys
+        self._silence_s = silence_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: dict[int, dict[str, zmq.Socket[bytes]]] = {}  # by thread
+        self._numbers = count(1)
+        self._rest_until_s: dict[str, float] = {}
+
+    def fetch(self, endpoint: str, key: bytes) -> list[bytes]:
+        """Return the head and the tensors of a block, as the node gives them.
+
+        Raises FileTierError: `missing` if it has no such block, `damaged` for another answer, `io`
+        if it is silent.
+        """
+        if time.monotonic() < self._rest_until_s.get(endpoint, 0.0):
+            raise FileTierError("io", f"node {endpoint} is not asked, because it was silent")
+        socket = self._connected(endpoint)
+        number = next(self._numbers)
+        try:
+            socket.send(pack(Wanted(number, self._shape.rank, key)), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._silent(endpoint) from None
+        give_up_s = time.monotonic() + self._silence_s
+        while True:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0 or not socket.poll(max(1, int(1000 * left_s))):
+                raise self._silent(endpoint)
+            frames = self._frames(endpoint, socket)
+            try:
+                given = unpack(frames[0])
+            except ProtocolError as error:
+                self._disconnect(endpoint)
+                raise FileTierError("damaged", f"node {endpoint}: {error}") from error
+            if not isinstance(given, Given) or given.number != number:
+                continue  # it came too late
+            if not given.is_there:
+                raise FileTierError("missing", f"node {endpoint} has this block no more")
+            return frames[1:]
+
+    def close(self) -> None:
+        """Let go of all connections. No thread may use them any more."""
+        for sockets in self._sockets.values():
+            for socket in sockets.values():
+                socket.close(0)
+        self._context.term()
+
+    def _frames(self, endpoint: str, socket: zmq.Socket[bytes]) -> list[bytes]:
+        """Return the frames of an answer, of which there is a limit."""
+        frames = [socket.recv()]
+        while socket.rcvmore:
+            if len(frames) == len(self._shape.widths) + 2:
+                self._disconnect(endpoint)
+                raise FileTierError("damaged", f"node {endpoint} gives too much")
+            frames.append(socket.recv())
+        return frames
+
+    def _silent(self, endpoint: str) -> FileTierError:
+        """Close the connection, with whatever is under way on it, and let the node rest."""
+        self._disconnect(endpoint)
+        now_s = time.monotonic()
+        resting = {name: end_s for name, end_s in self._rest_until_s.items() if end_s > now_s}
+        self._rest_until_s = {**resting, endpoint: now_s + REST_S}
+        return FileTierError("io", f"node {endpoint} gives nothing within {self._silence_s:g} s")
+
+    def _own(self) -> dict[str, zmq.Socket[bytes]]:
+        """Return this thread's connections."""
+        return self._sockets.setdefault(threading.get_ident(), {})
+
+    def _disconnect(self, endpoint: str) -> None:
+        socket = self._own().pop(endpoint, None)
+        if socket is not None:
+            socket.close(0)
+
+    def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
+        sockets = self._own()
+        if endpoint in sockets:
+            return sockets[endpoint]
+        if len(sockets) >= MAX_NODES:
+            self._disconnect(next(iter(sockets)))
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.ipv6 = True
+        socket.maxmsgsize = max(MAX_HEAD_BYTES, *self._shape.widths)
+        socket.rcvhwm = socket.sndhwm = 2
+        try:
+            if self._keys is not None:
+                equip_peer(socket, self._keys)
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise FileTierError("io", f"node {endpoint} cannot be reached: {error}") from error
+        sockets[endpoint] = socket
+        return socket
+
+
+class RemoteStore(FileStore):
+    """Blocks on other nodes, read like files. Nothing is written."""
+
+    def __init__(self, nodes: NodeConnections, shape: SegmentShape) -> None:
+        """Read blocks of `shape`; `place` says from where."""
+        super().__init__(DirectoryFiles(_NO_DIRECTORY), shape, StoreLimits(), "")
+        self._nodes = nodes
+        self._places: dict[bytes, tuple[str, float]] = {}
+
+    def place(self, keys: Sequence[bytes], endpoint: str, give_up_s: float) -> None:
+        """Read these blocks next from this node, once, unless it is later than `give_up_s`."""
+        self._places.update(dict.fromkeys(keys, (endpoint, give_up_s)))
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forget the places of blocks that are not read."""
+        for key in keys:
+            self._places.pop(key, None)
+
+    def read(self, key: bytes, payload: Sequence[memoryview]) -> FileHead:
+        """Fetch a block into `payload`; return its head.
+
+        Raises FileTierError; `payload` may hold anything then.
+        """
+        self._require_whole(payload)
+        endpoint, give_up_s = self._places.pop(key)
+        if time.monotonic() > give_up_s:
+            raise FileTierError("io", f"node {endpoint} has given other blocks for too long")
+        data, *parts = self._nodes.fetch(endpoint, key) or [b""]
+        head = unpack_head(data, len(data) + sum(map(len, parts)))
+        self._require_ours(head, key)
+        if [len(part) for part in parts] != [len(view) for view in payload]:
+            raise FileTierError("foreign", "its tensors have other sizes")
+        for view, part in zip(payload, parts, strict=True):
+            view[:] = part
+        if checksum_of(payload) != head.checksum:
+            raise FileTierError("damaged", "the checksum of its bytes is wrong")
+        return head
+
+
+class Imports:
+    """The jobs of one rank that copy blocks from other nodes."""
+
+    def __init__(
+        self, host: HostPool, keys: CurveKeys | None, silence_s: float, wait_s: float
+    ) -> None:
+        """Copy into slots of `host`; a job's blocks that are not begun within `wait_s` fail."""
+        self._wait_s = wait_s
+        shape = host.segment.shape
+        self._nodes = NodeConnections(shape, keys, silence_s)
+        self._store = RemoteStore(self._nodes, shape)
+        self._pool = FilePool(
+            self._store,
+            host.segment.slot_views,
+            ThreadLanes(NUM_LANES),
+            max_queued_blocks=MAX_QUEUED_BLOCKS,
+        )
+        self._jobs = FileJobs(self._pool, host)
+        self._refused: list[JobReport] = []
+
+    def start(self, command: ImportCommand) -> None:
+        """Begin to copy; what cannot be begun is reported."""
+        keys = split(command.keys)
+        self._store.place(keys, command.endpoint, time.monotonic() + self._wait_s)
+        fetch = Fetch(command.job_id, FILE_MEDIUM, command.keys, int32_array(command.slots))
+        problem = self._jobs.start(fetch)
+        if problem:
+            self._store.forget(keys)
+            self._refused.append(JobReport(command.job_id, ok=False, detail=problem))
+
+    def poll(self) -> list[JobReport]:
+        """Return the reports of jobs that have ended since the last call."""
+        refused, self._refused = self._refused, []
+        return refused + self._jobs.poll()
+
+    def close(self) -> bool:
+        """End the lanes; say whether that was possible in time: otherwise they may still write."""
+        is_over = self._pool.close(CLOSE_S)
+        if is_over:
+            self._nodes.close()
+        return is_over

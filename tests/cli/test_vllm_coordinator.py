@@ -1,0 +1,56 @@
+"""`kvcache vllm-coordinator`, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvcache.base.errors import DeadlineError
+from kvcache.sharing.access import read_keys
+from kvcache.sharing.index_server import ask_status
+from tests.cli.commands import KVCACHE
+from tests.sharing.test_index import free_port
+
+
+def test_a_coordinator_makes_keys_serves_and_ends_when_it_is_told(tmp_path: Path) -> None:
+    address, keys = f"tcp://127.0.0.1:{free_port()}", tmp_path / "keys"
+    served = [*KVCACHE, "vllm-coordinator", address, "--keys", str(keys)]
+    process = subprocess.Popen(served, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(f"made {keys}: copy it")
+        assert process.stderr.readline() == f"listening at {address}\n"
+        assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+        found = ask_status(address, read_keys(str(keys)), 30_000)
+        assert (found["num_blocks"], list(found["sources"])) == (0, [])
+        with pytest.raises(DeadlineError, match="nobody answers"):
+            ask_status(address, None, 200)
+        told = subprocess.run(
+            [*served, "--status"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert "0 of 0 engines" in told.stdout
+        plain = subprocess.run(
+            [*served, "--status", "--json"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert json.loads(plain.stdout)["num_blocks"] == 0
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        process.stderr.close()
+
+
+def test_an_address_on_the_network_needs_keys() -> None:
+    found = subprocess.run(
+        [*KVCACHE, "vllm-coordinator", "tcp://10.0.0.1:7400"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == 2
+    assert "is on the network, and there are no keys" in found.stderr

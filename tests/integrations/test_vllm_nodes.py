@@ -1,0 +1,504 @@
+"""Engines on several nodes that share their memory through a coordinator: real sockets, no vLLM.
+
+A node is a name here: engines of different names have memory services of their own.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvcache.base.errors import ConfigurationError
+from kvcache.integrations.vllm import block_server, nodes, remote_blocks
+from kvcache.integrations.vllm.block_server import BlockServer, ServerSettings, open_readers
+from kvcache.integrations.vllm.nodes import ServerProcess, memory_of
+from kvcache.integrations.vllm.options import ConnectorOptions
+from kvcache.integrations.vllm.remote_blocks import NodeConnections, RemoteStore
+from kvcache.memory_service.client import service_address
+from kvcache.memory_service.service import HostMemoryService
+from kvcache.offload.keys import make_offload_key
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
+from kvcache.sharing.access import make_keys, read_keys
+from kvcache.sharing.index_server import IndexServer
+from kvcache.sharing.messages import Given, Wanted, pack, unpack
+from kvcache.worker.files.format import FileHead, FileTierError, pack_head
+from kvcache.worker.host_memory.segment import SegmentShape
+from tests.integrations.test_vllm_replicas import DEADLINE_S, Replica, request_of
+from tests.sharing.test_index import free_port
+
+Start = Callable[..., Replica]
+
+
+class ServerThread:
+    """`ServerProcess`, in this process."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        keys = read_keys(settings.keys) if settings.keys else None
+        self.server = BlockServer(settings, open_readers(settings), keys)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.is_running = True
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            self.server.turn()
+            self.server.poller.poll(5)
+
+    def look(self, now_s: float) -> None:
+        assert self._thread.is_alive() or not self.is_running
+
+    def close(self) -> None:
+        if self.is_running:
+            self.is_running = False
+            self._is_over.set()
+            self._thread.join(10)
+            self.server.close()
+
+
+@pytest.fixture
+def coordinator() -> Iterator[IndexServer]:
+    made = IndexServer(f"tcp://127.0.0.1:{free_port()}")
+    made.start()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts engines, each on a node of its own."""
+    monkeypatch.setattr(nodes, "ServerProcess", ServerThread)
+    monkeypatch.setattr(block_server, "REFRESH_S", 0.02)
+    services: list[HostMemoryService] = []
+    started: list[Replica] = []
+
+    def make(**options: Any) -> Replica:
+        name = f"test-{uuid.uuid4().hex[:12]}"
+        service = HostMemoryService(service_address(name).address, max_segments=9, max_bytes=2**30)
+        service.serve()
+        services.append(service)
+        options.setdefault("coordinator", {"address": coordinator.endpoint, "answer_s": 10})
+        started.append(Replica(name, 0, **options))
+        return started[-1]
+
+    yield make
+    for replica in started:
+        replica.close()
+    for service in services:
+        service.close()
+
+
+def await_index(coordinator: IndexServer, *replicas: Replica) -> None:
+    """Return when the coordinator knows what these engines hold, and nothing else."""
+    for replica in replicas:
+        replica.settle()
+    held = {server_of(replica).server: replica.held() for replica in replicas}
+    deadline_s, num_times = time.monotonic() + DEADLINE_S, 0
+    while num_times < 3:  # a server may be between a look and what it says
+        is_known = all(
+            {key[:32] for key in tuple(server._index.held)} == digests and server.is_known
+            for server, digests in held.items()
+        )
+        found = coordinator.statistics()["num_blocks"]
+        num_times = num_times + 1 if is_known and found == sum(map(len, held.values())) else 0
+        assert time.monotonic() < deadline_s, f"{found} blocks are known"
+        time.sleep(0.02)
+
+
+def server_of(replica: Replica) -> ServerThread:
+    assert replica.nodes is not None
+    server: Any = replica.nodes._server
+    assert isinstance(server, ServerThread)
+    return server
+
+
+def num_remote(replica: Replica) -> int:
+    return replica.store.counts.statistics(time.monotonic()).num_remote_tokens
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_what_one_node_computes_another_one_copies_and_loads(
+    start: Start, coordinator: IndexServer, is_asynchronous: bool
+) -> None:
+    first, second = (start(is_asynchronous=is_asynchronous) for _ in range(2))
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    assert second.run("a", 25) == 16
+    assert num_remote(second) == 16
+    await_index(coordinator, first, second)
+    digests = request_of(0, 24, "a").block_hashes
+    assert (first.held(), second.held()) == (set(digests[:4]), set(digests))
+    assert first.run("a", 25) == 24  # two blocks of it from the second node
+    assert second.run("a", 25) == 24
+    assert (num_remote(first), num_remote(second)) == (8, 16)
+    for each in (first, second):
+        each.settle()
+        each.store.check()
+
+
+def test_a_block_comes_from_any_of_several_nodes(start: Start, coordinator: IndexServer) -> None:
+    first, second, third = (start() for _ in range(3))
+    first.run("a", 17)
+    await_index(coordinator, first, second, third)
+    second.run("a", 33)
+    second.store.reset(keeps_weights=True)
+    await_index(coordinator, first, second, third)
+    second.run("a", 33)  # the first half comes from the first node, and both hold it
+    first.store.reset(keeps_weights=True)
+    await_index(coordinator, first, second, third)
+    assert third.run("a", 33) == 32
+
+
+def test_without_a_coordinator_everything_is_computed_after_one_deadline(
+    start: Start, coordinator: IndexServer
+) -> None:
+    options = {"coordinator": {"address": f"tcp://127.0.0.1:{free_port()}", "answer_s": 0.05}}
+    alone = start(**options)
+    assert alone.run("a", 17) == 0
+    assert alone.run("b", 17) == 0
+    assert alone.run("a", 17) == 16  # its own
+    assert alone.nodes is not None
+    statistics = alone.nodes.statistics()
+    assert (statistics["num_questions"], statistics["num_unanswered_questions"]) == (1, 1)
+
+
+def test_a_coordinator_that_starts_again_knows_everything_soon(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second = start(), start()
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    coordinator.close()
+    again = IndexServer(coordinator.endpoint)
+    again.start()
+    await_index(again, first, second)
+    assert second.run("a", 17) == 16
+    again.close()
+
+
+def test_a_node_that_is_gone_costs_one_silence_and_its_blocks_are_computed(
+    start: Start, coordinator: IndexServer
+) -> None:
+    options = {"address": coordinator.endpoint, "answer_s": 10, "silence_s": 0.2}
+    first, second = start(), start(coordinator=options)
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    server_of(first).close()
+    assert second.run("a", 17) == 0
+    assert second.run("a", 17) == 16
+    assert num_remote(second) == 0
+
+
+def test_a_block_that_was_evicted_meanwhile_is_computed(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second = start(), start()
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    first.memories[1]._host.labels.withdraw(np.array([2], np.int32))  # of one rank only
+    assert second.run("a", 17) == 8
+    assert first.run("b", 9) == 0
+
+
+def test_a_changed_byte_is_computed_again(start: Start, coordinator: IndexServer) -> None:
+    first, second = start(), start(offload={"verify": "sample"})
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    first.memories[0]._host.segment.tensors[1][1, 9] ^= 1
+    assert second.run("a", 17) == 4
+    second.settle()
+    assert second.run("a", 17) == 16
+
+
+def test_nodes_with_another_model_do_not_share(start: Start, coordinator: IndexServer) -> None:
+    first = start()
+    first.run("a", 17)
+    shape = first.memories[0].inventory().shape
+    assert shape is not None
+    other = SegmentShape("x" * 64, 0, 8, shape.widths, 32, 1)
+    assert memory_of([shape]) != memory_of([other])
+    fewer = SegmentShape(shape.layout_fingerprint, 0, 5, shape.widths, 32, 1)
+    assert memory_of([shape]) == memory_of([fewer])
+
+
+def test_imported_blocks_are_not_written_to_files(
+    start: Start, coordinator: IndexServer, tmp_path: Any
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB", "write": "on_store"}
+    first, second = start(), start(offload={"disk": disk})
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    assert second.run("a", 25) == 16
+    second.settle()
+    assert second.store.statistics is not None and second.store.statistics.disk is not None
+    assert second.store.statistics.disk.num_ready == 2  # what it has computed itself
+
+
+def test_a_prompt_longer_than_the_memory_is_imported_as_far_as_it_fits(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second = start(num_slots=16), start(num_slots=6)
+    first.run("a", 49)
+    await_index(coordinator, first, second)
+    assert 0 < second.run("a", 49) <= 24
+    second.settle()
+
+
+def test_a_walk_over_small_nodes_with_damage_never_loads_a_wrong_byte(
+    start: Start, coordinator: IndexServer
+) -> None:
+    draw = random.Random(7)
+    options = {"address": coordinator.endpoint, "answer_s": 0.2, "silence_s": 0.2}
+    engines = [start(num_slots=draw.randint(5, 12), coordinator=options) for _ in range(3)]
+    num_loaded = 0
+    for _ in range(40):
+        engine = draw.choice(engines)
+        num_loaded += engine.run(draw.choice("abcd"), draw.randint(2, 8) * 4 + 1)
+        other = draw.choice(engines)
+        if draw.random() < 0.2:
+            memory = draw.choice(other.memories)._host
+            slot = draw.randrange(memory.num_slots)
+            memory.segment.tensors[draw.randrange(2)][slot, draw.randrange(64)] ^= 1
+        if draw.random() < 0.1:
+            other.store.reset(keeps_weights=True)
+        time.sleep(0.03)  # the labels are looked at
+    assert num_loaded and sum(map(num_remote, engines))
+    for engine in engines:
+        engine.settle()
+        engine.store.check()
+
+
+def test_the_process_announces_and_gives_and_ends_with_its_input(
+    start: Start, coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "ServerProcess", ServerProcess)
+    first = start()
+    first.run("a", 17)
+    first.settle()
+    deadline_s = time.monotonic() + 60
+    while coordinator.statistics()["num_blocks"] != 4:
+        assert time.monotonic() < deadline_s, "nothing is announced"
+        time.sleep(0.05)
+    monkeypatch.setattr(nodes, "ServerProcess", ServerThread)
+    second = start()
+    assert second.run("a", 17) == 16
+    assert first.nodes is not None and first.nodes._server is not None
+    process = first.nodes._server._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    now_s = time.monotonic()
+    first.nodes._server.look(now_s)
+    assert not first.nodes.statistics()["is_giving_blocks"]
+    first.nodes._server.look(now_s + nodes.RESTART_S)
+    assert first.nodes.statistics()["is_giving_blocks"]
+
+
+# --- answers of a node that are not as they should be
+
+SHAPE = SegmentShape("f" * 64, 0, 4, (48, 16), 32, 1)
+KEY = make_offload_key(b"k" * 32, 0)
+PARTS = [bytes(range(48)), bytes(range(16))]
+
+
+def head_of(**other: Any) -> bytes:
+    values = {
+        "key": KEY,
+        "digest": b"k" * 32,
+        "group": 0,
+        "layout_fingerprint": SHAPE.layout_fingerprint,
+        "rank": 0,
+        "namespace": namespace_name(DEFAULT_NAMESPACE),
+        "parent_digest": bytes(32),
+        "token_bytes": b"",
+        "extra_keys": b"",
+        "block_bytes": 64,
+        "checksum": remote_blocks.checksum_of([memoryview(part) for part in PARTS]),
+    }
+    return pack_head(FileHead(**{**values, **other}))
+
+
+@contextmanager
+def node(*answers: Callable[[int], Sequence[bytes]]) -> Iterator[str]:
+    """A node that gives these answers to a request."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.rcvtimeo = 10_000
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def serve() -> None:
+            identity, data = router.recv_multipart()
+            wanted = unpack(data)
+            assert isinstance(wanted, Wanted) and (wanted.rank, wanted.key) == (0, KEY)
+            for answer in answers:
+                router.send_multipart([identity, *answer(wanted.number)])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{port}"
+        finally:
+            thread.join()
+
+
+def read(endpoint: str, silence_s: float = 10.0, patience_s: float = 60.0) -> bytearray:
+    connections = NodeConnections(SHAPE, None, silence_s)
+    store = RemoteStore(connections, SHAPE)
+    store.place([KEY], endpoint, time.monotonic() + patience_s)
+    memory = bytearray(64)
+    try:
+        store.read(KEY, [memoryview(memory)[:48], memoryview(memory)[48:]])
+    finally:
+        connections.close()
+    return memory
+
+
+def given(*frames: bytes, by: int = 0, is_there: bool = True) -> Callable[[int], list[bytes]]:
+    return lambda number: [pack(Given(number + by, is_there)), *frames]
+
+
+def test_a_right_answer_is_taken_and_a_late_one_before_it_is_not() -> None:
+    with node(given(head_of(), bytes(48), bytes(16), by=-1), given(head_of(), *PARTS)) as endpoint:
+        assert read(endpoint) == b"".join(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (given(is_there=False), "missing"),
+        (given(), "truncated"),
+        (given(head_of()), "truncated"),
+        (given(head_of(), PARTS[0]), "truncated"),
+        (given(head_of(), PARTS[0], PARTS[1][:-1]), "truncated"),
+        (given(head_of(), PARTS[0][:-8], bytes(24)), "foreign"),
+        (given(head_of(), *PARTS, b"more"), "damaged"),
+        (given(head_of(), *PARTS, b"", b"", b""), "damaged"),
+        (given(head_of(), PARTS[0], bytes(16)), "damaged"),
+        (given(head_of(checksum=1), *PARTS), "damaged"),
+        (given(head_of()[:40], *PARTS), "truncated"),
+        (given(b"x" + head_of()[1:], *PARTS), "damaged"),
+        (given(head_of()[:-1] + b"\xff", *PARTS), "damaged"),
+        (given(head_of(layout_fingerprint="g" * 64), *PARTS), "foreign"),
+        (given(head_of(rank=1), *PARTS), "foreign"),
+        (given(head_of(key=make_offload_key(b"l" * 32, 0)), *PARTS), "wrong_key"),
+        (given(head_of(digest=b"l" * 32), *PARTS), "wrong_key"),
+        (given(head_of(group=1), *PARTS), "wrong_key"),
+        (lambda number: [b"noise"], "damaged"),
+        (lambda number: [pack(Given(number - 1, True)), head_of(), *PARTS], "io"),
+        (lambda number: [pack(Wanted(number, 0, KEY))], "io"),
+    ],
+    ids=range(21),
+)
+def test_a_wrong_answer_is_refused(answer: Any, problem: str) -> None:
+    with node(answer) as endpoint, pytest.raises(FileTierError) as caught:
+        read(endpoint, 0.5 if problem == "io" else 10.0)
+    assert caught.value.kind == problem
+
+
+def test_every_flipped_bit_of_an_answer_is_noticed() -> None:
+    whole = [head_of(), *PARTS]
+    draw = random.Random(3)
+    for _ in range(25):
+        frames = [bytearray(frame) for frame in whole]
+        frame = draw.choice(frames)
+        frame[draw.randrange(len(frame))] ^= 1 << draw.randrange(8)
+        with node(given(*map(bytes, frames))) as endpoint, pytest.raises(FileTierError):
+            read(endpoint)
+
+
+def test_a_node_that_was_silent_is_not_asked_again_at_once() -> None:
+    connections = NodeConnections(SHAPE, None, 0.1)
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(FileTierError, match=r"gives nothing within 0.1 s"):
+        connections.fetch(endpoint, KEY)
+    with pytest.raises(FileTierError, match="is not asked, because it was silent"):
+        connections.fetch(endpoint, KEY)
+    connections.close()
+
+
+def test_a_block_whose_request_has_waited_too_long_is_not_asked_for() -> None:
+    with pytest.raises(FileTierError, match="for too long"):
+        read(f"tcp://127.0.0.1:{free_port()}", patience_s=-1.0)
+
+
+def test_wrong_requests_cost_a_node_nothing(start: Start, coordinator: IndexServer) -> None:
+    first = start()
+    first.run("a", 17)
+    await_index(coordinator, first)
+    key = make_offload_key(request_of(0, 17, "a").block_hashes[0], 0)
+    endpoint = server_of(first).server.endpoint
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.rcvtimeo = 10_000
+        dealer.connect(endpoint)
+        dealer.send(b"noise")
+        dealer.send(pack(Given(1, True)))
+        dealer.send_multipart([pack(Wanted(1, 0, key)), b"more"])
+        for number, rank, wanted in ((2, 2, key), (3, -1, key), (4, 0, bytes(36)), (5, 1, key)):
+            dealer.send(pack(Wanted(number, rank, wanted)))
+        answers = [dealer.recv_multipart() for _ in range(4)]
+    assert [unpack(frames[0]) for frames in answers] == [
+        Given(2, False),
+        Given(3, False),
+        Given(4, False),
+        Given(5, True),
+    ]
+    assert [len(frames) for frames in answers] == [1, 1, 1, 4]
+    assert server_of(first).server.counts["malformed"] == 3
+
+
+def test_a_node_far_away_needs_the_keys(
+    start: Start, tmp_path: Any, coordinator: IndexServer
+) -> None:
+    path = str(tmp_path / "keys")
+    guarded = IndexServer(f"tcp://127.0.0.1:{free_port()}", make_keys(path))
+    guarded.start()
+    options = {"address": guarded.endpoint, "answer_s": 10, "keys": path}
+    first, second = start(coordinator=options), start(coordinator=options)
+    first.run("a", 17)
+    await_index(guarded, first, second)
+    assert second.run("a", 17) == 16
+    shape = first.memories[0].inventory().shape
+    assert shape is not None
+    stranger = NodeConnections(shape, None, 0.3)
+    key = make_offload_key(request_of(0, 17, "a").block_hashes[0], 0)
+    with pytest.raises(FileTierError, match="gives nothing"):
+        stranger.fetch(server_of(first).server.endpoint, key)
+    friend = NodeConnections(shape, read_keys(path), 10.0)
+    assert len(friend.fetch(server_of(first).server.endpoint, key)) == 3
+    friend.close()
+    stranger.close()
+    guarded.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"coordinator": {"address": "here"}}, "no address"),
+        ({"coordinator": {"address": "tcp://10.0.0.1:7"}}, "there are no keys"),
+        ({"coordinator": {"address": "tcp://[::1]:7", "keys": "keys"}}, "relative"),
+        ({"coordinator": {"address": "tcp://[::1]:7", "host": "a b"}}, "host"),
+        ({"coordinator": {"address": "tcp://[::1]:7", "host": "10.0.0.1"}}, "there are no keys"),
+        ({"coordinator": {}}, "address"),
+        (
+            {"coordinator": {"address": "tcp://[::1]:7"}, "offload": {"keeps_memory": False}},
+            "other nodes could not use this memory",
+        ),
+        (
+            {"coordinator": {"address": "tcp://[::1]:7"}, "offload": {"verify": "never"}},
+            "other nodes could not use this memory",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ConnectorOptions.parse(options)
