@@ -1,0 +1,103 @@
+"""Two real vLLM engines, each on a node of its own, that share through a coordinator."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.metrics.engine_socket import ask_engine
+from kvcache.sharing.index_server import ask_status
+from tests.sharing.test_index import free_port
+from tests.vllm.conftest import ROOT, Starter
+from tests.vllm.test_connector import HITS, MEMORY, PROMPTS
+
+pytestmark = pytest.mark.vllm
+
+OTHERS = [[(7 * i + 3 * k) % 400 + 50 for i in range(200)] for k in range(4)]
+
+
+class Coordinator:
+    """`kvcache vllm-coordinator`, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.start()
+
+    def start(self) -> None:
+        run = "from actors.cli.app import main; main()"
+        command = [sys.executable, "-c", run, "vllm-coordinator", self.address]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        ask_status(self.address, None, 30_000)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def await_blocks(self, num_sources: int) -> None:
+        """Return when so many engines hold the same number of blocks for a while, above 0."""
+        deadline_s, before = time.monotonic() + 30, None
+        while True:
+            found = ask_status(self.address, None, 10_000)
+            held = [source["num_blocks"] for source in found["sources"]]
+            if len(held) == num_sources and any(held) and held == before:
+                return
+            before = held
+            assert time.monotonic() < deadline_s, f"the coordinator knows {held} blocks"
+            time.sleep(1)
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator()
+    yield made
+    made.kill()
+
+
+def options_of(name: str, coordinator: Coordinator) -> dict[str, Any]:
+    sharing = {"address": coordinator.address, "answer_s": 5, "silence_s": 1}
+    return {"name": name, "coordinator": sharing, **MEMORY}
+
+
+def test_what_one_node_computes_another_one_loads_and_without_help_it_computes(
+    start: Starter, new_name: Callable[[], str], coordinator: Coordinator
+) -> None:
+    names = new_name(), new_name()
+    first, second = (start(options_of(name, coordinator), is_forked=False) for name in names)
+    cold = first.generate(PROMPTS)
+    assert cold.cached == [0, 0, 0]
+    first.generate(OTHERS, 1)
+    first.generate(OTHERS[-1:], 1)  # a step after the last one brings its seals
+    coordinator.await_blocks(2)
+
+    loaded = second.generate(PROMPTS[:2])
+    assert (loaded.cached, loaded.tokens) == (HITS[:2], cold.tokens[:2])
+    status = ask_engine(names[1], 0, {"do": "status"})
+    assert status["requests"]["num_remote_tokens"] == sum(HITS[:2])
+    assert status["nodes"]["num_unanswered_questions"] == 0
+
+    coordinator.kill()
+    begun_s = time.monotonic()
+    alone = second.generate(PROMPTS)
+    assert alone.tokens == cold.tokens and alone.cached[2] == 0
+    assert time.monotonic() - begun_s < 30
+    status = ask_engine(names[1], 0, {"do": "status"})
+    assert status["nodes"]["num_unanswered_questions"] >= 1
+
+    coordinator.start()
+    coordinator.await_blocks(2)
+    time.sleep(5)  # the engine asks again
+    again = second.generate(OTHERS[:2], 1)
+    assert again.cached == [192, 192]
+    expected = first.generate(OTHERS, 8).tokens
+
+    first.kill()
+    silent = second.generate(OTHERS, 8)  # before the coordinator has noticed
+    assert silent.tokens == expected
+    assert second.generate(OTHERS, 8).tokens == expected
+    second.kill()
