@@ -123,6 +123,7 @@ from kvcache.requests.hashing import (
     make_block_hash_with_group_id,
     need_extra_keys,
 )
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import LoRARequest, MultiModalPosition, Namespace, Request
 from kvcache.sequences import (
     AllocatorStatistics,
@@ -164,6 +165,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "CacheEvent",
+    "CacheHint",
     "CacheHit",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",

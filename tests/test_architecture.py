@@ -31,7 +31,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("entry_queue", "ranked_queue"),
         ("policy",),
         ("lru", "history_policy"),
-        ("adaptive", "outside_policy", "ranked_policies"),
+        ("adaptive", "hinted", "outside_policy", "ranked_policies"),
         ("registry",),
     ),
     "tenants": (

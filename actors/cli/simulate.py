@@ -90,6 +90,13 @@ def simulate(
     decode_speed: Annotated[
         float, typer.Option(help="With --running: answer tokens per second.")
     ] = 40,
+    hints: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the policies are told of each request's session: none, session (whether and "
+            "about when it goes on), oracle (exactly); may be repeated (default: none)."
+        ),
+    ] = None,
     optimum: Annotated[
         bool, typer.Option(help="Also show the bound of all policies (Belady).")
     ] = True,
@@ -108,6 +115,7 @@ def simulate(
     """Simulate hit rates of traces by policy and capacity, without a cluster."""
     from actors.cli.simulations import parse_policies, play, read_traces, require_plots
     from kvcache.base.errors import ConfigurationError
+    from kvcache.simulate.hinting import NO_HINTS
     from kvcache.simulate.running_counting import Pace
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
     from kvcache.simulate.simulation_processes import SimulationTask
@@ -130,12 +138,15 @@ def simulate(
     played = read()
     groups, num_blocks = _model(played, window, config)
     capacities = _capacities(played, blocks or (), groups, num_blocks)
+    kinds = [(each, kind) for each in policies for kind in dict.fromkeys(hints or [NO_HINTS])]
     if optimum and pace is None:
-        policies = (*policies, OPTIMUM)
+        kinds.append((OPTIMUM, NO_HINTS))
     tasks = [
-        SimulationTask(i, SimulatedCache(each, capacity, host_blocks, disk_blocks, groups, pace))
+        SimulationTask(
+            i, SimulatedCache(each, capacity, host_blocks, disk_blocks, groups, pace, kind)
+        )
         for i in range(len(played))
-        for each in policies
+        for each, kind in kinds
         for capacity in capacities
     ]
     results = play(played, tasks, processes, is_shown=not no_progress)
@@ -213,7 +224,7 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
 
     cells: dict[str, list[str]] = {}
     for result in results:
-        cells.setdefault(result.cache.policy, []).append(_cell(result))
+        cells.setdefault(result.cache.label, []).append(_cell(result))
     cache = results[0].cache
     columns = list(dict.fromkeys(capacity_text(r.cache.num_blocks) for r in results))
     table = Table()
@@ -266,7 +277,7 @@ def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult])
         trace = next(trace for trace in traces if trace.name == result.trace)
         num_blocks = result.cache.num_blocks
         x = trace.num_distinct_blocks if num_blocks is None else num_blocks
-        curves.setdefault((result.trace, result.cache.policy), []).append((x, result.hit_rate))
+        curves.setdefault((result.trace, result.cache.label), []).append((x, result.hit_rate))
     drawn = [
         Curve(
             policy if len(traces) == 1 else f"{name}, {policy}",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import InvariantError
 from kvcache.core.columns import (
     BLANK,
@@ -38,6 +39,7 @@ from kvcache.core.columns import (
     NUM_MOVED,
     PARENT,
     PREV,
+    REF,
     REMOVED,
     ColumnStore,
 )
@@ -47,6 +49,8 @@ from kvcache.core.interface import OffloadHooks
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy
+from kvcache.policies.hinted import HintColumns, HintedPolicy
+from kvcache.requests.hints import CacheHint
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 
@@ -100,10 +104,12 @@ class PolicyOrder:
         digester: Digester | None,
         make: MakePolicy,
         tenants: TenantLedger | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Use a new policy, or one for each of `tenants`. Without a digester, all contents have
         their digests already."""
         self._store, self._digester, self._tenants = store, digester, tenants
+        self._clock = SystemClock() if clock is None else clock
         capacity = len(store.columns.block)
         self._book = book = BlockBook(store, digester, tenants)
         store.columns.number[HAS_POLICY] = 1 if tenants is None else 2
@@ -114,7 +120,43 @@ class PolicyOrder:
             one = partial(make, capacity, book)
             self.policy = TenantPolicy(capacity, book, tenants, one, counts_unheld=True)
         self._book.names_contents = self.policy.reads_contents
+        self._hints: HintColumns | None = None  # until the first hint
+        self._is_shared = np.zeros(0, np.bool_)
         self._take_over()
+
+    def follow_hints(self) -> None:
+        """Follow hints from now on."""
+        if self._hints is not None:
+            return
+        self._hints = columns = HintColumns(len(self._store.columns.block), self._clock.now())
+        self._is_shared = np.zeros(len(self._store.columns.block), np.bool_)
+
+        def hinted(inner: EvictionPolicy) -> EvictionPolicy:
+            return HintedPolicy(inner, self._book, columns)
+
+        if isinstance(self.policy, TenantPolicy):
+            self.policy.wrap(hinted)
+        else:
+            self.policy = hinted(self.policy)
+        self._store.columns.number[HAS_POLICY] = 2
+
+    def hint(self, path: Int32Array, first: int, last: int, hint: CacheHint) -> None:
+        """Follow a hint for those of the blocks `path[first:last]` that are unused now. `path` is
+        the table of a request in one group.
+
+        What other contents continue, too, is shared: there only priorities apply.
+        """
+        c = self._store.columns
+        nodes = c.block[path, NODE]
+        branches = np.flatnonzero((c.node[nodes, CHILDREN] > 1) & (nodes != 0))
+        if len(branches):
+            self._is_shared[path[: branches[-1] + 1]] = True
+        is_meant = (nodes != 0) & (c.block[path, REF] == 0)
+        if hint.priority is None:
+            is_meant &= ~self._is_shared[path]
+        meant = index_array(path[first:last][is_meant[first:last]])
+        if len(meant) and isinstance(self.policy, (HintedPolicy, TenantPolicy)):
+            self.policy.hint(meant, hint)
 
     def _take_over(self) -> None:
         """Move the cached blocks from the free list to the policy."""
@@ -136,6 +178,8 @@ class PolicyOrder:
     def tell(self) -> None:
         """Tell the policy what happened since the last call."""
         c = self._store.columns
+        if self._hints is not None:
+            self._hints.now_s = self._clock.now()
         count = int(c.number[NUM_MOVED])
         if not count:
             return
@@ -150,10 +194,17 @@ class PolicyOrder:
             REMOVED: self.policy.remove,
             DISCARDED: self.policy.discard,
         }
-        if self._tenants is not None:
-            calls[BLANKED] = self._tenants.freed
+        calls[BLANKED] = self._blanked
         for start, end in pairwise(cuts):
             calls[int(kinds[start])](np.ascontiguousarray(ids[start:end]))
+
+    def _blanked(self, ids: IndexArray) -> None:
+        """Forget the tenants of blocks without content, and their hints."""
+        if self._tenants is not None:
+            self._tenants.freed(ids)
+        if self._hints is not None:
+            self._hints.forget(ids)
+            self._is_shared[ids] = False
 
     def make_room(self, num_blocks: int, offload: OffloadHooks | None) -> None:
         """Evict blocks until `num_blocks` are blank, including those that the served tenant must
@@ -181,10 +232,11 @@ class PolicyOrder:
             num_needed = evict_all(self._store.address, going, needed)
             kept += needed[:num_needed].tolist()
             has_progress |= num_needed < len(victims)
-            if self._tenants is not None:
+            if self._tenants is not None or self._hints is not None:
                 gone = np.setdiff1d(going, needed[:num_needed], assume_unique=True)
-                self._tenants.evicted(index_array(gone))
-                self._tenants.freed(gone)
+                if self._tenants is not None:
+                    self._tenants.evicted(index_array(gone))
+                self._blanked(index_array(gone))
         if kept:
             self.policy.put_back(kept)
 

@@ -119,6 +119,7 @@ from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
 from kvcache.protocol.step import NewRequest
 from kvcache.requests.hashing import generate_block_hash_extra_keys
+from kvcache.requests.hints import CacheHint, blocks_in
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
@@ -215,6 +216,7 @@ class FlatCore:
             self.digester,
             lambda capacity, book: make(capacity=capacity, book=book),
             self.tenants,
+            settings.clock,
         )
         self._lists_cached = policies[policy_name] is LRUPolicy and self.tenants is None
         self.order = None if self._lists_cached else self._make_order()
@@ -583,6 +585,17 @@ class FlatCore:
         r = self._forget_row(request)
         if r != NO_ROW and free_row(self.store.address, r):
             self._settle()
+
+    def hint(self, tables: Sequence[Int32Array], hints: Sequence[CacheHint]) -> None:
+        """Follow the hints of a request for those blocks of its `tables` that are unused now, one
+        table per group."""
+        if self.order is None:
+            self.order = self._make_order()
+        self.order.tell()
+        self.order.follow_hints()
+        for hint in hints:
+            for table, size in zip(tables, self.sizes, strict=True):
+                self.order.hint(table, *blocks_in(hint, size, len(table)), hint)
 
     def free_all(self, requests: Sequence[Request]) -> None:
         """Do `free` for each of these requests, in order."""

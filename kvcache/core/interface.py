@@ -17,6 +17,7 @@ import numpy as np
 
 from kvcache.base.arguments import quickly_made
 from kvcache.base.arrays import Ids, Int32Array, int32_array
+from kvcache.base.clock import Clock, SystemClock
 from kvcache.core.columns import BlockAges
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
@@ -296,6 +297,7 @@ class CoreSettings:
       ones.
     - `tenants` decide which request may take blocks; None: first come, first served.
     - `ages` counts for how long cached blocks are unused.
+    - `clock` tells the time for hints; it is not read before the first hint.
     """
 
     kv_cache_config: KVCacheConfig
@@ -314,3 +316,4 @@ class CoreSettings:
     publish_all_groups: bool = False
     tenants: TenantLedger | None = None
     ages: BlockAges | None = None
+    clock: Clock = field(default_factory=SystemClock)

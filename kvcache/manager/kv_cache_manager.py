@@ -219,7 +219,7 @@ class KVCacheManager:
         is_heard = settings.enable_kv_cache_events or event_sink is not None
         made = settings.core_settings(hasher)
         made = replace(made, events=self._events if is_heard else None, offload=hooks)
-        made = replace(made, slot_of=table.slot_of, tenants=accounts)
+        made = replace(made, slot_of=table.slot_of, tenants=accounts, clock=clock)
         self._core = core = core_factory(made)
         self._admission = admission = Admission(table, limits, settings=settings, tenants=accounts)
         self.control = control = CacheControl(

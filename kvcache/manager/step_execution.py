@@ -141,7 +141,10 @@ class StepExecutor:
 
     def forget(self, gone: Sequence[KnownRequest]) -> None:
         """Free the blocks of requests, in order, remove them from the table, and tell the tiers
-        below."""
+        below. Follow their hints."""
+        hinted = [
+            (known.request.hints, self._tables(known)) for known in gone if known.request.hints
+        ]
         if len(gone) == 1:
             self._core.free(gone[0].request)
         else:
@@ -150,6 +153,12 @@ class StepExecutor:
         if self._tiers.hooks is not None:
             for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
+        for hints, tables in hinted:
+            self._core.hint(tables, hints)
+
+    def _tables(self, known: KnownRequest) -> list[Int32Array]:
+        """Return the blocks of a request, an array for each group."""
+        return [int32_array(ids) for ids in self._core.block_ids(known.request.request_id)]
 
     def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
         """Roll back; return the requests that had to be preempted for it."""

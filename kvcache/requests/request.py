@@ -18,6 +18,7 @@ from kvcache.base.arguments import MAX_INT, as_bool, as_int, as_text, check_kind
 from kvcache.base.errors import RequestError, shown
 from kvcache.requests.digests import join_digests
 from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.hints import CacheHint, checked_hints
 from kvcache.requests.request_content import (
     DEFAULT_NAMESPACE,
     LoRARequest,
@@ -113,6 +114,7 @@ class Request:
     __slots__ = (
         "_block_hasher",
         "_block_hashes",
+        "_hints",
         "_num_computed_tokens",
         "_num_preemptions",
         "_num_tokens",
@@ -202,6 +204,7 @@ class Request:
         )
         self._num_tokens: int = self.num_prompt_tokens
         self._num_computed_tokens = 0
+        self._hints: tuple[CacheHint, ...] = ()
         self._block_hasher = block_hasher
         self._block_hashes: list[BlockHash] = []
         # The digests that were computed together at first: joined while they are available.
@@ -251,6 +254,15 @@ class Request:
     def num_preemptions(self, num_preemptions: int) -> None:
         what = f"request {self.request_id}: num_preemptions"
         self._num_preemptions = as_int(what, num_preemptions, error=RequestError)
+
+    @property
+    def hints(self) -> tuple[CacheHint, ...]:
+        """Hints for its blocks, followed when it is freed. Assign others at any time before."""
+        return self._hints
+
+    @hints.setter
+    def hints(self, hints: Sequence[CacheHint]) -> None:
+        self._hints = checked_hints(f"request {self.request_id}", hints)
 
     @property
     def all_token_ids(self) -> NDArray[np.int32]:

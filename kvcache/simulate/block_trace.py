@@ -11,7 +11,7 @@ line.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import TraceError
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MooncakeLine, MooncakeTrace
 from kvcache.simulate.tokens import block_token_ids
 from kvcache.simulate.trace_writing import TraceLine, trace_lines
-from kvcache.simulate.workload import Workload, WorkloadRequest
+from kvcache.simulate.workload import SessionFacts, Workload, WorkloadRequest
 
 _NO_PARENT = -1
 COMPACT_BLOCK_SIZE = 2
@@ -35,7 +36,8 @@ COMPACT_BLOCK_SIZE = 2
 @dataclass(frozen=True, eq=False)
 class BlockTrace:
     """`blocks[starts[i]:starts[i + 1]]` are the blocks of request `i`, numbered from 0 in order of
-    appearance, including a partial last one; `lines[i]` is its line in the file."""
+    appearance, including a partial last one; `lines[i]` is its line in the file. `sessions[i]`
+    is what is known of its session; there are none if the trace does not know all."""
 
     name: str
     block_size: int
@@ -45,6 +47,7 @@ class BlockTrace:
     output_lengths: NDArray[np.int64]
     arrivals_ms: NDArray[np.float64]
     lines: NDArray[np.int64]
+    sessions: tuple[SessionFacts, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -133,6 +136,7 @@ def _generated_lines(workload: SyntheticWorkload, block_size: int) -> Iterator[M
             line.input_length,
             line.output_length,
             tuple(line.block_ids),
+            session=line.session,
         )
 
 
@@ -195,6 +199,7 @@ class _Collection:
             output_lengths=np.array([line.output_length for line in kept], np.int64),
             arrivals_ms=np.array([line.timestamp_ms for line in kept], np.float64),
             lines=np.array([line.number for line in kept], np.int64),
+            sessions=_sessions(kept),
         )
 
     def _number(self, line: MooncakeLine) -> list[int]:
@@ -230,25 +235,31 @@ class _Collection:
         return TraceError(f"{self._name}, line {line.number}: {what}")
 
 
+def _sessions(lines: Sequence[MooncakeLine]) -> tuple[SessionFacts, ...]:
+    known = tuple([line.session for line in lines if line.session is not None])
+    return known if len(known) == len(lines) else ()
+
+
 class _TraceWorkload(ABC):
     """A trace as a workload."""
 
-    def __init__(self, trace: BlockTrace) -> None:
-        self._trace = trace
+    def __init__(self, trace: BlockTrace, hints: Sequence[tuple[CacheHint, ...]] = ()) -> None:
+        self.trace = trace
+        self._hints = hints
 
     @property
     def name(self) -> str:
         """The trace's."""
-        return self._trace.name
+        return self.trace.name
 
     @property
     def num_requests(self) -> int:
         """The trace's."""
-        return self._trace.num_requests
+        return self.trace.num_requests
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         """Yield the requests, named as in a trace file."""
-        trace = self._trace
+        trace = self.trace
         for i in range(trace.num_requests):
             yield WorkloadRequest(
                 request_id=f"line-{trace.lines[i]}",
@@ -256,6 +267,7 @@ class _TraceWorkload(ABC):
                 num_output_tokens=int(trace.output_lengths[i]),
                 make_token_ids=partial(self._token_ids, i),
                 arrival_s=float(trace.arrivals_ms[i]) / 1000,
+                hints=self._hints[i] if self._hints else (),
             )
 
     @abstractmethod
@@ -285,11 +297,11 @@ class CompactTrace(_TraceWorkload):
         return COMPACT_BLOCK_SIZE
 
     def _num_tokens(self, request: int) -> int:
-        is_partial = self._trace.input_lengths[request] % self._trace.block_size != 0
-        return self._trace.num_blocks_of(request) * COMPACT_BLOCK_SIZE - bool(is_partial)
+        is_partial = self.trace.input_lengths[request] % self.trace.block_size != 0
+        return self.trace.num_blocks_of(request) * COMPACT_BLOCK_SIZE - bool(is_partial)
 
     def _token_ids(self, request: int) -> Int32Array:
-        tokens = self._trace.blocks_of(request).repeat(COMPACT_BLOCK_SIZE)
+        tokens = self.trace.blocks_of(request).repeat(COMPACT_BLOCK_SIZE)
         return tokens[: self._num_tokens(request)]
 
 
@@ -299,17 +311,17 @@ class TraceTokens(_TraceWorkload):
     @property
     def total_input_tokens(self) -> int:
         """The trace's."""
-        return self._trace.num_input_tokens
+        return self.trace.num_input_tokens
 
     @property
     def block_size(self) -> int:
         """The trace's."""
-        return self._trace.block_size
+        return self.trace.block_size
 
     def _num_tokens(self, request: int) -> int:
-        return int(self._trace.input_lengths[request])
+        return int(self.trace.input_lengths[request])
 
     def _token_ids(self, request: int) -> Int32Array:
-        blocks = self._trace.blocks_of(request).astype(np.int64)
-        tokens = block_token_ids(blocks, self._trace.block_size)
+        blocks = self.trace.blocks_of(request).astype(np.int64)
+        tokens = block_token_ids(blocks, self.trace.block_size)
         return tokens[: self._num_tokens(request)]

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from kvcache.base.clock import Clock
+from kvcache.base.clock import Clock, VirtualClock
 from kvcache.base.errors import OutOfBlocksError
 from kvcache.manager import KVCacheManager
 from kvcache.requests.request import Request
@@ -86,10 +86,12 @@ def count_prefill_hits(
         smallest = min((g.kv_cache_spec.block_size for g in options.groups), default=block_size)
         num_blocks = sum(-(-r.num_prompt_tokens // smallest) for r in workload)
         num_blocks *= max(1, len(options.groups))
-    manager = make_counted_manager(options, block_size, num_blocks)
+    trace_clock = VirtualClock()
+    manager = make_counted_manager(options, block_size, num_blocks, clock=trace_clock)
     start_s = clock.now()
     count = PrefillCount(workload.name, options.num_blocks, block_size, 0, 0, 0, 0, 0, 0.0)
     for arrived in workload:
+        trace_clock.advance(max(0.0, arrived.arrival_s - trace_clock.now()))
         request = Request(
             arrived.request_id,
             arrived.token_ids,
@@ -105,6 +107,7 @@ def count_prefill_hits(
                 f"request {arrived.request_id} of {workload.name} needs {num_references} blocks of "
                 f"{block_size} tokens, the cache has {num_blocks}: count with more blocks"
             )
+        request.hints = arrived.hints
         manager.free(request)
         count = PrefillCount(
             workload=workload.name,
@@ -133,7 +136,11 @@ def counted_config(options: CountingOptions, block_size: int, num_blocks: int) -
 
 
 def make_counted_manager(
-    options: CountingOptions, block_size: int, num_blocks: int, most_running: int = 1
+    options: CountingOptions,
+    block_size: int,
+    num_blocks: int,
+    most_running: int = 1,
+    clock: Clock | None = None,
 ) -> KVCacheManager:
     """Make the manager of such a model, with a slot for each concurrent request."""
     return KVCacheManager(
@@ -142,4 +149,5 @@ def make_counted_manager(
         caching_hash_algo=options.hash_algorithm,
         eviction_policy=options.eviction_policy,
         max_num_seqs=most_running,
+        clock=clock,
     )

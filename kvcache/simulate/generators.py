@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from math import exp, log
+from math import exp, inf, log
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
@@ -168,13 +168,22 @@ class SyntheticWorkload:
             if not due or next_start_s <= due[0][0]:
                 rng = Random(token_seed("session", kind.name, kind.seed, num_sessions))
                 session = kind.session(num_sessions, next_start_s, rng)
-                for i, request in enumerate(session):
+                for i, request in enumerate(_with_returns(session)):
                     heapq.heappush(due, (request.arrival_s, num_sessions, i, request))
                 num_sessions += 1
                 next_start_s += starts.expovariate(1 / kind.pause_s)
             else:
                 yield heapq.heappop(due)[3]
                 num_yielded += 1
+
+
+def _with_returns(session: Sequence[ScriptedRequest]) -> list[ScriptedRequest]:
+    """Return the requests of a session, each with the arrival of the first that continues it."""
+    returns_s: dict[str, float] = {}
+    for request in reversed(session):
+        if request.after is not None:
+            returns_s[request.after] = request.arrival_s
+    return [replace(each, returns_s=returns_s.get(each.request_id, inf)) for each in session]
 
 
 @dataclass(frozen=True)
@@ -240,6 +249,7 @@ class Chat:
                 passages=tuple(said),
                 num_output_tokens=shape.answer.draw(rng),
                 after=turns[-1].request_id if turns else None,
+                num_common=1,
             )
             turns.append(request)
             said.append(Passage(answer_seed(request.request_id), request.num_output_tokens))
@@ -340,6 +350,7 @@ class _Work:
         self._agents = agents
         self._name = name
         self._known = known
+        self._num_common = len(known) - 1  # all but the task
         self._now_s = now_s
         self._after = after
         self.requests: list[ScriptedRequest] = []
@@ -359,7 +370,12 @@ class _Work:
         num_output_tokens = self._agents.shape.answer.draw(rng)
         self.requests.append(
             ScriptedRequest(
-                request_id, self._now_s, tuple(self._known), num_output_tokens, self._after
+                request_id,
+                self._now_s,
+                tuple(self._known),
+                num_output_tokens,
+                self._after,
+                self._num_common,
             )
         )
         self._known.append(Passage(answer_seed(request_id), num_output_tokens))
@@ -435,6 +451,7 @@ class Retrieval:
         topic = (place - int(start_s / shape.drift_s)) % shape.num_topics
         instructions = Passage(token_seed("instructions", self.seed), shape.instructions_tokens)
         said = [instructions, *self._found(topic, rng)]
+        num_common = len(said)
         requests: list[ScriptedRequest] = []
         now_s = start_s
         for i in range(draw_count(rng, shape.mean_questions, 10)):
@@ -446,6 +463,7 @@ class Retrieval:
                 passages=tuple(said),
                 num_output_tokens=shape.answer.draw(rng),
                 after=requests[-1].request_id if requests else None,
+                num_common=num_common,
             )
             requests.append(request)
             said.append(Passage(answer_seed(request.request_id), request.num_output_tokens))
@@ -539,6 +557,7 @@ class Scans:
                         arrival_s=now_s,
                         passages=(instructions, document, question),
                         num_output_tokens=shape.answer.draw(rng),
+                        num_common=2,
                     )
                 )
                 now_s += rng.expovariate(1 / shape.request_s)

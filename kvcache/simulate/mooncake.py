@@ -25,7 +25,7 @@ import numpy as np
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import TraceError
 from kvcache.simulate.tokens import block_token_ids
-from kvcache.simulate.workload import WorkloadRequest
+from kvcache.simulate.workload import SessionFacts, WorkloadRequest
 
 MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one hash id stands for."""
@@ -43,7 +43,10 @@ _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
 @dataclass(frozen=True)
 class MooncakeLine:
-    """One checked line; `number` counts from 1. `block_size` is None if the line has none."""
+    """One checked line; `number` counts from 1. `block_size` is None if the line has none.
+
+    Files have no `session`.
+    """
 
     number: int
     timestamp_ms: float
@@ -52,6 +55,7 @@ class MooncakeLine:
     hash_ids: tuple[int, ...]
     block_size: int | None = None
     tenant: str | None = None
+    session: SessionFacts | None = None
 
 
 class MooncakeTrace:

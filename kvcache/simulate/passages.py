@@ -18,7 +18,7 @@ import numpy as np
 
 from kvcache.base.arrays import Int32Array
 from kvcache.simulate.tokens import token_stream
-from kvcache.simulate.workload import WorkloadRequest
+from kvcache.simulate.workload import SessionFacts, WorkloadRequest
 
 _NO_PARENT = -1
 
@@ -33,18 +33,32 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """A request with a prompt of passages; otherwise like `WorkloadRequest`."""
+    """A request with a prompt of passages; otherwise like `WorkloadRequest`.
+
+    Other sessions may share the first `num_common` passages. `returns_s`: when the next request
+    arrives that continues it; inf: none does; None: not known.
+    """
 
     request_id: str
     arrival_s: float
     passages: tuple[Passage, ...]
     num_output_tokens: int
     after: str | None = None
+    num_common: int = 0
+    returns_s: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all passages."""
         return sum(passage.num_tokens for passage in self.passages)
+
+    @property
+    def session(self) -> SessionFacts | None:
+        """What is known of its session; None: nothing."""
+        if self.returns_s is None:
+            return None
+        num_common = sum(passage.num_tokens for passage in self.passages[: self.num_common])
+        return SessionFacts(self.returns_s * 1000, num_common)
 
     def to_workload_request(self) -> WorkloadRequest:
         """Return it for a player; its tokens are made on demand."""

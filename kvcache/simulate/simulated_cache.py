@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.hinting import NO_HINTS, require_hints, require_sessions
 from kvcache.simulate.running_counting import Pace, require_room_for_answers
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -22,7 +23,7 @@ class SimulatedCache:
     """A cache to simulate: sizes in blocks, `num_blocks` None for as many as are ever needed.
 
     With `groups` of a model, blocks are theirs, and hits are counted in tokens. With a `pace`,
-    requests run concurrently, including their answers.
+    requests run concurrently, including their answers. `hints` is one of `KINDS_OF_HINTS`.
 
     Raises ConfigurationError for invalid values.
     """
@@ -33,8 +34,15 @@ class SimulatedCache:
     disk_blocks: int = 0
     groups: tuple[KVCacheGroupSpec, ...] = ()
     pace: Pace | None = None
+    hints: str = NO_HINTS
 
     def __post_init__(self) -> None:
+        require_hints(self.hints)
+        if self.hints != NO_HINTS and (self.host_blocks or self.pace is not None):
+            raise ConfigurationError(
+                f"hints {self.hints} with tiers, or with requests that run side by side: hints are "
+                "simulated on the device alone, one request after another"
+            )
         if self.policy != OPTIMUM:
             require_eviction_policy(self.policy)
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -76,6 +84,11 @@ class SimulatedCache:
             )
 
     @property
+    def label(self) -> str:
+        """Its policy, with the hints that it gets."""
+        return self.policy if self.hints == NO_HINTS else f"{self.policy}, {self.hints} hints"
+
+    @property
     def total_blocks(self) -> int | None:
         """Blocks of all tiers together; None for no limit."""
         if self.num_blocks is None:
@@ -84,7 +97,9 @@ class SimulatedCache:
 
     def require_room(self, trace: BlockTrace) -> None:
         """Raise an error that names the line if a request does not fit: ConfigurationError for a
-        prompt, OutOfBlocksError for it with its answer. With `groups`, only playing shows it."""
+        prompt, OutOfBlocksError for it with its answer. With `groups`, only playing shows it. Raise
+        ConfigurationError, too, if the trace lacks what the hints need."""
+        require_sessions(trace, self.hints)
         if self.num_blocks is None or self.groups:
             return
         if trace.most_blocks <= self.num_blocks:

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 
 from kvcache.base.clock import Clock
 from kvcache.base.errors import OutOfBlocksError
-from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
+from kvcache.simulate.block_trace import COMPACT_BLOCK_SIZE, BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
+from kvcache.simulate.hinting import hints_of
 from kvcache.simulate.hybrid_bound import bound_hybrid_hits
 from kvcache.simulate.optimum import count_optimal_hits
 from kvcache.simulate.running_counting import RunningCounter, Waits
@@ -94,6 +95,7 @@ class SimulationResult:
         return {
             "trace": statistics.pop("trace"),
             "policy": self.cache.policy,
+            "hints": self.cache.hints,
             "num_blocks": self.cache.num_blocks,
             "host_blocks": self.cache.host_blocks,
             "disk_blocks": self.cache.disk_blocks,
@@ -238,24 +240,30 @@ def _count(
             running.waits,
         )
     with _naming_lines(trace, cache, tenths):
-        return _count_apart(trace, device, tiers, clock, report)
+        return _count_apart(_workload(trace, cache), device, tiers, clock, report)
+
+
+def _workload(trace: BlockTrace, cache: SimulatedCache) -> Workload:
+    """Return the requests with their hints. If blocks are the trace's, two tokens for each
+    determine all hits."""
+    if cache.groups:
+        return TraceTokens(trace, hints_of(trace, cache.hints, trace.block_size))
+    return CompactTrace(trace, hints_of(trace, cache.hints, COMPACT_BLOCK_SIZE))
 
 
 def _count_apart(
-    trace: BlockTrace,
+    workload: Workload,
     device: CountingOptions,
     tiers: TierSizes | None,
     clock: Clock,
     report: Callable[[PrefillCount | TierPrefillCount], None],
 ) -> _Hits:
     """Play one request after another."""
-    # If blocks are the trace's, two tokens for each determine all hits.
-    workload: Workload = TraceTokens(trace) if device.groups else CompactTrace(trace)
 
     def tokens(num_tokens: int) -> int:
-        if device.groups:
-            return num_tokens
-        return num_tokens // workload.block_size * trace.block_size
+        if isinstance(workload, CompactTrace):
+            return num_tokens // workload.block_size * workload.trace.block_size
+        return num_tokens
 
     if tiers is None:
         count = count_prefill_hits(workload, device, clock, report)

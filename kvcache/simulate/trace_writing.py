@@ -19,13 +19,14 @@ from kvcache.base.errors import TraceError
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS
 from kvcache.simulate.passages import BlockNames
+from kvcache.simulate.workload import SessionFacts
 
 
 @dataclass(frozen=True)
 class TraceLine:
     """One request of a trace. `block_ids` names its blocks, including a partial last one.
 
-    The line has a `block_size` unless it is the readers' default.
+    The line has a `block_size` unless it is the readers' default. `session` is not written.
     """
 
     timestamp_ms: int
@@ -34,6 +35,7 @@ class TraceLine:
     block_ids: Sequence[int]
     tenant: str | None = None
     block_size: int = MOONCAKE_BLOCK_SIZE
+    session: SessionFacts | None = None
 
     def to_json(self) -> bytes:
         """Return the line, with its line break."""
@@ -62,6 +64,7 @@ def trace_lines(
             output_length=request.num_output_tokens,
             block_ids=names.name(request.passages),
             block_size=block_size,
+            session=request.session,
         )
 
 

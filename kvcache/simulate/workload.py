@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import TraceError
+from kvcache.requests.hints import CacheHint
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class WorkloadRequest:
     after: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
+    hints: tuple[CacheHint, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -43,6 +45,18 @@ class WorkloadRequest:
     def token_ids(self) -> Int32Array:
         """The prompt, made now. Shape `(num_prompt_tokens,)`."""
         return self.make_token_ids()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """What an engine knows of a request's session when the request ends.
+
+    `returns_ms` is when the next request arrives that continues it, from the start of the workload;
+    inf: none does. Other sessions may share its first `num_common_tokens`, such as a system prompt.
+    """
+
+    returns_ms: float
+    num_common_tokens: int
 
 
 class Workload(Protocol):

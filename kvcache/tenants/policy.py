@@ -19,6 +19,8 @@ import numpy as np
 from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.policies import EntryBook, EvictionPolicy
 from kvcache.policies.entry_queue import Entries
+from kvcache.policies.hinted import HintedPolicy
+from kvcache.requests.hints import CacheHint
 from kvcache.tenants.ledger import TenantAccount, TenantLedger
 
 FEW = 8
@@ -195,6 +197,21 @@ class TenantPolicy:
         for account, part in self._by_account(entries):
             self._policy(account).put_back(part)
             self._note_unheld(account, len(part))
+
+    def wrap(self, wrapper: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
+        """Replace the policy of every tenant, present and future, by `wrapper` of it."""
+        make = self._make
+        self._make = lambda: wrapper(make())
+        for account in self._ledger.accounts():
+            if account.policy is not None:
+                account.policy = wrapper(account.policy)
+
+    def hint(self, entries: Entries, hint: CacheHint) -> None:
+        """Follow a hint within the tenants that have these inserted entries, after `wrap`."""
+        for account, part in self._by_account(index_array(entries)):
+            policy = self._policy(account)
+            if isinstance(policy, HintedPolicy):
+                policy.hint(part, hint)
 
     def order(self) -> list[int]:
         """Return all entries, those of tenants most over their share first, each in order."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.requests.request import Request
 from tests.docs.pages import PAGES, ROOT, fences, name_of
 
 BLOCKS = {
@@ -16,6 +17,7 @@ BLOCKS = {
     ("README.md", "KVCacheCluster.launch("): "here",
     ("docs/engine-guide.md", "manager.fork("): "here",
     ("docs/engine-guide.md", "PrefixCachingBlockAllocator("): "here",
+    ("docs/hints.md", "CacheHint("): "here",
     ("docs/index.md", "StepRequest(new="): "here",
     ("docs/routers.md", "KVEventSubscriber("): "here",
     ("docs/transformers.md", "PagedCacheStore("): "here",
@@ -60,6 +62,18 @@ def test_the_fork_snippet_copies_before_the_child_writes() -> None:
     copy = names["copy"]
     assert (copy.sources.tolist(), copy.destinations.tolist()) == ([3], [4])
     assert names["manager"].get_block_ids("child") == ([1, 2, 4],)
+
+
+def test_the_hints_of_the_page_are_followed() -> None:
+    library: dict[str, Any] = {"prompt_token_ids": list(range(40))}
+    exec(block("README.md", "manager.get_computed_blocks("), library)
+    manager = library["manager"]
+    request = Request("r1", list(range(1300)))
+    assert manager.allocate_slots(request, 1300) is not None
+    exec(block("docs/hints.md", "CacheHint("), {"request": request, "manager": manager})
+    assert [hint.priority for hint in request.hints] == [90, None]
+    assert manager.get_computed_blocks(Request("r2", list(range(1300))))[1] == 1296
+    manager.check()
 
 
 def test_the_allocator_snippet_copies_on_write() -> None:

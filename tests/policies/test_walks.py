@@ -6,15 +6,19 @@ its parent, and that blocks hold what their tokens demand; at the end, that no b
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
-from kvcache.policies import EVICTION_POLICIES
+from kvcache.policies import EVICTION_POLICIES, hinted
+from kvcache.requests.hints import CacheHint
+from kvcache.requests.request import Request
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload
@@ -49,6 +53,40 @@ def walk(policy: str, configuration: str, seed: int, num_operations: int) -> Wal
 def test_a_core_stays_consistent_under_every_policy(policy: str) -> None:
     for seed, configuration in enumerate(WALKED[:3]):
         walk(policy, configuration, seed, NUM_OPERATIONS)
+
+
+class HintedCore(FlatCore):
+    """A core whose requests end with hints, drawn at random."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        super().__init__(replace(settings, clock=VirtualClock()))
+        self.rng = random.Random(5)
+
+    def free(self, request: Request) -> None:
+        tables = [int32_array(ids) for ids in self.block_ids(request.request_id)]
+        super().free(request)
+        start = self.rng.choice([0, 5])
+        hints = [
+            CacheHint(start, is_over=True),
+            CacheHint(start, returns_in_s=self.rng.choice([1.0, 5.0])),
+            CacheHint(start, priority=self.rng.choice([0, 80]), duration_s=3.0),
+        ]
+        self.hint(tables, [self.rng.choice(hints)])
+        self.order._clock.advance(0.5)  # type: ignore[union-attr,attr-defined]
+
+
+@pytest.mark.parametrize("configuration", WALKED)
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_core_stays_consistent_under_hints(
+    policy: str, configuration: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hinted, "_FEW_CLAIMS", 1)
+
+    def make(settings: CoreSettings) -> FlatCore:
+        return HintedCore(replace(settings, eviction_policy=policy))
+
+    one = Walk(configuration_named(configuration), Family.PRESSURE, 3, ["walked"], {"walked": make})
+    one.go(NUM_OPERATIONS)
 
 
 @pytest.mark.long
