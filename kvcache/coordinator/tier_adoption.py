@@ -2,7 +2,8 @@
 
 Host memory and files of the ranks outlive a coordinator and a worker, but the tiers' state begins
 empty in every epoch. Adoption runs between steps, which are served meanwhile: a look-up of a key
-that is not known yet is answered with "retry". Ranks drop contents on which they do not agree. No
+that is not known yet is answered with "retry". Ranks drop contents on which they do not agree, and
+those of another model epoch: the process that should have removed them may have ended first. No
 request waits without end: slots that are not reported in time are dropped; files are requested as
 long as ranks read their directories, but without a wait.
 
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.base.errors import KVCacheError
+from kvcache.base.errors import KVCacheError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
 from kvcache.offload.contents import label_rows
@@ -28,6 +31,7 @@ from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels
 from kvcache.protocol.labels import LabelSet
 from kvcache.protocol.messages import LabelReport, Outgoing
+from kvcache.requests.request_content import parse_namespace_name
 
 logger = get_logger(__name__)
 
@@ -42,6 +46,7 @@ class TierAdoption:
         """Fill `tiers`, which are empty. Requests wait at most `patience_s` for it."""
         self._tiers = tiers
         self._epoch = question.epoch
+        self._model_epoch = question.model_epoch
         self._patience_s = patience_s
         self._give_up_s = float("inf")
         self._is_forgotten = False
@@ -145,6 +150,7 @@ class TierAdoption:
         agreed = NO_LABELS
         if label_sets and not self._is_forgotten:
             agreed = agreed_labels(label_sets)
+            agreed = label_rows(agreed, np.flatnonzero(self._are_current(agreed)))
         told = [label_set.labels.block_ids for label_set in label_sets]
         rest = np.setdiff1d(np.concatenate([EMPTY_INT32, *told]), agreed.block_ids)
         if len(rest):
@@ -157,13 +163,30 @@ class TierAdoption:
         keys = [label_keys(label_set.labels) for label_set in label_sets]
         common: set[OffloadKey] = set()
         if keys and not self._is_forgotten:
-            common = set(keys[0]).intersection(*keys[1:])
+            current = [
+                set(compress(named, self._are_current(label_set.labels)))
+                for named, label_set in zip(keys, label_sets, strict=True)
+            ]
+            common = set.intersection(*current)
         rest = set().union(*keys) - common
         self._keys += sorted(rest)
         self.num_adopted += len(common)
         self._tiers.adopt_disk(
             _rows_of(label_sets[0].labels, keys[0], common) if common else NO_LABELS
         )
+
+    def _are_current(self, labels: Label) -> npt.NDArray[np.bool_]:
+        """Return for each row whether the weights of this epoch have made its content."""
+        names = labels.namespace_names
+        are_current = np.array([self._is_current(name) for name in names], np.bool_)
+        found: npt.NDArray[np.bool_] = are_current[labels.namespaces]
+        return found
+
+    def _is_current(self, namespace: bytes) -> bool:
+        try:
+            return parse_namespace_name(namespace).model_epoch == self._model_epoch
+        except MalformedMessageError:
+            return False
 
 
 def _rows_of(labels: Label, keys: Sequence[OffloadKey], wanted: set[OffloadKey]) -> Label:

@@ -24,7 +24,7 @@ from kvcache.core import OffloadAnswer
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place, PlaceArray
-from kvcache.offload.keys import OffloadKey
+from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
@@ -34,6 +34,7 @@ from kvcache.protocol.labels import LABEL_VERSION
 from kvcache.protocol.messages import LabelReport
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.requests.request import Request
+from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace, namespace_name
 from tests.manager.managers_under_test import (
     ENCODER,
     FULL,
@@ -251,6 +252,32 @@ def test_files_of_a_cache_that_is_emptied_meanwhile_are_removed(model_epoch: int
     offloading.on_labels(bench.report(labels, FILE_MEDIUM, model_epoch))
     assert bench.look_up() is OffloadAnswer.MISS
     assert bench.discarded_files() == 3
+
+
+@pytest.mark.parametrize("model_epoch", [0, 1, 2])
+@pytest.mark.parametrize("medium", [HOST_MEDIUM, FILE_MEDIUM])
+def test_contents_that_outlived_a_change_of_weights_are_removed(
+    medium: str, model_epoch: int
+) -> None:
+    """The process that should have removed them was killed first, or wrote them afterwards."""
+    bench = Bench(has_files=True)
+    (labels,) = Bench().computed()
+    old, new = namespace_name(DEFAULT_NAMESPACE), namespace_name(Namespace(1, None, None, None))
+    mixed = replace(labels, namespaces=int32_array([1, 1, 0]), namespace_names=(old, new))
+    offloading = bench.offloading
+    offloading.begin(LabelQuestion(1, "n", 1, model_epoch, 0.1))
+    for each in (HOST_MEDIUM, FILE_MEDIUM):
+        told = mixed if each == medium else NO_LABELS
+        offloading.on_labels(bench.report(told, each, model_epoch))
+    keys = label_keys(mixed)
+    is_here = (offloading.tiers.locate(keys) != Place.NOWHERE).tolist()
+    assert is_here == [model_epoch == 1, model_epoch == 1, model_epoch == 0]
+    dropped = [c for c in offloading.commands([]) if isinstance(c, Discard)]
+    if medium == FILE_MEDIUM:
+        gone = [key for key, here in zip(keys, is_here, strict=True) if not here]
+        assert dropped[0].keys == b"".join(sorted(gone))
+    else:
+        assert dropped[0].slots.tolist() == [i for i in range(3) if not is_here[i]]
 
 
 def test_adopted_contents_are_published_without_a_step() -> None:
