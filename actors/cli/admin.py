@@ -142,13 +142,19 @@ def clear(
     as_json: JsonOption = False,
 ) -> None:
     """Empty the prefix cache of a running cluster; asks first."""
+    from kvcache.base.errors import ConfigurationError, ExhaustedError
+
     if vllm is not None:
         from actors.cli.engines import clear_engine
 
+        if drain or new_weights:
+            raise ConfigurationError(
+                "--drain and --new-weights are for clusters, not for --vllm: after a change of "
+                "weights, call reset_prefix_cache(reset_connector=True) of the engine"
+            )
         clear_engine(vllm, yes, as_json)
         return
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import ConfigurationError, ExhaustedError
 
     if drain and new_weights:
         raise ConfigurationError(

@@ -82,6 +82,13 @@ def test_an_engine_live(asked: Asked) -> None:
     assert "requests/s" in run("top", "--vllm", asked.name, "--once", "--interval", "0.1")
 
 
+@pytest.mark.parametrize("option", ["--drain", "--new-weights"])
+def test_an_engine_is_not_told_of_new_weights(asked: Asked, option: str) -> None:
+    told = run("clear", "--vllm", asked.name, "--yes", option, code=EXIT_INPUT)
+    assert "reset_prefix_cache(reset_connector=True)" in told.replace("\n", "")
+    assert json.loads(run("status", "--vllm", asked.name, "--json"))["tiers"]["host"]["num_ready"]
+
+
 def test_an_engine_is_cleared_only_when_it_is_confirmed(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
