@@ -62,7 +62,7 @@ def one_rank(num_ranks: int) -> None:
 @pytest.fixture(scope="module")
 def reference(start: Starter, num_ranks: int) -> dict[str, list[list[int]]]:
     """vLLM's output without a connector."""
-    engine = start(tensor_parallel_size=num_ranks, is_forked=num_ranks == 1)
+    engine = start(tensor_parallel_size=num_ranks)
     found = {"prompts": engine.generate(PROMPTS).tokens}
     if num_ranks == 1:
         found["families"] = engine.generate(FAMILIES, 16).tokens
@@ -87,7 +87,7 @@ def killed(
 ) -> dict[str, Answer]:
     """An engine's output before it was killed: cold, after a reset, after another."""
     extra = {"name": name, "adopt_after_reset": True, **MEMORY}
-    engine = start(extra, tensor_parallel_size=num_ranks, is_forked=False)
+    engine = start(extra, tensor_parallel_size=num_ranks, is_forked=num_ranks > 1)
     found = {"cold": engine.generate(PROMPTS)}
     engine.reset()
     found["warm"] = engine.generate(PROMPTS)
@@ -108,9 +108,7 @@ def num_sealed(killed: dict[str, Answer], name: str, num_ranks: int) -> int:
 
 @pytest.fixture(scope="module")
 def restarted(start: Starter, num_ranks: int, name: str, num_sealed: int) -> Iterator[Engine]:
-    engine = start(
-        {"name": name, **MEMORY}, tensor_parallel_size=num_ranks, is_forked=num_ranks == 1
-    )
+    engine = start({"name": name, **MEMORY}, tensor_parallel_size=num_ranks)
     yield engine
     engine.kill()
 
@@ -245,7 +243,7 @@ def test_rejected_drafts_are_never_stored(
 ) -> None:
     name = new_name()
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    engine = start({"name": name, **MEMORY}, speculative_config=drafts, is_forked=False)
+    engine = start({"name": name, **MEMORY}, speculative_config=drafts)
     spoken = engine.generate(REPETITIVE, 100)
     assert spoken.tokens == reference["repetitive"]
     engine.generate(REPETITIVE[:1], 1)
@@ -440,7 +438,7 @@ def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
     adapter = make_adapter(python, tmp_path, 1)
     extra = {"name": new_name(), **MEMORY}
     lora = {"enable_lora": True, "max_lora_rank": 8}
-    engine = start(extra, is_forked=False, **lora)
+    engine = start(extra, **lora)
     plain, old = engine.generate(PROMPTS), engine.generate(PROMPTS, adapter=adapter)
     assert (old.cached, old.tokens != plain.tokens) == ([0, 0, 0], True)
     engine.reset()
@@ -448,7 +446,7 @@ def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
     assert (warm.cached, warm.tokens) == (HITS, old.tokens)
     engine.kill()
     make_adapter(python, tmp_path, 2)
-    engine = start(extra, is_forked=False, **lora)
+    engine = start(extra, **lora)
     new = engine.generate(PROMPTS, adapter=adapter)
     assert (new.cached, new.tokens != old.tokens) == ([0, 0, 0], True)
     engine.reset()
