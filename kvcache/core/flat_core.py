@@ -709,6 +709,7 @@ class FlatCore:
 
     def stop_hits(self) -> None:
         """Stop hits and caching until a `reset` succeeds, or until `forget_all`."""
+        self._last = None
         self.is_caching = False
 
     def _forget_all(self) -> None:

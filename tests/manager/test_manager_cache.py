@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.base.arrays import Int32Array
 from kvcache.base.clock import VirtualClock
-from kvcache.base.errors import BlockError, PinLimitError
+from kvcache.base.errors import BlockError, PinLimitError, RequestError
 from kvcache.core import (
     AllBlocksCleared,
     BlocksStored,
@@ -228,6 +228,19 @@ def test_a_request_that_is_resumed_with_new_weights_is_computed_anew(
     assert (request.namespace.model_epoch, request.num_preemptions) == (1, 1)
     engine.step(completed_step=3)
     assert hit(manager, tokens) == 24
+
+
+def test_a_hit_from_before_a_drain_is_refused() -> None:
+    manager = make_manager(FULL)
+    manager.allocate_slots(Request("runs", [1] * 13), 13)
+    request = Request("a", [1] * 13)
+    blocks, num_tokens = manager.get_computed_blocks(request)
+    assert num_tokens == 12
+    assert not manager.reset_prefix_cache(drain=True)
+    with pytest.raises(RequestError, match="the cache has changed"):
+        manager.allocate_slots(request, 1, num_tokens, blocks)
+    assert manager.get_block_ids("a") == ([],)
+    manager.check()
 
 
 def test_new_weights_end_a_drain() -> None:
