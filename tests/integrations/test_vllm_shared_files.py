@@ -284,6 +284,26 @@ def test_a_block_that_is_there_is_not_written_again_and_followers_are_told(tmp_p
     assert follower.changes() == {HEADS[0].key: False}
 
 
+def test_a_file_that_is_removed_while_it_is_looked_at_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Writer(tmp_path), Writer(tmp_path)
+    first.store.write(HEADS[0], views(payload_of(0)))
+    follower = DirectoryFollower(str(tmp_path), position_in(str(tmp_path)), SHAPE.key_bytes)
+    look, removals = first.store._files._has, iter([second.store.discard])
+
+    def look_and_lose(name: str) -> bool:
+        found = look(name)
+        for remove in removals:
+            assert remove(HEADS[0].key)
+        return found
+
+    monkeypatch.setattr(first.store._files, "_has", look_and_lose)
+    assert first.store.write(HEADS[0], views(payload_of(0))) > 0
+    assert keys_in(tmp_path) == {HEADS[0].key}
+    assert follower.changes() == {HEADS[0].key: True}
+
+
 def test_what_a_dead_writer_has_begun_is_removed_and_what_a_living_one_writes_is_not(
     tmp_path: Path,
 ) -> None:

@@ -157,8 +157,10 @@ class SharedFiles(DirectoryFiles):
         if key is None or not self._has(name):
             return False
         with self._locked():
-            self._log.note(key, is_there=True)
-        return True
+            is_there = self._has(name)  # another process may just have removed it
+            if is_there:
+                self._log.note(key, is_there=True)
+        return is_there
 
     def is_abandoned(self, name: str) -> bool:
         """Return whether an unfinished file's writer has ended: it has no lock on it.
