@@ -435,6 +435,14 @@ class RequestView(Request):
     def num_preemptions(self, num_preemptions: int) -> None:
         self._refuse("set num_preemptions")
 
+    @property
+    def hints(self) -> tuple[CacheHint, ...]:
+        return self._hints
+
+    @hints.setter
+    def hints(self, hints: Sequence[CacheHint]) -> None:
+        self._refuse("set hints")
+
     def append_output_token_ids(self, ids: TokenIds) -> None:
         self._refuse("append tokens")
 

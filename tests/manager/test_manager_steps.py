@@ -14,6 +14,7 @@ from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager, request_table
 from kvcache.protocol.step import StepResult
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     ENCODER,
@@ -321,6 +322,7 @@ def test_a_view_of_a_request_of_steps_refuses_to_be_changed() -> None:
         lambda: view.truncate_tokens(6),
         lambda: setattr(view, "num_computed_tokens", 3),
         lambda: setattr(view, "num_preemptions", 3),
+        lambda: setattr(view, "hints", [CacheHint(is_over=True)]),
     ):
         with pytest.raises(RequestError, match=r"belongs to the manager: cannot .* in a view"):
             change()
