@@ -74,6 +74,7 @@ def run(request: dict[str, Any], streams: list[int]) -> None:
 
 def main(descriptor: str) -> None:
     preload()
+    ended: dict[int, int] = {}
     with socket.socket(fileno=int(descriptor)) as asked:
         while True:
             packet, streams, _, _ = socket.recv_fds(asked, MAX_REQUEST, 3)
@@ -81,7 +82,10 @@ def main(descriptor: str) -> None:
                 return
             request = json.loads(packet)
             if "pid" in request:
-                answer = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
+                pid = request["pid"]
+                if pid not in ended:  # a program may be waited for more than once
+                    ended[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                answer = ended[pid]
             else:
                 answer = os.fork()
                 if not answer:
