@@ -5,6 +5,7 @@ The model is the directory itself: how many names there are, and which key has w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -353,6 +354,25 @@ def test_a_follower_that_is_too_far_behind_lists_the_directory(
         assert writer.log.num_files == 3
     assert follower.changes() is None
     assert follower.keys() == {head.key for head in HEADS[1:4]}
+
+
+def test_a_follower_lists_the_directory_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    follower = DirectoryFollower(str(tmp_path), position_in(str(tmp_path)), SHAPE.key_bytes)
+    writer.store.write(HEADS[0], views(payload_of(0)))
+
+    def fail(start: int, end: int) -> list[bytes]:
+        raise OSError(errno.EIO, "no luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(follower, "_read", fail)
+        with pytest.raises(OSError, match="no luck"):
+            follower.changes()
+    assert follower.changes() is None
+    assert follower.keys() == {HEADS[0].key}
+    assert follower.changes() == {}
 
 
 def test_a_writer_that_hangs_with_the_lock_stops_writes_and_no_reads(

@@ -281,14 +281,16 @@ class DirectoryFollower:
         if not 0 <= start < end <= start + RING:
             return None
         found: Changes = {}
+        self._position = -1  # after an error, the directory is listed
         pieces = list(self._read(start, end))
+        now = _head_of(self._file)
+        self._position = end
         if sum(map(len, pieces)) != (end - start) * self._entry_bytes:
             return None
         for data in pieces:
             for place in range(0, len(data), self._entry_bytes):
                 entry = data[place : place + self._entry_bytes]
                 found[entry[:-1]] = bool(entry[-1])
-        now = _head_of(self._file)
         return found if now is not None and now[1] - start < RING else None
 
     def keys(self) -> set[bytes]:
