@@ -46,12 +46,13 @@ class CacheHint:
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
+        start = as_int("start of a hint", self.start, 0, MAX_INT, RequestError)
         plain: dict[str, object] = {
-            "start": as_int("start of a hint", self.start, 0, MAX_INT, RequestError),
+            "start": start,
             "is_over": as_bool("is_over of a hint", self.is_over, RequestError),
         }
         if self.end is not None:
-            plain["end"] = as_int("end of a hint", self.end, self.start + 1, MAX_INT, RequestError)
+            plain["end"] = as_int("end of a hint", self.end, start + 1, MAX_INT, RequestError)
         kinds = (self.is_over, self.returns_in_s is not None, self.priority is not None)
         if sum(kinds) != 1:
             raise RequestError(

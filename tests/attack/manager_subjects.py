@@ -13,6 +13,7 @@ import numpy as np
 from actors import AsyncKVCacheClient, KVCacheClient, LocalCluster
 from kvcache import (
     BlockPool,
+    CacheHint,
     Fork,
     FreeKVCacheBlockQueue,
     HybridKVCacheCoordinator,
@@ -73,6 +74,7 @@ from tests.attack.argument_kinds import (
     TEXT,
     TEXTS,
     THING,
+    TIME_LIMIT,
     TOKENS,
     Kind,
     instance_of,
@@ -155,6 +157,7 @@ def request_subject() -> Subject:
     of.method("truncate_tokens", {"num_tokens": 9}, num_tokens=ID)
     of.attribute("num_computed_tokens", ID, 3)
     of.attribute("num_preemptions", COUNT, 3)
+    of.attribute("hints", list_of("hints", [CacheHint]), (CacheHint(is_over=True),))
     return Subject("request", make_request, state_of_request, cases=tuple(of.cases))
 
 
@@ -164,6 +167,16 @@ def plain_subject() -> Subject:
     lora.made({"name": "a", "path": "b"}, name=TEXT, path=TEXT.without(""))
     position = Builder(MultiModalPosition)
     position.made({"offset": 0, "length": 1}, length=POSITIVE)
+    hint = Builder(CacheHint)
+    hint.made(
+        {"start": 0, "end": 4, "priority": 50, "duration_s": 1.0},
+        start=COUNT,
+        end=POSITIVE.without(None),
+        priority=COUNT.also(101),
+        duration_s=TIME_LIMIT.without(None),
+    )
+    hint.made({"returns_in_s": 1.0}, returns_in_s=TIME_LIMIT)
+    hint.made({"is_over": True}, is_over=BOOL)
     namespace = Builder(Namespace)
     namespace.made(
         {"model_epoch": 0, "lora": "l", "salt": "s", "tenant": "t"},
@@ -204,7 +217,7 @@ def plain_subject() -> Subject:
     )
     rows = Builder(RunningRequests, lambda world: RunningRequests)
     rows.method("from_rows", {"rows": [RunningRow(1, 1)]}, rows=list_of("rows", [RunningRow]))
-    built = (lora, position, namespace, blocks, clock, metrics, stats, row, rows)
+    built = (lora, position, hint, namespace, blocks, clock, metrics, stats, row, rows)
     return Subject("plain", cases=tuple(case for each in built for case in each.cases))
 
 

@@ -26,7 +26,7 @@ def test_yes_is_yes(
     answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    confirm("chat", MANAGER, drain=True)
+    confirm("chat", MANAGER, begins_epoch=True)
     asked = capsys.readouterr().err
     assert "drops 500 cached blocks of chat, ends all pins, and advances the model epoch" in asked
     assert asked.endswith("continue? [y/N] ")
@@ -36,10 +36,10 @@ def test_yes_is_yes(
 def test_anything_else_is_no(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     with pytest.raises(ConfigurationError, match="is unchanged"):
-        confirm("chat", MANAGER, drain=False)
+        confirm("chat", MANAGER, begins_epoch=False)
 
 
 def test_without_a_terminal_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     with pytest.raises(ConfigurationError, match="no terminal to ask on: pass --yes"):
-        confirm("chat", MANAGER, drain=False)
+        confirm("chat", MANAGER, begins_epoch=False)

@@ -104,7 +104,10 @@ def test_a_cache_of_any_size_takes_no_more_memory_than_the_trace_is_worth(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SimulatedCache("lra", 10), "unknown eviction policy 'lra': choose one of arc, "),
+        (
+            lambda: SimulatedCache("lra", 10),
+            "unknown eviction policy 'lra': choose one of adapt",
+        ),
         (lambda: SimulatedCache("lru", 0), "a cache of 0 blocks cannot serve anything"),
         (lambda: SimulatedCache("lru", 9, -1), "tiers of -1 and 0 blocks: give at least 0"),
         (lambda: SimulatedCache("lru", 9, 0, 5), "5 blocks on disk, none in host memory: what"),
