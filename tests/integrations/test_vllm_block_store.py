@@ -42,7 +42,7 @@ Job = StoreCommand | LoadCommand | FileCommand
 
 def setting_of(num_ranks: int = 2, **offload: Any) -> EngineSetting:
     groups = offload.pop("groups", ONE_GROUP)
-    plain = ("is_asynchronous", "adopt_after_reset")
+    plain = ("adopt_after_reset",)
     extra = {key: offload.pop(key) for key in plain if key in offload}
     options = ConnectorOptions.parse({"offload": offload, **extra})
     return EngineSetting(options, "model", groups, num_blocks=99, num_ranks=num_ranks)
@@ -279,14 +279,6 @@ def test_blocks_of_a_finished_request_are_kept_until_they_are_stored() -> None:
     assert not cluster.store.finished("r")
 
 
-def test_steps_that_do_their_own_copies_keep_no_blocks() -> None:
-    cluster = Cluster(is_asynchronous=False)
-    request = request_of("r", 13)
-    cluster.begin(request)
-    cluster.commands(request)
-    assert not cluster.store.finished("r")
-
-
 def test_stores_whose_blocks_others_get_are_waited_for() -> None:
     cluster = Cluster()
     request = request_of("r", 13)
@@ -303,28 +295,6 @@ def test_stores_whose_blocks_others_get_are_waited_for() -> None:
     assert reused(NewTable("u", [[10, 11, 12, 13]], is_whole=True)) == {12}
     cluster.work()
     assert reused(NewTable("s", [[10, 11, 12]], is_whole=True)) == set()
-
-
-def test_of_a_step_with_a_failed_load_nothing_is_kept() -> None:
-    cluster = Cluster(is_asynchronous=False)
-    cluster.run(request_of("r", 9))
-    cluster.step()
-    cluster.ranks[1].wrong = {0}
-    longer = request_of("s", 25)
-    assert cluster.begin(longer) == 8
-    bad = cluster.commands(longer)
-    longer.num_computed_tokens += 17
-    longer.num_tokens += 4
-    longer.block_hashes.append(sha256(b"more").digest())
-    ahead = cluster.commands(longer)  # scheduled before the failure is known
-    assert bad.store is not None and ahead.store is not None
-    cluster.obey(bad)
-    cluster.obey(ahead)
-    cluster.work()
-    assert cluster.ranks[1].invalid == {10}
-    assert cluster.store.num_matched(request_of("t", 25), 0) == 0
-    cluster.settle()
-    assert cluster.sealed_keys() == [{keys_of_hashes(longer)[1]}] * 2
 
 
 def test_a_failed_load_costs_no_store_of_requests_that_wait_for_their_own() -> None:
@@ -641,10 +611,8 @@ def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
 @pytest.mark.seeds(20)
 def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     draw = random.Random(seed)
-    is_asynchronous = bool(draw.randrange(2))
     cluster = Cluster(
         num_files=draw.choice((0, 4, NUM_FILES)),
-        is_asynchronous=is_asynchronous,
         policy=draw.choice(("lru", "arc")),
     )
     for number in range(300):

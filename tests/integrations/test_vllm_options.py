@@ -112,13 +112,6 @@ def setting_of(**changes: Any) -> Any:
             "FullAttentionSpec, ChunkedLocalAttentionSpec, the connector serves FullAttentionSpec "
             "and SlidingWindowSpec: add --disable-hybrid-kv-cache-manager, or remove",
         ),
-        (
-            {
-                "specs": [SlidingWindowSpec()],
-                "kv_transfer_config__kv_connector_extra_config": {"is_asynchronous": False},
-            },
-            "is_asynchronous is False, and vLLM cannot compute a request of a model with sliding",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_a_remedy(

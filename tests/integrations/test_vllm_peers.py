@@ -235,7 +235,7 @@ def test_a_rank_loads_what_a_peer_has_sealed(
     assert index.slots_of(KEYS) == [0, 1, 2, -1]
     memory = started(1, is_asynchronous=is_asynchronous)
     assert load_from(memory, index.memory, 0, 1, 2).ok
-    assert memory.take_finished()[1] == ({"r"} if is_asynchronous else set())
+    assert memory.take_finished()[1] == {"r"}
     for loaded, right in zip(blocks_of(memory), blocks_of(owner), strict=True):
         assert torch.equal(loaded[8:11], right[5:8])
     assert memory.inventory().slot_keys == {}  # it keeps no copy

@@ -79,7 +79,6 @@ class Replica:
         self.num_adopted, _ = self.store.adopt(
             {memory.rank: memory.inventory() for memory in self.memories}
         )
-        self.is_asynchronous = parsed.is_asynchronous
         self.num_requests = 0
         self.num_failed = 0
 
@@ -120,7 +119,7 @@ class Replica:
         """Load what was found; check the bytes of each block, and return those that were not
         loaded."""
         found = request.num_computed_tokens // TOKENS
-        waiting = set(range(NUM_RANKS)) if found and self.is_asynchronous else set()
+        waiting = set(range(NUM_RANKS)) if found else set()
         invalid: set[int] = set()
         is_begun = False
         while waiting or not is_begun:

@@ -104,11 +104,10 @@ class _Tracked:
 
 @dataclass
 class _Store:
-    """An open store: whose blocks it reads. `is_doubtful`: these may follow from wrong bytes."""
+    """An open store: whose blocks it reads."""
 
     request_ids: frozenset[str]
     blocks: frozenset[int]
-    is_doubtful: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,8 +288,7 @@ class BlockStore:
         if not num_external_tokens:
             return
         tracked.wait_until_s = None
-        if self._setting.options.is_asynchronous:
-            self._waiting.add(request.request_id)
+        self._waiting.add(request.request_id)
         keys, blocks = self._needed(tracked, tables, num_external_tokens)
         self._loaded_into.update(blocks)
         loads = self._plan_loads(self._tiers, request.request_id, keys, blocks)
@@ -339,7 +337,7 @@ class BlockStore:
         if self._nodes is not None:
             self._nodes.forget(request_id)
         is_read = any(request_id in store.request_ids for store in self._stores.values())
-        if not is_read or not self._setting.options.is_asynchronous:
+        if not is_read:
             return False
         if request_id in self._waiting:
             return False  # vLLM keeps the blocks until they are loaded, and stores end before
@@ -624,8 +622,7 @@ class BlockStore:
             num_tokens = min(self._num_tokens([OffloadKey(key) for key in load.keys]), rest)
             rest -= num_tokens
             self.counts.begins(load.job_id, len(load.blocks), num_tokens)
-            if self._setting.options.is_asynchronous:
-                self.counts.for_loads.begin(request_id, now_s)
+            self.counts.for_loads.begin(request_id, now_s)
         return loads
 
     # --- stores
@@ -752,7 +749,6 @@ class BlockStore:
             store = self._stores.pop(job.job_id, None)
             if store is not None:
                 self._release(store)
-                is_ok = is_ok and not store.is_doubtful
                 if not is_ok:
                     self._store_again(store.request_ids)
             visible = tiers.stored(job.job_id, ok=is_ok)
@@ -803,19 +799,12 @@ class BlockStore:
     def _doubt(self, request_id: str) -> None:
         """A load of a request has failed: what was lost is stored again when it has been computed.
 
-        In a step that waits for its loads, the failure comes to light when it has been computed:
-        its blocks may follow from wrong bytes, on all ranks, and so may those of a step that was
-        scheduled before the failure was known.
-
         The request is not loaded again: vLLM goes on to reserve blocks for it, and admits a second
         load only if they are free in spite of that.
         """
         self._store_again([request_id])
         if request_id in self._requests:
             self._requests[request_id].is_computed = True
-        if not self._setting.options.is_asynchronous:
-            for store in self._stores.values():
-                store.is_doubtful = True
 
     def _store_again(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

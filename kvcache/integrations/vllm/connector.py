@@ -121,7 +121,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         files are read first, or another node is asked."""
         self._step()
         count = self.store.num_matched(request, num_computed_tokens)
-        return count, bool(count) and self._setting.options.is_asynchronous
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's blocks."""

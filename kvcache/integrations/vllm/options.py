@@ -91,10 +91,11 @@ class ConnectorOptions(Section):
     `adopt_after_reset`: weights never change in a running engine, so the next one may use what was
     stored after a reset. `offload`: as in a cluster's configuration; without
     `host_memory_per_rank`, the ranks of an engine take an eighth of the node's memory together.
-    `idle_memory_s`: how long the memory is kept when no engine uses it. `is_asynchronous`: steps do
-    not wait for loads and stores. `events`: a publisher of what the tiers hold, as in a cluster's
-    configuration. `record`: a directory for traces of the requests that the engine serves.
-    `coordinator`: engines on several nodes share what their memories hold.
+    `idle_memory_s`: how long the memory is kept when no engine uses it. `is_asynchronous`: loads
+    and stores run in another thread, beside the steps; otherwise in the steps. `events`: a
+    publisher of what the tiers hold, as in a cluster's configuration. `record`: a directory for
+    traces of the requests that the engine serves. `coordinator`: engines on several nodes share
+    what their memories hold.
     """
 
     name: Annotated[str, _NAME] = "vllm"
@@ -230,12 +231,6 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             "set it to 1"
         )
     groups = kv_groups(kv_cache_config, getattr(cache, "prefix_match_unit", None))
-    if groups.fails_whole_requests and not options.is_asynchronous:
-        raise ConfigurationError(
-            "is_asynchronous is False, and vLLM cannot compute a request of a model with sliding "
-            "windows again when its step has loaded wrong bytes: remove is_asynchronous, or add "
-            "--disable-hybrid-kv-cache-manager"
-        )
     return EngineSetting(
         options=options,
         model_identity=_model_identity(vllm_config, options.weight_revision),

@@ -180,7 +180,6 @@ class RankMemory:
         self._failed: set[str] = set()
         self._stores: dict[int, Int32Array] = {}
         self._spoilt: set[int] = set()
-        self._has_failed_load = False
         self._invalid_blocks: set[int] = set()
         self._received: set[str] = set()
         self._released: set[str] = set()
@@ -236,7 +235,6 @@ class RankMemory:
         if self._imports is not None:
             for imported in commands.imports:
                 self._imports.start(imported)
-        self._has_failed_load = bool(commands.invalid_blocks)
         self._invalid_blocks.update(commands.invalid_blocks)
         self._failed.update(commands.failed)
         self._received.update(commands.received)
@@ -256,10 +254,7 @@ class RankMemory:
             return
         blocks, slots = int32_array(store.blocks), int32_array(store.slots)
         job = Store(store.job_id, HOST_MEDIUM, blocks, slots)
-        if self._has_failed_load and not self._setting.options.is_asynchronous:
-            self._jobs.refuse(job, "a load of its step has failed")
-        else:
-            self._start_store(job, store)
+        self._start_store(job, store)
         self._poll()
 
     def take_reports(self) -> RankReports | None:
@@ -273,9 +268,7 @@ class RankMemory:
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks are not needed any more, and those that wait no longer
-        for their loads, since the last call. Where steps do their own copies, none has waited."""
-        if not self._setting.options.is_asynchronous:
-            return set(), set()
+        for their loads, since the last call."""
         self._poll()
         finished = self._released, self._received
         self._released, self._received = set(), set()
@@ -415,7 +408,6 @@ class RankMemory:
 
     def _note_failure(self, load: LoadCommand, wrong: set[int]) -> None:
         """Have vLLM compute what could not be loaded from the slots `wrong`."""
-        self._has_failed_load = True
         if self._setting.groups.fails_whole_requests:
             self._failed.add(load.request_id)
             return
