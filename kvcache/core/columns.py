@@ -186,7 +186,7 @@ _DTYPES = {
 
 def _part(name: str, columns: str) -> Any:
     """Return a function that gives kernels these columns behind an address, as a named tuple."""
-    part = namedtuple(name, columns)  # type: ignore[misc]
+    part = namedtuple(name, columns)  # type: ignore[misc]  # its names are a parameter
     places = [
         (Columns._fields.index(column), _DTYPES.get(column, "int32"), 1 if column in _LINES else 2)
         for column in columns.split()
