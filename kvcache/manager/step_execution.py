@@ -142,9 +142,10 @@ class StepExecutor:
     def forget(self, gone: Sequence[KnownRequest]) -> None:
         """Free the blocks of requests, in order, remove them from the table, and tell the tiers
         below. Follow their hints."""
-        hinted = [
-            (known.request.hints, self._tables(known)) for known in gone if known.request.hints
-        ]
+        hinted = []
+        for known in gone:
+            if known.request.hints:
+                hinted.append((known.request.hints, self._tables(known)))
         if len(gone) == 1:
             self._core.free(gone[0].request)
         else:
