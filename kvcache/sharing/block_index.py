@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvcache.sharing.messages import (
     MAX_HOLDERS,
-    NOBODY,
+    NO_NODE,
     Answer,
     Holding,
     Question,
@@ -87,17 +87,17 @@ class BlockIndex:
             if places:
                 held.append((source.endpoint, places))
         held.sort(key=lambda each: -len(each[1]))
-        chosen = bytearray([NOBODY]) * len(keys)
+        chosen = bytearray([NO_NODE]) * len(keys)
         endpoints: list[str] = []
         for endpoint, places in held[:MAX_HOLDERS]:
-            new = [place for place in places if chosen[place] == NOBODY]
+            new = [place for place in places if chosen[place] == NO_NODE]
             for place in new:
                 chosen[place] = len(endpoints)
             if new:
                 endpoints.append(endpoint)
         self._counts["questions"] += 1
         self._counts["asked_blocks"] += len(keys)
-        self._counts["found_blocks"] += len(keys) - chosen.count(NOBODY)
+        self._counts["found_blocks"] += len(keys) - chosen.count(NO_NODE)
         return Answer(question.number, tuple(endpoints), bytes(chosen))
 
     def expire(self, now_s: float) -> int:

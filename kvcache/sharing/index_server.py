@@ -41,7 +41,7 @@ LOOK_S = 0.5
 def ask_status(address: str, keys: CurveKeys | None, timeout_ms: int) -> dict[str, Any]:
     """Return what the index at an address holds.
 
-    Raises ConfigurationError for the address or keys, DeadlineError if nobody answers.
+    Raises ConfigurationError for the address or keys, DeadlineError without an answer.
     """
     require_guarded(address, keys is not None)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -54,8 +54,8 @@ def ask_status(address: str, keys: CurveKeys | None, timeout_ms: int) -> dict[st
         socket.send(pack(StatusQuestion()))
         if not socket.poll(timeout_ms):
             raise DeadlineError(
-                f"nobody answers at {address} within {timeout_ms / 1000:g} s: start kvcache "
-                "vllm-coordinator there, with the same keys"
+                f"no coordinator answers at {address} within {timeout_ms / 1000:g} s: start "
+                "kvcache vllm-coordinator there, with the same keys"
             )
         report = unpack(socket.recv())
     if not isinstance(report, StatusReport):

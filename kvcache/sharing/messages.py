@@ -33,8 +33,8 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_HOLDERS = 32
 """Holders in one answer."""
 
-NOBODY = 255
-"""In the places of an answer: no holder."""
+NO_NODE = 255
+"""In the places of an answer: no node holds the block."""
 
 SOURCE_BYTES = 16
 MEMORY_BYTES = 32
@@ -104,7 +104,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """`endpoints[places[i]]` holds key `i` of a question; nobody, if the place is `NOBODY`."""
+    """`endpoints[places[i]]` holds key `i` of a question, unless the place is `NO_NODE`."""
 
     number: int
     endpoints: tuple[str, ...]
@@ -116,7 +116,7 @@ class Answer:
         for endpoint in self.endpoints:
             _require(isinstance(endpoint, str), "an endpoint that is no text")
             _require_endpoint(endpoint)
-        known = {NOBODY, *range(len(self.endpoints))}
+        known = {NO_NODE, *range(len(self.endpoints))}
         _require(set(self.places) <= known, "a place that is no holder's")
 
 

@@ -1,6 +1,6 @@
 """An engine's side of the index: questions about the blocks of requests. Never waits.
 
-A question that is not answered in time counts as "nobody". Then none is asked for a while, so a
+A question that is not answered in time counts as "no node". Then none is asked for a while, so a
 coordinator that is gone costs the first request one deadline, and the others nothing.
 """
 
@@ -18,7 +18,7 @@ from kvcache.base.logs import get_logger
 from kvcache.sharing.messages import (
     MAX_KEYS,
     MAX_MESSAGE_BYTES,
-    NOBODY,
+    NO_NODE,
     Answer,
     Question,
     pack,
@@ -140,7 +140,7 @@ class Questions:
         self._answers[request_id] = {
             key: answer.endpoints[place]
             for key, place in zip(opened.keys, answer.places, strict=True)
-            if place != NOBODY
+            if place != NO_NODE
         }
 
     def _rest(self, now_s: float) -> None:

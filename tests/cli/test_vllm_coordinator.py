@@ -28,7 +28,7 @@ def test_a_coordinator_makes_keys_serves_and_ends_when_it_is_told(tmp_path: Path
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
         found = ask_status(address, read_keys(str(keys)), 30_000)
         assert (found["num_blocks"], list(found["sources"])) == (0, [])
-        with pytest.raises(DeadlineError, match="nobody answers"):
+        with pytest.raises(DeadlineError, match="no coordinator answers"):
             ask_status(address, None, 200)
         told = subprocess.run(
             [*served, "--status"], capture_output=True, text=True, check=True, timeout=60

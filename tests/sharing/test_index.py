@@ -21,7 +21,7 @@ from kvcache.sharing.messages import (
     KEY_BYTES,
     MAX_HOLDERS,
     MAX_KEYS,
-    NOBODY,
+    NO_NODE,
     Answer,
     Given,
     Holding,
@@ -111,7 +111,7 @@ def test_a_walk_with_lost_messages_and_restarts_ends_in_an_exact_index() -> None
             of_memory = [each for each in sources if each.memory == memory]
             for key, place in zip(map(key_of, range(12)), found.places, strict=True):
                 holders = {endpoint_of(each.number) for each in of_memory if key in each.held}
-                named = set() if place == NOBODY else {found.endpoints[place]}
+                named = set() if place == NO_NODE else {found.endpoints[place]}
                 assert named <= holders and bool(named) == bool(holders), (seed, key)
         statistics: dict[str, Any] = index.statistics()
         assert statistics["num_blocks"] == sum(len(each.held) for each in sources)
@@ -134,9 +134,9 @@ def test_the_source_that_holds_most_is_named_and_never_the_one_who_asks() -> Non
     index.hold(told(1, 1, key_of(1), is_first=True), 0.0)
     index.hold(told(2, 1, key_of(1) + key_of(2) + key_of(3), is_first=True), 0.0)
     answer = index.find(question_of(1, 2, 4))
-    assert answer == Answer(5, (endpoint_of(2),), bytes([0, 0, NOBODY]))
+    assert answer == Answer(5, (endpoint_of(2),), bytes([0, 0, NO_NODE]))
     answer = index.find(question_of(1, 2, 4, source=2))
-    assert answer == Answer(5, (endpoint_of(1),), bytes([0, NOBODY, NOBODY]))
+    assert answer == Answer(5, (endpoint_of(1),), bytes([0, NO_NODE, NO_NODE]))
 
 
 def test_a_gap_is_answered_by_asking_for_everything() -> None:
@@ -144,7 +144,7 @@ def test_a_gap_is_answered_by_asking_for_everything() -> None:
     assert index.hold(told(1, 7, key_of(1)), 0.0) == Taken(source_of(1), 7, False)
     assert index.hold(told(1, 8, key_of(1), is_first=True), 0.0) == Taken(source_of(1), 8, True)
     assert index.hold(told(1, 10, key_of(2)), 0.0) == Taken(source_of(1), 10, False)
-    assert index.find(question_of(1, 2)).places == bytes([0, NOBODY])
+    assert index.find(question_of(1, 2)).places == bytes([0, NO_NODE])
 
 
 def test_a_silent_source_is_forgotten() -> None:
@@ -153,7 +153,7 @@ def test_a_silent_source_is_forgotten() -> None:
     index.hold(told(1, 2), 3.0)
     assert index.expire(3.0 + SILENCE_S) == 0
     assert index.expire(3.1 + SILENCE_S) == 1
-    assert index.find(question_of(1)).places == bytes([NOBODY])
+    assert index.find(question_of(1)).places == bytes([NO_NODE])
 
 
 def test_the_index_is_bounded() -> None:
@@ -189,7 +189,7 @@ MESSAGES: list[Message] = [
     told(1, 3, key_of(4), is_first=True),
     Taken(source_of(1), 3, True),
     question_of(1, 2),
-    Answer(5, (endpoint_of(1),), bytes([0, NOBODY])),
+    Answer(5, (endpoint_of(1),), bytes([0, NO_NODE])),
     StatusQuestion(),
     StatusReport({"num_blocks": 3}),
     Wanted(1, 0, key_of(3)),
@@ -305,7 +305,7 @@ def test_a_question_is_answered(server: tuple[IndexServer, str]) -> None:
     made.close()
 
 
-def test_without_an_answer_nobody_is_asked_for_a_while() -> None:
+def test_without_an_answer_no_coordinator_is_asked_for_a_while() -> None:
     now_s = 100.0
     made = asked(f"tcp://127.0.0.1:{free_port()}", 0.2, now=lambda: now_s)
     made.ask("r", [key_of(2)])

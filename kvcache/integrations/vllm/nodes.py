@@ -1,7 +1,7 @@
 """The other nodes of an engine, for its scheduler: who holds which block, and who is told of ours.
 
 Asks the coordinator's index, and starts the process that announces and gives this engine's blocks.
-Never waits: an answer that does not come in time is "nobody".
+Never waits: an answer that does not come in time is "no node".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Nodes:
     """The engines on other nodes. One user, one thread."""
 
     def __init__(self, setting: EngineSetting) -> None:
-        """Know nobody before `begin`; raises ConfigurationError for keys that cannot be read."""
+        """Know no node before `begin`; raises ConfigurationError for keys that cannot be read."""
         self._setting = setting
         self._options = _options(setting)
         self._keys = None if self._options.keys is None else read_keys(self._options.keys)
