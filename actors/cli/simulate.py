@@ -97,6 +97,14 @@ def simulate(
             "about when it goes on), oracle (exactly); may be repeated (default: none)."
         ),
     ] = None,
+    regret: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Also show, for each of N parts of the trace, the points of hit rate that every "
+            "policy misses against the best in hindsight and the optimum.",
+        ),
+    ] = None,
     optimum: Annotated[
         bool, typer.Option(help="Also show the bound of all policies (Belady).")
     ] = True,
@@ -113,11 +121,19 @@ def simulate(
     no_progress: NoProgressOption = False,
 ) -> None:
     """Simulate hit rates of traces by policy and capacity, without a cluster."""
-    from actors.cli.simulations import parse_policies, play, read_traces, require_plots
+    from actors.cli.simulations import (
+        draw_regret,
+        parse_policies,
+        play,
+        read_traces,
+        require_plots,
+    )
     from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.hinting import NO_HINTS
+    from kvcache.simulate.regret import require_parts
     from kvcache.simulate.running_counting import Pace
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+    from kvcache.simulate.simulation import DEFAULT_NUM_PARTS
     from kvcache.simulate.simulation_processes import SimulationTask
     from kvcache.simulate.trace_writing import write_trace as write_lines
 
@@ -136,28 +152,46 @@ def simulate(
         require_plots(plot)
     policies = parse_policies(policy or ())
     played = read()
+    if regret is not None:
+        for trace in played:
+            require_parts(trace, regret)
     groups, num_blocks = _model(played, window, config)
     capacities = _capacities(played, blocks or (), groups, num_blocks)
+    if plot is not None and regret is not None and len(played) * len(capacities) > 1:
+        raise ConfigurationError(
+            f"--regret draws one trace with one capacity, {len(played)} and {len(capacities)} are "
+            "given: give one --blocks"
+        )
     kinds = [(each, kind) for each in policies for kind in dict.fromkeys(hints or [NO_HINTS])]
     if optimum and pace is None:
         kinds.append((OPTIMUM, NO_HINTS))
     tasks = [
         SimulationTask(
-            i, SimulatedCache(each, capacity, host_blocks, disk_blocks, groups, pace, kind)
+            i,
+            SimulatedCache(each, capacity, host_blocks, disk_blocks, groups, pace, kind),
+            regret or DEFAULT_NUM_PARTS,
         )
         for i in range(len(played))
         for each, kind in kinds
         for capacity in capacities
     ]
     results = play(played, tasks, processes, is_shown=not no_progress)
-    if plot is not None:
+    if plot is not None and regret is None:
         _draw(plot, played, results)
+    elif plot is not None:
+        draw_regret(plot, results)
     if as_json:
-        print_json(json.dumps([result.to_dict() for result in results], indent=2))
+        found = [result.to_dict() for result in results]
+        if regret is not None:
+            found = [result.to_dict() | _regrets(result, results) for result in results]
+        print_json(json.dumps(found, indent=2))
         return
     console = Console()
     for trace in played:
         _print(console, trace, [r for r in results if r.trace == trace.name])
+        if regret is not None:
+            for capacity in capacities:
+                _print_regret(console, trace, capacity, results)
 
 
 def _model(
@@ -266,6 +300,69 @@ def _cell(result: SimulationResult) -> str:
     if result.waits is not None:
         more.append(f"{result.waits.mean_wait_s:,.1f} s")
     return f"{text} ({'; '.join(more)})" if more else text
+
+
+def _references(peers: Sequence[SimulationResult]) -> dict[str, SimulationResult]:
+    """Return the best policy in hindsight and the optimum, if it was simulated."""
+    from kvcache.simulate.regret import best_in_hindsight
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
+    optimum = [(OPTIMUM, result) for result in peers if result.cache.policy == OPTIMUM]
+    return dict([("best", best_in_hindsight(peers)), *optimum])
+
+
+def _regrets(result: SimulationResult, results: Sequence[SimulationResult]) -> dict[str, object]:
+    from kvcache.simulate.regret import regret_over_time
+
+    peers = _peers(results, result.trace, result.cache.num_blocks)
+    return {
+        f"regret_to_{name}": {
+            "policy": reference.cache.policy,
+            "hints": reference.cache.hints,
+            "whole": reference.hit_rate - result.hit_rate,
+            "over_time": regret_over_time(result, reference),
+        }
+        for name, reference in _references(peers).items()
+    }
+
+
+def _peers(
+    results: Sequence[SimulationResult], trace: str, num_blocks: int | None
+) -> list[SimulationResult]:
+    return [r for r in results if (r.trace, r.cache.num_blocks) == (trace, num_blocks)]
+
+
+def _print_regret(
+    console: Console,
+    trace: BlockTrace,
+    num_blocks: int | None,
+    results: Sequence[SimulationResult],
+) -> None:
+    """Print a table against each reference, with a row per part of the trace."""
+    from actors.cli.simulations import capacity_text
+    from kvcache.simulate.regret import regret_over_time
+    from kvcache.simulate.simulated_cache import OPTIMUM
+    from kvcache.simulate.simulation import part_starts
+
+    peers = _peers(results, trace.name, num_blocks)
+    for name, reference in _references(peers).items():
+        others = [r for r in peers if r is not reference and r.cache.policy != OPTIMUM]
+        label = reference.cache.label
+        regrets = [
+            [*regret_over_time(r, reference), reference.hit_rate - r.hit_rate] for r in others
+        ]
+        starts = part_starts(trace.num_requests, len(reference.hit_rates_over_time))
+        rows = [(f"{i + 1:,}", f"{trace.arrivals_ms[i] / 1000:,.0f} s") for i in starts[:-1]]
+        table = Table()
+        for column in ("request", "at", label, *(r.cache.label for r in others)):
+            table.add_column(column, justify="right")
+        rates = (*reference.hit_rates_over_time, reference.hit_rate)
+        for i, (row, rate) in enumerate(zip([*rows, ("all", "")], rates, strict=True)):
+            points = [f"{100 * regret[i]:+.2f}" for regret in regrets]
+            table.add_row(*row, f"{rate:.2%}", *points, style="bold" if row[0] == "all" else None)
+        best = f"{label}, the best in hindsight" if name == "best" else f"the {OPTIMUM}"
+        title = f"points missed against {best}, with {capacity_text(num_blocks)} blocks"
+        print_table(console, title, table)
 
 
 def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult]) -> None:

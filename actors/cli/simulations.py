@@ -8,20 +8,28 @@ simulation, except for requests that do not fit when groups share the blocks. Cu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.cli.tables import WorkProgress
 from kvcache.base.clock import SystemClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
+from kvcache.simulate.hinting import KINDS_OF_HINTS, NO_HINTS
 from kvcache.simulate.opening import open_block_trace
-from kvcache.simulate.simulated_cache import all_policies
-from kvcache.simulate.simulation import SimulationResult
+from kvcache.simulate.regret import best_in_hindsight, regret_over_time
+from kvcache.simulate.simulated_cache import OPTIMUM, all_policies
+from kvcache.simulate.simulation import SimulationResult, part_starts
 from kvcache.simulate.simulation_processes import SimulationTask, run_simulations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 UNLIMITED = "unlimited"
 ALL = "all"
@@ -136,15 +144,9 @@ def draw_curves(
     path: Path, curves: Sequence[Curve], *, title: str, x_name: str, y_name: str
 ) -> None:
     """Draw all curves over a logarithmic x axis; raises ConfigurationError if that fails."""
-    require_plots(path)
-    import matplotlib
+    with _picture(path, 1) as (axes,):
+        from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, LogLocator, PercentFormatter
-
-    with matplotlib.rc_context({"svg.hashsalt": "kvcache", "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
         for curve in curves:
             xs, ys = zip(*curve.points, strict=True)
             form = "k--" if curve.is_bound else "o-"
@@ -159,10 +161,83 @@ def draw_curves(
         axes.set_title(title)
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)
-        axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize="small")
+
+
+def draw_regret(path: Path, results: Sequence[SimulationResult]) -> None:
+    """Draw the regret over time, and the hit rate by kind of hints, of one trace with one capacity.
+    Raises ConfigurationError if that fails."""
+    best = best_in_hindsight(results)
+    rates: dict[str, dict[str, float]] = {}
+    for result in results:
+        rates.setdefault(result.cache.policy, {})[result.cache.hints] = result.hit_rate
+    bound = rates.pop(OPTIMUM, {}).get(NO_HINTS)
+    forms = dict(zip(KINDS_OF_HINTS, ("o-", "^:", "s-."), strict=True))
+    with _picture(path, 2) as (time_axes, rate_axes):
+        from matplotlib.ticker import PercentFormatter
+
+        colors = {policy: f"C{i}" for i, policy in enumerate(rates)} | {OPTIMUM: "k"}
+        starts = part_starts(best.num_requests, len(best.hit_rates_over_time))
+        middles = [(start + end) / 2 for start, end in pairwise(starts)]
+        for result in results:
+            points = [100 * regret for regret in regret_over_time(result, best)]
+            policy = result.cache.policy
+            time_axes.plot(
+                middles,
+                points,
+                "--" if policy == OPTIMUM else forms[result.cache.hints],
+                color=colors[policy],
+                label=result.cache.label,
+                linewidth=1.4,
+                markersize=3,
+            )
+        time_axes.set_title(best.trace)
+        time_axes.set_xlabel("request")
+        time_axes.set_ylabel(f"points missed against {best.cache.label}")
+        time_axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3)
+        kinds = list(rates[best.cache.policy])
+        width = 0.8 / len(kinds)
+        for i, kind in enumerate(kinds):
+            rate_axes.bar(
+                [place + (i - (len(kinds) - 1) / 2) * width for place in range(len(rates))],
+                [found[kind] for found in rates.values()],
+                width,
+                label="no hints" if kind == NO_HINTS else f"{kind} hints",
+                color=str(0.8 - 0.25 * i),
+            )
+        if bound is not None:
+            rate_axes.axhline(bound, color="k", linestyle="--", label=OPTIMUM)
+        rate_axes.set_xticks(range(len(rates)), list(rates))
+        rate_axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
+        rate_axes.set_title(f"{capacity_text(best.cache.num_blocks)} blocks of the device")
+        rate_axes.set_ylabel("hit rate")
+        rate_axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4)
+
+
+@contextmanager
+def _picture(path: Path, num_axes: int) -> Iterator[list[Axes]]:
+    """Axes in a row, to draw on in the `with` block; saved when it ends."""
+    require_plots(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context({"svg.hashsalt": "kvcache", "svg.fonttype": "none"}):
+        figure, found = pyplot.subplots(
+            1,
+            num_axes,
+            figsize=(7.5 if num_axes == 1 else 12, 4.5),
+            layout="constrained",
+            squeeze=False,
+        )
+        axes = list(found[0])
+        for each in axes:
+            each.grid(visible=True, alpha=0.3)
+            each.set_axisbelow(True)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         try:
+            yield axes
             figure.savefig(path, metadata=metadata, dpi=150)
         except OSError as error:
             raise ConfigurationError(

@@ -39,10 +39,12 @@ _REPORT_EVERY = 256
 
 @dataclass(frozen=True)
 class HybridBound:
-    """At least as many hit tokens as any use of the blocks could have."""
+    """At least as many hit tokens as any use of the blocks could have, and how many of them up to
+    each request."""
 
     num_hit_tokens: int
     num_evictions: int
+    hit_totals: tuple[int, ...]
 
 
 def bound_hybrid_hits(
@@ -61,17 +63,21 @@ def bound_hybrid_hits(
     specs = [group.kv_cache_spec for group in groups]
     if not all(spec.can_prefix_cache for spec in specs):
         on_progress(trace.num_requests)
-        return HybridBound(0, 0)
+        return HybridBound(0, 0, (0,) * trace.num_requests)
     pieces = _Pieces(trace, math.lcm(*(spec.block_size for spec in specs)))
     room = _Room(trace, specs, pieces.column_tokens, num_blocks)
     pool = _Pool(pieces, room)
+    totals = []
     for request in range(trace.num_requests):
         pool.play(request)
+        totals.append(pool.num_hits * pieces.column_tokens)
         if request % _REPORT_EVERY == 0:
             on_progress(request)
     on_progress(trace.num_requests)
     return HybridBound(
-        pool.num_hits * pieces.column_tokens, pool.num_evicted * room.blocks_per_column
+        pool.num_hits * pieces.column_tokens,
+        pool.num_evicted * room.blocks_per_column,
+        tuple(totals),
     )
 
 

@@ -26,10 +26,11 @@ _REPORT_EVERY = 256
 
 @dataclass(frozen=True)
 class OptimalCount:
-    """Hits in blocks, and evictions for the missing ones."""
+    """Hits in blocks, evictions for the missing ones, and the hits up to each request."""
 
     num_hit_blocks: int
     num_evictions: int
+    hit_totals: tuple[int, ...]
 
 
 def count_optimal_hits(
@@ -49,12 +50,14 @@ def count_optimal_hits(
             f"{trace.block_size} tokens, the cache has {capacity}: count with more blocks"
         )
     pool = _Pool(trace, capacity)
+    totals = []
     for request in range(trace.num_requests):
         pool.play(request)
+        totals.append(pool.num_hits)
         if request % _REPORT_EVERY == 0:
             on_progress(request)
     on_progress(trace.num_requests)
-    return OptimalCount(pool.num_hits, pool.num_evictions)
+    return OptimalCount(pool.num_hits, pool.num_evictions, tuple(totals))
 
 
 def next_uses(trace: BlockTrace) -> NDArray[np.int32]:

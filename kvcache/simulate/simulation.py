@@ -7,9 +7,10 @@ rule, so that their results can be compared; `running_counting.py` has concurren
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 from kvcache.base.clock import Clock
 from kvcache.base.errors import OutOfBlocksError
@@ -26,7 +27,8 @@ from kvcache.simulate.workload import Workload
 
 _HASH_ALGORITHM = "xxh3_128"  # a simulation needs no protection from attackers
 _REPORT_EVERY = 128
-_NUM_PARTS = 10
+DEFAULT_NUM_PARTS = 10
+"""Parts of a trace for which hits are counted."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class SimulationResult:
     num_hit_tokens: int
     num_evictions: int
     wall_time_s: float
-    hit_rates_over_time: tuple[float, ...] = ()
-    """Of each tenth of the requests; none of the optimum, and of traces with fewer than ten."""
+    num_hits_over_time: tuple[int, ...] = ()
+    """Of each part of the requests (`part_starts`): blocks, or tokens if the cache has groups; none
+    if the trace has fewer requests than parts."""
+    num_references_over_time: tuple[int, ...] = ()
     num_host_hit_tokens: int = 0
     num_disk_hit_tokens: int = 0
     waits: Waits | None = None
@@ -73,6 +77,12 @@ class SimulationResult:
         if self.cache.groups:
             return self.num_hit_tokens / self.num_input_tokens
         return self.num_hits / self.num_references
+
+    @property
+    def hit_rates_over_time(self) -> tuple[float, ...]:
+        """The hit rate of each part of the requests."""
+        counts = zip(self.num_hits_over_time, self.num_references_over_time, strict=True)
+        return tuple(num_hits / num_references for num_hits, num_references in counts)
 
     @property
     def hit_rates_by_tier(self) -> tuple[float, float, float]:
@@ -101,6 +111,7 @@ class SimulationResult:
             "disk_blocks": self.cache.disk_blocks,
             "hit_rate": self.hit_rate,
             "hit_rate_of": "tokens" if self.cache.groups else "blocks",
+            "hit_rates_over_time": self.hit_rates_over_time,
             **statistics,
             **waits,
         }
@@ -111,16 +122,19 @@ def simulate(
     cache: SimulatedCache,
     clock: Clock,
     on_progress: Callable[[int], None] = lambda num_requests: None,
+    num_parts: int = DEFAULT_NUM_PARTS,
 ) -> SimulationResult:
-    """Play the whole trace on the cache; `on_progress` gets the number of played requests.
+    """Play the whole trace on the cache; `on_progress` gets the number of played requests. Hits are
+    also counted for each of `num_parts` parts of the requests.
 
     Raises ConfigurationError or OutOfBlocksError if the longest request does not fit.
     """
     cache.require_room(trace)
     enough = _enough_blocks(trace, cache)
     start_s = clock.now()
-    tenths = _Tenths(trace, cache)
-    hits = _count(trace, _with_at_most(cache, enough), clock, tenths, on_progress)
+    totals: list[int] = []
+    hits = _count(trace, _with_at_most(cache, enough), clock, totals, on_progress)
+    references = trace.input_lengths.cumsum() if cache.groups else trace.starts[1:]
     size = trace.block_size
     num_below = hits.host_tokens + hits.disk_tokens
     on_progress(trace.num_requests)
@@ -137,7 +151,8 @@ def simulate(
         num_hit_tokens=hits.tokens,
         num_evictions=hits.num_evictions,
         wall_time_s=clock.now() - start_s,
-        hit_rates_over_time=tuple(tenths.rates),
+        num_hits_over_time=_by_part(totals, num_parts),
+        num_references_over_time=_by_part(references.tolist(), num_parts),
         num_host_hit_tokens=hits.host_tokens,
         num_disk_hit_tokens=hits.disk_tokens,
         waits=hits.waits,
@@ -165,30 +180,20 @@ def _with_at_most(cache: SimulatedCache, enough: int) -> SimulatedCache:
     )
 
 
-class _Tenths:
-    """Hit rates of each tenth of the requests, from cumulative statistics."""
+def part_starts(num_requests: int, num_parts: int) -> list[int]:
+    """Return the first request of each part, and the number of requests. Parts have equally many
+    requests, or one more; none if there are fewer requests than parts."""
+    if num_requests < num_parts:
+        return []
+    return [-(-num_requests * part // num_parts) for part in range(num_parts + 1)]
 
-    def __init__(self, trace: BlockTrace, cache: SimulatedCache) -> None:
-        self._num_requests = trace.num_requests
-        self._is_of_tokens = bool(cache.groups)
-        self._last = (0, 0)
-        self.num_played = 0
-        self.rates: list[float] = []
 
-    def hear(self, count: PrefillCount | TierPrefillCount) -> None:
-        """Record the statistics after a request."""
-        self.num_played = count.num_requests
-        num_parts = _NUM_PARTS if self._num_requests >= _NUM_PARTS else 0
-        if count.num_requests * num_parts < self._num_requests * (len(self.rates) + 1):
-            return
-        if self._is_of_tokens:
-            now = (count.num_hit_tokens, count.num_input_tokens)
-        elif isinstance(count, TierPrefillCount):
-            now = (count.num_hits, count.num_block_references)
-        else:
-            now = (count.num_hit_blocks, count.num_block_references)
-        self.rates.append((now[0] - self._last[0]) / (now[1] - self._last[1]))
-        self._last = now
+def _by_part(totals: Sequence[int], num_parts: int) -> tuple[int, ...]:
+    """Return the sum of each part from the sums up to each request."""
+    starts = part_starts(len(totals), num_parts)
+    return tuple(
+        totals[end - 1] - (totals[start - 1] if start else 0) for start, end in pairwise(starts)
+    )
 
 
 @dataclass(frozen=True)
@@ -206,14 +211,20 @@ def _count(
     trace: BlockTrace,
     cache: SimulatedCache,
     clock: Clock,
-    tenths: _Tenths,
+    totals: list[int],
     on_progress: Callable[[int], None],
 ) -> _Hits:
+    """Play the trace; `totals` gets the hits up to each request."""
     if cache.policy == OPTIMUM:
-        return _best(trace, cache, on_progress)
+        return _best(trace, cache, totals, on_progress)
 
     def report(count: PrefillCount | TierPrefillCount) -> None:
-        tenths.hear(count)
+        if cache.groups:
+            totals.append(count.num_hit_tokens)
+        elif isinstance(count, TierPrefillCount):
+            totals.append(count.num_hits)
+        else:
+            totals.append(count.num_hit_blocks)
         if count.num_requests % _REPORT_EVERY == 0:
             on_progress(count.num_requests)
 
@@ -239,7 +250,7 @@ def _count(
             brought.num_disk_tokens,
             running.waits,
         )
-    with _naming_lines(trace, cache, tenths):
+    with _naming_lines(trace, cache, totals):
         return _count_apart(_workload(trace, cache), device, tiers, clock, report)
 
 
@@ -278,25 +289,34 @@ def _count_apart(
     )
 
 
-def _best(trace: BlockTrace, cache: SimulatedCache, on_progress: Callable[[int], None]) -> _Hits:
+def _best(
+    trace: BlockTrace,
+    cache: SimulatedCache,
+    totals: list[int],
+    on_progress: Callable[[int], None],
+) -> _Hits:
     """Return the optimum.
 
     It treats the tiers as one pool of their total size, which is better than any use of them.
     """
     if cache.groups:
         bound = bound_hybrid_hits(trace, cache.groups, cache.total_blocks, on_progress)
+        totals.extend(bound.hit_totals)
         return _Hits(bound.num_hit_tokens, bound.num_evictions)
     best = count_optimal_hits(trace, cache.total_blocks, on_progress)
+    totals.extend(best.hit_totals)
     return _Hits(best.num_hit_blocks * trace.block_size, best.num_evictions)
 
 
 @contextmanager
-def _naming_lines(trace: BlockTrace, cache: SimulatedCache, tenths: _Tenths) -> Iterator[None]:
+def _naming_lines(
+    trace: BlockTrace, cache: SimulatedCache, totals: Sequence[int]
+) -> Iterator[None]:
     """Return the error for a request that does not fit with its groups, with its line."""
     try:
         yield
     except OutOfBlocksError as error:
-        index = tenths.num_played
+        index = len(totals)
         specs = [group.kv_cache_spec for group in cache.groups]
         sizes = ", ".join(str(spec.block_size) for spec in specs) or trace.block_size
         raise OutOfBlocksError(

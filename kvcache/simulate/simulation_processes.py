@@ -25,17 +25,18 @@ from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import ConfigurationError, ExhaustedError, InvariantError, KVCacheError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.simulated_cache import SimulatedCache
-from kvcache.simulate.simulation import SimulationResult, simulate
+from kvcache.simulate.simulation import DEFAULT_NUM_PARTS, SimulationResult, simulate
 
 _END_S = 5.0
 
 
 @dataclass(frozen=True)
 class SimulationTask:
-    """A trace, by its index, and a cache."""
+    """A trace, by its index, a cache, and the number of parts for which hits are counted."""
 
     trace_index: int
     cache: SimulatedCache
+    num_parts: int = DEFAULT_NUM_PARTS
 
 
 OnProgress: TypeAlias = "Callable[[int, int], None]"
@@ -81,7 +82,9 @@ def _run_one(
     clock: Clock,
 ) -> SimulationResult:
     trace = traces[task.trace_index]
-    return simulate(trace, task.cache, clock, lambda played: on_progress(index, played))
+    return simulate(
+        trace, task.cache, clock, lambda played: on_progress(index, played), task.num_parts
+    )
 
 
 class _Dispatch:

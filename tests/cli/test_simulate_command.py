@@ -181,6 +181,57 @@ def test_a_plot_is_drawn_the_same_each_time(trace: Path, tmp_path: Path) -> None
     assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_regret_is_told_by_part_against_the_best_in_hindsight_and_the_optimum(
+    trace: Path, tmp_path: Path
+) -> None:
+    arguments = (trace, "-p", "lru", "-p", "lru2", "-b", "12", "-b", "20", "-j", "1")
+    oracle = ("--hints", "none", "--hints", "oracle", "--regret", "4")
+    results = json.loads(run(*arguments, *oracle, "--json")[0])
+    assert len(results) == 2 * 5
+    for num_blocks in (12, 20):
+        peers = [r for r in results if r["num_blocks"] == num_blocks]
+        policies = [r for r in peers if r["policy"] != "optimum" and r["hints"] == "none"]
+        best = max(policies, key=lambda r: r["num_device_hits"])
+        (optimum,) = [r for r in peers if r["policy"] == "optimum"]
+        for result in peers:
+            for name, reference in (("best", best), ("optimum", optimum)):
+                told = result[f"regret_to_{name}"]
+                assert (told["policy"], told["hints"]) == (reference["policy"], "none")
+                assert told["whole"] == reference["hit_rate"] - result["hit_rate"]
+                for i, points in enumerate(told["over_time"]):
+                    missed = reference["num_hits_over_time"][i] - result["num_hits_over_time"][i]
+                    assert points * result["num_references_over_time"][i] == pytest.approx(missed)
+    shown, _ = run(*arguments, *oracle, "--no-optimum")
+    assert re.findall("points missed against (.*), the best in hindsight, with (.*) b", shown) == [
+        ("lru2", "12"),
+        ("lru2", "20"),
+    ]
+    assert "optimum" not in shown
+    shown, _ = run(*arguments[:-4], "-j", "1", "--regret", "4")
+    assert "points missed against the optimum, with 12 blocks" in shown
+    (rate,) = [r["hit_rate"] for r in results if r["policy"] == "optimum" and r["num_blocks"] == 12]
+    assert re.search(rf"all │ +│ +{rate:.2%} │ +\+[\d.]+ │ +\+[\d.]+ │", shown)
+    assert refused(*arguments, "--regret", "16") == (
+        "16 parts of trace.jsonl, which has 15 requests: give 1 to 15"
+    )
+    assert refused(*arguments, "--regret", "0").startswith("0 parts of trace.jsonl")
+    assert refused(*arguments, "--regret", "4", "--plot", tmp_path / "a.svg") == (
+        "--regret draws one trace with one capacity, 1 and 2 are given: give one --blocks"
+    )
+
+
+def test_regret_and_what_hints_bring_are_drawn(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    hints = ("--hints", "none", "--hints", "oracle")
+    for path in paths:
+        run(trace, "-p", "all", "-b", "12", "--regret", "3", *hints, "--plot", path, "-j", "1")
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    text = paths[0].read_text(encoding="utf-8")
+    for name in ("points missed against ", "no hints", "oracle hints", "arc, oracle hints"):
+        assert name in text
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
