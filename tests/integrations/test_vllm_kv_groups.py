@@ -22,6 +22,7 @@ from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, KVGroups, NewTable
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
+    ImportCommand,
     Inventory,
     LoadCommand,
     RankReports,
@@ -38,7 +39,7 @@ NUM_SLOTS = 40
 CHUNK = 12
 KEY_BYTES = 36
 
-Job = StoreCommand | LoadCommand | FileCommand
+Job = StoreCommand | LoadCommand | FileCommand | ImportCommand
 
 
 def full(block_tokens: int = HASH) -> KVCacheSpec:
@@ -93,6 +94,7 @@ class Rank:
     sealed: set[int] = field(default_factory=set)
     files: dict[bytes, bytes] = field(default_factory=dict)
     wrong: set[int] = field(default_factory=set)
+    refused: set[bytes] = field(default_factory=set)  # what other nodes do not give
     running: deque[tuple[str, Job]] = field(default_factory=deque)
     reports: list[JobReport] = field(default_factory=list)
     received: set[str] = field(default_factory=set)
@@ -119,11 +121,12 @@ class Rank:
         self.released |= set(commands.released)
         jobs: list[tuple[str, Job]] = [("spill", job) for job in commands.spills]
         jobs += [("fetch", job) for job in commands.fetches]
+        jobs += [("import", job) for job in commands.imports]
         jobs += [("load", job) for job in commands.loads]
         if commands.store is not None:
             jobs.append(("store", commands.store))
         for kind, job in jobs:
-            for slot in job.slots if kind in ("store", "fetch") else ():
+            for slot in job.slots if kind in ("store", "fetch", "import") else ():
                 self.slots.pop(slot, None)
                 self.sealed.discard(slot)
         self.running += jobs
@@ -148,7 +151,10 @@ class Rank:
                 self.failed.add(job.request_id)
         else:
             keys = dict(zip(job.slots, split(job.keys), strict=True))
-            if kind == "spill":
+            if isinstance(job, ImportCommand):
+                failed = {slot for slot, key in keys.items() if key in self.refused}
+                self._write({slot: keys[slot] for slot in keys.keys() - failed})
+            elif kind == "spill":
                 assert all(self.slots[slot] == key for slot, key in keys.items())
                 self.files.update({key: key for key in keys.values()})
             else:
@@ -168,6 +174,30 @@ def split(packed: bytes) -> list[bytes]:
     return [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
 
 
+class OtherNodes:
+    """Other nodes, and the coordinator that says, late and not always truly, what they hold."""
+
+    is_asking = False
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._asked: dict[str, list[bytes]] = {}
+
+    def ask(self, request_id: str, keys: list[bytes]) -> None:
+        assert len(set(keys)) == len(keys)
+        self._asked[request_id] = keys
+
+    def answer_of(self, request_id: str) -> dict[bytes, str] | None:
+        if self._draw.random() < 0.3:
+            return None
+        share = self._draw.choice([0.0, 0.9, 1.0])
+        keys = self._asked.pop(request_id, [])
+        return {k: self._draw.choice(["one", "two"]) for k in keys if self._draw.random() < share}
+
+    def forget(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+
 class Engine:
     """vLLM's scheduler as far as blocks go, the store under test, and two ranks."""
 
@@ -177,6 +207,7 @@ class Engine:
         *,
         num_files: int = 0,
         events: TierEvents | None = None,
+        nodes: Any = None,
     ) -> None:
         offload: dict[str, Any] = {"host_memory_per_rank": "1MiB"}
         if num_files:
@@ -188,8 +219,9 @@ class Engine:
             num_blocks=NUM_BLOCKS,
             num_ranks=2,
         )
-        self.specs, self.num_files, self.events = specs, num_files, events
+        self.specs, self.num_files, self.events, self.nodes = specs, num_files, events, nodes
         self.ranks = [Rank(0), Rank(1)]
+        self.num_imported = 0
         self.restart()
 
     def restart(self) -> tuple[int, int]:
@@ -198,7 +230,7 @@ class Engine:
         self.waiting: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
-        self.store = BlockStore(self.setting, lambda: 0.0, self.events)
+        self.store = BlockStore(self.setting, lambda: 0.0, self.events, nodes=self.nodes)
         for rank in self.ranks:
             kept = {slot: rank.slots[slot] for slot in rank.sealed if slot in rank.slots}
             rank.__init__(rank.rank, {}, kept, set(kept), rank.files, rank.wrong)  # type: ignore[misc]
@@ -268,6 +300,7 @@ class Engine:
                 left = request.num_tokens - request.num_computed_tokens
                 scheduled[request.request_id] = min(CHUNK, left)
         commands = self.store.commands(scheduled, lambda r: self.requests[r].tables, new)
+        self.num_imported += sum(len(job.slots) for job in commands.imports)
         for rank in self.ranks:
             rank.begin(commands)
         for name, count in scheduled.items():
@@ -512,6 +545,23 @@ def test_whatever_happens_attention_reads_what_it_should(
 ) -> None:
     draw = random.Random(f"{seed} {shape} {num_files}")
     engine = Engine(SHAPES[shape], num_files=num_files)
+    walk(engine, draw)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_files", [0, 60], ids=["memory", "files"])
+@pytest.mark.seeds(6)
+def test_what_comes_from_other_nodes_is_what_attention_should_read(
+    seed: int, shape: str, num_files: int
+) -> None:
+    draw = random.Random(f"{seed} {shape} {num_files}")
+    engine = Engine(SHAPES[shape], num_files=num_files, nodes=OtherNodes(draw))
+    walk(engine, draw)
+    assert engine.num_imported >= 10
+
+
+def walk(engine: Engine, draw: random.Random) -> None:
+    """Requests in random order, whose jobs end late, fail, or end in a restart."""
     num_loaded = 0
     for number in range(250):
         if len(engine.requests) + len(engine.waiting) < 5:
@@ -525,6 +575,9 @@ def test_whatever_happens_attention_reads_what_it_should(
         engine.step()
         if draw.random() < 0.1:
             draw.choice(engine.ranks).wrong.add(draw.randrange(NUM_SLOTS))
+        if engine.nodes is not None and draw.random() < 0.1:
+            lost = engine.key(request_of("", 60, draw.choice("abcd")), 0, draw.randrange(7))
+            draw.choice(engine.ranks).refused ^= {lost}
         while draw.random() < 0.75:
             draw.choice(engine.ranks).work()
         engine.report()
@@ -533,7 +586,7 @@ def test_whatever_happens_attention_reads_what_it_should(
             if (is_computed and not request.is_loading) or draw.random() < 0.02:
                 engine.end(request)
         engine.store.check()
-        if draw.random() < 0.05:
+        if engine.nodes is None and draw.random() < 0.05:
             compare_hits(engine, draw)
         if draw.random() < 0.02:
             engine.restart()

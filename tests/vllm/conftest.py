@@ -302,6 +302,17 @@ class Segment:
         """The KV cache group of each sealed slot."""
         return self._rows["group"][self.sealed_slots()].tolist()
 
+    def contents(self) -> dict[tuple[bytes, int], list[bytes]]:
+        """The bytes of each sealed slot, tensor by tensor, by digest and group."""
+        keys = zip(self.digests(), self.groups(), strict=True)
+        tensors = list(zip(self.shape.offsets[2:-1], self.shape.widths, strict=True))
+        return {
+            key: [
+                self._memory[at + slot * width : at + (slot + 1) * width] for at, width in tensors
+            ]
+            for key, slot in zip(keys, self.sealed_slots(), strict=True)
+        }
+
     def flip_byte(self, slot: int, tensor: int = 0, byte: int = 100) -> None:
         """Change one bit of a slot's bytes."""
         width = self.shape.widths[tensor]

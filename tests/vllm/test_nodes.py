@@ -5,8 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,8 @@ import pytest
 from kvcache.metrics.engine_socket import ask_engine
 from kvcache.sharing.index_server import ask_status
 from tests.sharing.test_index import free_port
-from tests.vllm.conftest import ROOT, Starter
-from tests.vllm.test_connector import HITS, MEMORY, PROMPTS
+from tests.vllm.conftest import ROOT, Segment, Starter, made_model
+from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS
 
 pytestmark = pytest.mark.vllm
 
@@ -100,4 +103,64 @@ def test_what_one_node_computes_another_one_loads_and_without_help_it_computes(
     silent = second.generate(OTHERS, 8)  # before the coordinator has noticed
     assert silent.tokens == expected
     assert second.generate(OTHERS, 8).tokens == expected
+    second.kill()
+
+
+@contextmanager
+def killed_after(seconds: float, kill: Callable[[], None]) -> Iterator[None]:
+    """Kill in the middle of what is done meanwhile."""
+    killer = threading.Timer(seconds, kill)
+    killer.start()
+    yield
+    killer.join()
+
+
+@pytest.fixture
+def shared_model(python: str, tmp_path: Path, kind: str) -> str:
+    """A tiny random model of this kind."""
+    return made_model(python, tmp_path, kind)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("llama", 2), ("gemma3", 1), ("mistral", 1)])
+def test_ranks_and_groups_are_shared_and_damage_and_kills_change_no_token(
+    start: Starter,
+    new_name: Callable[[], str],
+    coordinator: Coordinator,
+    shared_model: str,
+    num_ranks: int,
+) -> None:
+    setting = {"model": shared_model, "tensor_parallel_size": num_ranks}
+    plain = start(**setting)
+    expected = plain.generate(PROMPTS).tokens
+    of_families = plain.generate(FAMILIES, 8).tokens
+    plain.kill()
+
+    names = new_name(), new_name()
+    first, second = (start(options_of(name, coordinator), **setting) for name in names)
+    assert first.generate(PROMPTS).tokens == expected
+    assert first.generate(FAMILIES, 8).tokens == of_families
+    first.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
+    coordinator.await_blocks(2)
+
+    loaded = second.generate(PROMPTS)
+    assert (loaded.cached, loaded.tokens) == (HITS, expected)
+    status = ask_engine(names[1], 0, {"do": "status"})
+    assert status["requests"]["num_remote_tokens"] >= 2 * BLOCK * len(PROMPTS)  # a window's blocks
+    second.generate(OTHERS[:1], 1)
+    for rank in range(num_ranks):
+        given, got = (Segment(name, rank).contents() for name in names)
+        same = given.keys() & got.keys()
+        assert len(same) >= 2 * len(PROMPTS)
+        assert all(given[key] == got[key] for key in same)
+
+    damaged = Segment(names[0], num_ranks - 1)
+    for slot in damaged.sealed_slots()[::5]:
+        damaged.flip_byte(slot, tensor=slot % len(damaged.shape.widths))
+    begun_s = time.monotonic()
+    with killed_after(0.3, first.kill):
+        assert second.generate(FAMILIES[:60], 8).tokens == of_families[:60]
+    with killed_after(0.3, coordinator.kill):
+        assert second.generate(FAMILIES, 8).tokens == of_families
+    assert time.monotonic() - begun_s < 60
+    assert "the checksum of its bytes is wrong" in second.errors()
     second.kill()
