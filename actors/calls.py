@@ -81,6 +81,7 @@ class SentTokens:
             "start": start,
             "token_ids": pack_ids(request.all_token_ids[start:]),
             "num_computed_tokens": request.num_computed_tokens,
+            "hints": request.hints,
         }
         if start == 0:
             described["num_prompt_tokens"] = request.num_prompt_tokens

@@ -116,9 +116,9 @@ class KVCacheClient(StepClient):
     def free(self, request: Request) -> None:
         """See `KVCacheManager.free`."""
         check_request(request)
-        request_id = request.request_id
-        forget = partial(self._sent.forget, request_id)
-        return self._run(RemoteCall("free", {"request_id": request_id}, _nothing, forget))
+        arguments = {"request_id": request.request_id, "hints": request.hints}
+        forget = partial(self._sent.forget, request.request_id)
+        return self._run(RemoteCall("free", arguments, _nothing, forget))
 
     def free_block_hashes(self, request: Request) -> None:
         """See `KVCacheManager.free_block_hashes`."""

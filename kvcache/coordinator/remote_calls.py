@@ -8,7 +8,8 @@ A request is sent as `request: {request_id, start, token_ids, num_computed_token
 position `start` on, the number of tokens known here already. With `start` 0 it is created, and may
 also have `num_prompt_tokens, lora_name, lora_path, mm_hashes, mm_offsets, mm_lengths, cache_salt,
 tenant, skip_reading_prefix_cache`. It is known until `free`. A fork has its parent in the same
-form, as `parent`.
+form, as `parent`. `hints`, maps with the fields of `CacheHint`, replace those of the request;
+`free` takes them, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.pins import Pin
 from kvcache.protocol.message_headers import UNREADABLE
 from kvcache.protocol.messages import MAX_ITEMS, MAX_NAME_CHARS, Call
+from kvcache.requests.hints import CacheHint, hints_from_plain
 from kvcache.requests.request import LoRARequest, Request
 
 MAX_REQUESTS_PER_CLIENT = 4096
@@ -37,6 +39,7 @@ _REQUEST_KEYS = {
     "start",
     "token_ids",
     "num_computed_tokens",
+    "hints",
     "num_prompt_tokens",
     "mm_hashes",
     "mm_offsets",
@@ -105,6 +108,11 @@ class _Arguments:
                 f"{self._method}: {name} has {len(value)} characters, at most {MAX_NAME_CHARS} "
                 "travel: shorten it"
             )
+
+    def take_hints(self, request_id: str) -> tuple[CacheHint, ...] | None:
+        """Return the hints of a request, None if they are missing."""
+        hints = self._values.pop("hints", None)
+        return None if hints is None else hints_from_plain(f"request {request_id}", hints)
 
     def take_optional_text(self, name: str) -> str | None:
         """Return a text or None."""
@@ -210,9 +218,12 @@ class RemoteCalls:
 
     def _free(self, client_id: str, arguments: _Arguments) -> object:
         request_id = arguments.take("request_id", str)
+        hints = arguments.take_hints(request_id)
         arguments.require_empty()
         request = self._requests.get(client_id, {}).get(request_id)
         if request is not None:
+            if hints is not None:
+                request.hints = hints
             self._manager.free(request)
             del self._requests[client_id][request_id]
         return None
@@ -283,6 +294,7 @@ class RemoteCalls:
         what = _Arguments("request", pack_values(values))
         request_id, start = what.take("request_id", str), what.take("start", int, 0)
         token_ids, computed = what.take_ids("token_ids"), what.take("num_computed_tokens", int, 0)
+        hints = what.take_hints(request_id)
         own = self._requests.setdefault(client_id, {})
         request = own.get(request_id)
         if start == 0 and request is not None and self._manager.get_request(request_id) is None:
@@ -299,6 +311,8 @@ class RemoteCalls:
             own[request_id] = request
         else:
             _advance(request, start, token_ids, computed)
+        if hints is not None:
+            request.hints = hints
         return request
 
     def _make_request(self, request_id: str, token_ids: Int32Array, what: _Arguments) -> Request:

@@ -14,7 +14,7 @@ callers make the core free them. It does not decide which request runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from heapq import heappop, heappush
 from typing import Any, TypeAlias
 
@@ -330,7 +330,7 @@ class RequestTable:
 
     def dump_state(self, block_ids: Callable[[str], tuple[list[int], ...]]) -> dict[str, object]:
         """Return all requests as plain values, in order of id."""
-        state: dict[str, object] = {}
+        state: dict[str, dict[str, object]] = {}
         for request_id, known in sorted(self.known.items()):
             request = self.up_to_date(request_id)
             if request is None:
@@ -346,7 +346,9 @@ class RequestTable:
                 "num_preemptions": request.num_preemptions,
                 "block_ids": [list(ids) for ids in block_ids(request_id)],
             }
-        return state
+            if request.hints:
+                state[request_id] |= {"hints": [astuple(hint) for hint in request.hints]}
+        return dict(state)
 
     # --- private -------------------------------------------------------------------------------
 

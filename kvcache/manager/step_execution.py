@@ -4,7 +4,7 @@ The executor takes a `StepPlan` and returns the `StepResult`. The plan is valid,
 fail here; the result names the requests that found no room. Time, epochs and workers are handled
 elsewhere.
 
-    failed_step ▶ completed_step ▶ finished ▶ preempted ▶ forks ▶ running ▶ resumed ▶ new
+    failed_step ▶ completed_step ▶ hints ▶ finished ▶ preempted ▶ forks ▶ running ▶ resumed ▶ new
     └── core withdraws, seals ──┘  └── blocks come free ─┘         └── blocks are taken ──┘
 """
 
@@ -94,6 +94,8 @@ class StepExecutor:
         is_running = len(plan.rows.slots) or plan.new or plan.resumed or plan.preempted
         if is_running or plan.forks:  # otherwise nothing becomes hittable, or is looked up
             core.open_step(client.client_id, step.step)
+        for known, hints in plan.hints:
+            known.request.hints = hints
         if plan.finished:
             self.forget(plan.finished)
         if plan.preempted:
@@ -139,12 +141,12 @@ class StepExecutor:
         self._add_fields(fields, plan, answer, admitted)
         return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
 
-    def forget(self, gone: Sequence[KnownRequest]) -> None:
+    def forget(self, gone: Sequence[KnownRequest], *, are_void: bool = False) -> None:
         """Free the blocks of requests, in order, remove them from the table, and tell the tiers
-        below. Follow their hints."""
+        below. Follow their hints, unless they `are_void`: then they may come again."""
         hinted = []
         for known in gone:
-            if known.request.hints:
+            if known.request.hints and not are_void:
                 hinted.append((known.request.hints, self._tables(known)))
         if len(gone) == 1:
             self._core.free(gone[0].request)
@@ -163,7 +165,7 @@ class StepExecutor:
 
     def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
         """Roll back; return the requests that had to be preempted for it."""
-        self.forget(rollback.forgotten)
+        self.forget(rollback.forgotten, are_void=True)
         for row in rollback.preempted_again:
             self._core.free(row.known.request)
             self._table.undo_resume(row.known)

@@ -47,6 +47,7 @@ from kvcache.protocol.step import (
     StepRequest,
     check_columns,
 )
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import BlockHasher, LoRARequest, Request, check_request_id
 
 
@@ -63,6 +64,7 @@ class StepPlan(NamedTuple):
     resumed: tuple[tuple[KnownRequest, int], ...] = ()
     new: tuple[tuple[Request, NewRequest], ...] = ()
     forks: tuple[tuple[KnownRequest, str], ...] = ()
+    hints: tuple[tuple[KnownRequest, tuple[CacheHint, ...]], ...] = ()
 
 
 class StepPlanner:
@@ -130,9 +132,18 @@ class StepPlanner:
         if request.forks:
             lost = {id(known) for known in leaving} | forgotten | waiting
             forks = tuple([self._fork(where, f, client, gone, lost) for f in request.forks])
+        hints: tuple[tuple[KnownRequest, tuple[CacheHint, ...]], ...] = ()
+        if request.hints:
+            hints = tuple(
+                [
+                    (self._known(where, "hinted", h.request_id, client), h.hints)
+                    for h in request.hints
+                ]
+            )
         return StepPlan(
-            request, client, rollback, finished, preempted, rows, model_epoch, resumed, new, forks
-        )
+            request, client, rollback, finished, preempted, rows, model_epoch, resumed, new, forks,
+            hints,
+        )  # fmt: skip
 
     def _check_backlog(self, where: str, request: StepRequest, client: ClientSteps) -> None:
         first_failed = request.failed_step if request.failed_step != NO_STEP else request.step
@@ -254,7 +265,7 @@ def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher | None =
     if len(new.mm_offsets):
         offsets, lengths = new.mm_offsets.tolist(), new.mm_lengths.tolist()
         positions = tuple(zip(offsets, lengths, strict=True))
-    return Request(
+    request = Request(
         new.request_id,
         new.token_ids,
         lora=lora,
@@ -266,6 +277,9 @@ def make_request(new: NewRequest, model_epoch: int, hasher: BlockHasher | None =
         tenant=new.tenant,
         model_epoch=model_epoch,
     )
+    if new.hints:
+        request.hints = new.hints
+    return request
 
 
 def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> None:
@@ -306,11 +320,14 @@ def _check_numbers(where: str, request: StepRequest, client: ClientSteps) -> Non
 def _has_only_rows(request: StepRequest) -> bool:
     """Return whether a step names no requests, and has at most running rows."""
     leaving = request.finished or request.preempted_recompute or request.preempted_swap
-    return not (leaving or request.resumed or request.new or request.forks)
+    return not (leaving or request.resumed or request.new or request.forks or request.hints)
 
 
 def _check_ids_once(where: str, request: StepRequest) -> None:
     """Refuse an id that appears twice, in one list or in lists that exclude each other."""
+    if len(request.hints) > 1:
+        hinted = [item.request_id for item in request.hints]
+        _refuse_twice(where, "hinted", hinted)
     num_leaving = len(request.finished) + len(request.preempted_recompute)
     num_leaving += len(request.preempted_swap)
     if num_leaving + len(request.resumed) + len(request.new) + len(request.forks) < 2:
@@ -326,9 +343,13 @@ def _check_ids_once(where: str, request: StepRequest) -> None:
         ("resumed or new", arriving),
         ("finished, preempted or resumed", [*leaving, *resumed]),
     ):
-        if len(set(ids)) < len(ids):
-            twice = next(name for name, times in Counter(ids).items() if times > 1)
-            raise RequestError(f"{where}: request {twice} is {what} twice: name it once")
+        _refuse_twice(where, what, ids)
+
+
+def _refuse_twice(where: str, what: str, ids: Sequence[str]) -> None:
+    if len(set(ids)) < len(ids):
+        twice = next(name for name, times in Counter(ids).items() if times > 1)
+        raise RequestError(f"{where}: request {twice} is {what} twice: name it once")
 
 
 _COLUMNS = (

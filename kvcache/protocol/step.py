@@ -36,6 +36,7 @@ from kvcache.base.arguments import (
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import RequestError, shown
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
+from kvcache.requests.hints import CacheHint, checked_hints
 from kvcache.requests.tokens import as_token_ids
 
 NO_STEP = -1
@@ -54,7 +55,8 @@ class NewRequest:
     scheduled in this step, and at least one. A request that finds no room leaves no trace: the
     engine sends it again, whole, to try again. `num_encoder_tokens` are those of the encoder whose
     output it reads, for models that have one; later steps need not repeat them. With
-    `delay_cache_blocks`, the blocks of this step become hittable only with its next step.
+    `delay_cache_blocks`, the blocks of this step become hittable only with its next step. `hints`
+    are followed when it finishes.
     """
 
     request_id: str
@@ -72,6 +74,7 @@ class NewRequest:
     skip_reading_prefix_cache: bool = False
     num_encoder_tokens: int = 0
     delay_cache_blocks: bool = False
+    hints: tuple[CacheHint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,17 @@ class Fork:
 
     parent_id: str
     child_id: str
+
+
+@dataclass(frozen=True)
+class RequestHints:
+    """New hints of a known request of this client, in place of its earlier ones.
+
+    They are followed when it finishes, in this step or later, and not when it is preempted.
+    """
+
+    request_id: str
+    hints: tuple[CacheHint, ...]
 
 
 @dataclass(frozen=True)
@@ -184,14 +198,14 @@ class StepRequest:
     1, 2, 3, ... and never restarts while the client lives. `epoch` is the one in which the client
     attached; in another one the request is refused. `completed_step`: every step up to this one is
     complete on every rank, with its bytes. `failed_step`: this step and all later scheduled ones
-    are void, as if never sent, except that finished and preempted requests stay so. Send it only
-    when no rank can still begin or run any of them. Rows that those steps admitted, or ran in a
-    model that keeps states, are gone with them (`withdrawn`): a step that reports a failure must
-    not name them as running.
+    are void, as if never sent, except that finished and preempted requests stay so, and known
+    requests keep their new hints. Send it only when no rank can still begin or run any of them.
+    Rows that those steps admitted, or ran in a model that keeps states, are gone with them
+    (`withdrawn`): a step that reports a failure must not name them as running.
 
-    Order of effects: failed_step, completed_step, finished, preempted, forks, running, resumed,
-    new. A fork shares its parent's blocks from before this step's tokens are appended. An idle
-    engine sends an empty request, so that its last step is sealed. A cluster's client fills in
+    Order of effects: failed_step, completed_step, hints, finished, preempted, forks, running,
+    resumed, new. A fork shares its parent's blocks from before this step's tokens are appended. An
+    idle engine sends an empty request, so that its last step is sealed. A cluster's client fills in
     `client_id`, `step` and `epoch`.
     """
 
@@ -208,6 +222,7 @@ class StepRequest:
     resumed: tuple[ResumedRequest, ...] = ()
     new: tuple[NewRequest, ...] = ()
     forks: tuple[Fork, ...] = ()
+    hints: tuple[RequestHints, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -301,6 +316,7 @@ def checked_step(request: StepRequest) -> StepRequest:
         or request.preempted_swap
         or request.resumed
         or request.forks
+        or request.hints
         or (request.new and not all(map(_is_usual, request.new)))
     ):
         changes = _plain_items(f"step {request.step} of {request.client_id}", request)
@@ -360,7 +376,7 @@ def _plain_fields(where: str, request: StepRequest) -> dict[str, Any]:
         fields[name] = as_int(
             f"{where}: {name}", getattr(request, name), NO_STEP, error=RequestError
         )
-    for name in (*_NAMING, "resumed", "new", "forks"):
+    for name in (*_NAMING, "resumed", "new", "forks", "hints"):
         fields[name] = as_tuple(f"{where}: {name}", getattr(request, name), RequestError)
     return fields
 
@@ -395,6 +411,13 @@ def _checked_fork(where: str, item: Fork) -> Fork:
     child = as_text(f"{where}: child_id of a fork", item.child_id, RequestError)
     is_plain = parent is item.parent_id and child is item.child_id
     return item if is_plain else Fork(parent, child)
+
+
+def _checked_request_hints(where: str, item: RequestHints) -> RequestHints:
+    request_id = as_text(f"{where}: id of a request with hints", item.request_id, RequestError)
+    hints = checked_hints(f"{where}: request {request_id}", item.hints)
+    is_plain = request_id is item.request_id and hints is item.hints
+    return item if is_plain else RequestHints(request_id, hints)
 
 
 _USUAL_NEW = [*map(type, vars(NewRequest("", EMPTY_INT32, 0)).values())]
@@ -432,6 +455,9 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
             plain = as_text(f"{what}: {name}", text, RequestError, may_be_empty=name == "lora_path")
             if plain is not text:
                 changes[name] = plain
+    hints = checked_hints(what, new.hints)
+    if hints is not new.hints:
+        changes["hints"] = hints
     if not _is_column(new.token_ids):
         changes["token_ids"] = as_token_ids(new.token_ids, f"{what}: prompt token id")
     if type(new.mm_hashes) is not tuple or new.mm_hashes:
@@ -453,7 +479,7 @@ def _is_usual(new: NewRequest) -> bool:
         and [*map(type, vars(new).values())] == _USUAL_NEW
         and new.request_id.isascii()
         and new.request_id
-        and new.mm_hashes == ()
+        and new.mm_hashes == () == new.hints
         and new.mm_offsets is EMPTY_INT32 is new.mm_lengths
         and new.token_ids.dtype is _INT32
         and new.token_ids.ndim == 1
@@ -472,5 +498,6 @@ _ITEMS: tuple[tuple[str, type, Callable[[str, Any], object]], ...] = (
     ("resumed", ResumedRequest, _checked_resumed),
     ("new", NewRequest, checked_new),
     ("forks", Fork, _checked_fork),
+    ("hints", RequestHints, _checked_request_hints),
 )
 """The lists of a step, the types of their items, and their checks."""

@@ -31,7 +31,12 @@ import msgpack
 import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
-from kvcache.base.errors import MalformedMessageError, VersionMismatchError, shown
+from kvcache.base.errors import (
+    MalformedMessageError,
+    RequestError,
+    VersionMismatchError,
+    shown,
+)
 from kvcache.protocol.command_shapes import SHAPE_VALIDATORS
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.protocol.message_headers import UNREADABLE, Envelope
@@ -43,6 +48,7 @@ from kvcache.protocol.messages import (
     MAX_NAME_CHARS,
     MAX_PROSE_CHARS,
     PROSE_FIELDS,
+    READ_WIRE_VERSIONS,
     WIRE_VERSION,
     FromClient,
     FromWorker,
@@ -93,8 +99,12 @@ def encode(message: Message, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
     return packed
 
 
-def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Message:
+def decode(
+    data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES, *, is_recorded: bool = False
+) -> Message:
     """Return the message in `data`. Its int32 arrays are read-only views of `data`.
+
+    A recorded one may have an older format (`READ_WIRE_VERSIONS`).
 
     Raises:
         MalformedMessageError: too long, truncated, foreign, wrong types, or arrays that do not fit.
@@ -118,7 +128,7 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
         raise MalformedMessageError(f"{len(data)} bytes that are not a message: {text}") from error
     if type(values) is not list or len(values) < 2 or type(values[0]) is not int:
         raise MalformedMessageError(f"{len(data)} bytes that are not a message: no version and tag")
-    if values[0] != WIRE_VERSION:
+    if values[0] not in (READ_WIRE_VERSIONS if is_recorded else (WIRE_VERSION,)):
         raise VersionMismatchError(
             f"message of format version {values[0]}, this package reads version {WIRE_VERSION}: "
             "run the same release everywhere"
@@ -126,8 +136,20 @@ def decode(data: bytes | memoryview, max_bytes: int = MAX_MESSAGE_BYTES) -> Mess
     codec = _MESSAGES_BY_TAG.get(values[1]) if type(values[1]) is str else None
     if codec is None:
         raise MalformedMessageError(f"message of unknown kind {str(values[1])[:50]!r}")
-    message: Message = codec.from_fields(values[2:])
+    packed = values[2:]
+    if values[0] == 1 and codec.cls is StepRequest:
+        _add_no_hints(packed)
+    message: Message = codec.from_fields(packed)
     return message
+
+
+def _add_no_hints(packed: list[Any]) -> None:
+    """Add the fields that steps of version 1 lack."""
+    new = packed[_NEW] if len(packed) > _NEW else None
+    for fields_of_one in new if type(new) is list else ():
+        if type(fields_of_one) is list:
+            fields_of_one.append([])
+    packed.append([])
 
 
 def prose(text: str) -> str:
@@ -249,6 +271,16 @@ def _optional_name(value: Any) -> str | None:
     return None if value is None else _name(value)
 
 
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else _int(value)
+
+
+def _optional_float(value: Any) -> float | None:
+    if value is not None and type(value) is not float:
+        raise Breach(f"is {shown(value)}: pass a floating-point number")
+    return value
+
+
 def _checked_text(value: Any, max_chars: int) -> str:
     if type(value) is not str:
         raise Breach(f"is {shown(value)}: pass text")
@@ -308,6 +340,8 @@ _RULES: dict[Any, _Rule] = {
     bool: _Rule(bool, bool, _bool, _bool, is_type_enough=True),
     bytes: _Rule(bytes, bytes, _bytes, _bytes, is_type_enough=True),
     str | None: _Rule(str, str, _optional_name, _optional_name),
+    int | None: _Rule(int, int, _optional_int, _optional_int),
+    float | None: _Rule(float, float, _optional_float, _optional_float),
     dict[int, bytes]: _Rule(dict, dict, _int_to_bytes, _int_to_bytes),
 }
 
@@ -420,6 +454,8 @@ class _Codec:
         if value is self._usual and self._usual_fields is not None:
             return self._usual_fields
         packed = self._packed(value)
+        if not self._is_bare:
+            self.from_fields(list(packed))
         if self._validate is not None:
             try:
                 self._validate(value)
@@ -449,7 +485,10 @@ class _Codec:
             result = object.__new__(self.cls)
             result.__dict__.update(zip(self._names, values, strict=True))
         else:
-            result = self.cls(*values)
+            try:
+                result = self.cls(*values)
+            except RequestError as error:
+                raise MalformedMessageError(f"{self.tag}: {error}") from None
         if self._validate is not None:
             self._validate(result)
         return result
@@ -511,6 +550,7 @@ _ENVELOPES: dict[type[Message], Envelope] = {
     type(usual): envelope_of(usual, num_varying) for usual, num_varying in _USUAL_MESSAGES
 }
 
+_NEW = [f.name for f in fields(StepRequest)].index("new")
 _START_BYTES = 8  # distinguish kinds
 _ENVELOPES_BY_START = {envelope.begin[:_START_BYTES]: envelope for envelope in _ENVELOPES.values()}
 

@@ -79,7 +79,7 @@ class RecordingOrigin:
 
 
 class RememberingClock:
-    """The clock of a recorded manager. Pins expire by it, so its readings are recorded.
+    """The clock of a recorded manager. Pins and hints expire by it, so its readings are recorded.
 
     It keeps readings until the next record takes them.
     """
@@ -142,7 +142,7 @@ class FileStepRecorder(StepRecorder):
             case Executed() | Released():
                 self._write(partial(_operation, event, *self._take_meanwhile()))
             case _:
-                self._write(partial(self._made_of, event))
+                self._write(partial(self._made_of, event, tuple(self.clock.take())))
 
     def on_tick(self) -> None:
         """Write the buffer if it has waited for `flush_s`."""
@@ -198,17 +198,21 @@ class FileStepRecorder(StepRecorder):
         self._problem = self._problem or "no epoch runs"
 
     def _made_of(
-        self, event: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased, number: int
+        self,
+        event: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased,
+        readings_s: tuple[float, ...],
+        number: int,
     ) -> Record:
         match event:
             case Held():
                 step = StepRequest(event.client_id, new=tuple(event.requests))
-                return records.Held(number, encode(step, sys.maxsize), event.num_tokens)
+                return records.Held(number, encode(step, sys.maxsize), event.num_tokens, readings_s)
             case LetGo():
-                return records.LetGo(number, event.client_id)
+                return records.LetGo(number, event.client_id, readings_s)
             case Withdrawn():
                 block_ids = tuple(map(int, event.block_ids))
-                return records.Withdrawn(number, block_ids, digests_of_commands(event.commands))
+                commands = digests_of_commands(event.commands)
+                return records.Withdrawn(number, block_ids, commands, readings_s)
             case LoadBegun():
                 request, manager = event.request, self._manager
                 name = request.request_id
@@ -222,11 +226,12 @@ class FileStepRecorder(StepRecorder):
                     event.num_spare_blocks,
                     event.has_tail,
                     digests_of_load(event.load),
+                    readings_s,
                 )
             case LoadFinished():
-                return records.LoadFinished(number, event.load_id)
+                return records.LoadFinished(number, event.load_id, readings_s)
             case LoadReleased():
-                return records.LoadReleased(number, event.load_id)
+                return records.LoadReleased(number, event.load_id, readings_s)
 
     # --- writing
 

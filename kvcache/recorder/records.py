@@ -33,10 +33,11 @@ from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.outcomes import Digests, Outcome
 from kvcache.requests.request import Request
 
-RECORD_VERSION = 2
-"""Version 1 had no tiers: no `has_tiers` in heads, no `calls` in operations, no loads."""
+RECORD_VERSION = 3
+"""Version 1 had no tiers: no `has_tiers` in heads, no `calls` in operations, no loads. Version 2
+had no hints: no `readings_s` outside operations, no `hints` in messages."""
 
-READ_VERSIONS = (1, RECORD_VERSION)
+READ_VERSIONS = (1, 2, RECORD_VERSION)
 
 _LABEL_FIELDS = tuple(field.name for field in fields(Label))
 _SET_FIELDS = tuple(field.name for field in fields(LabelSet) if field.name != "labels")
@@ -106,6 +107,7 @@ class Held:
     number: int
     message: bytes
     num_tokens: int
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class LetGo:
 
     number: int
     client_id: str
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Withdrawn:
     number: int
     block_ids: tuple[int, ...]
     commands: Digests = ()
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,7 @@ class LoadBegun:
     num_spare_blocks: int
     has_tail: bool
     load: Digests = ()
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ class LoadFinished:
 
     number: int
     load_id: int
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ class LoadReleased:
 
     number: int
     load_id: int
+    readings_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -332,6 +339,7 @@ def message_of(request: Request) -> bytes:
         cache_salt=request.cache_salt,
         tenant=request.namespace.tenant,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+        hints=request.hints,
     )
     return encode(StepRequest(new=(new,)), sys.maxsize)
 
@@ -450,8 +458,9 @@ class _Form:
 
     def unpack(self, packed: list[Any]) -> list[Any]:
         """Return the fields' values; raises ValueError or TypeError."""
-        if self._codecs[-1] is _CALLS and len(packed) == len(self._codecs) - 1:
-            packed = [*packed, []]  # version 1
+        is_newer = self._codecs[-1] is _CALLS or self._codecs[-1] is _READINGS
+        if is_newer and len(packed) == len(self._codecs) - 1:
+            packed = [*packed, []]  # versions 1 and 2
         return _unpacked(self._codecs, packed)
 
 
@@ -461,12 +470,12 @@ _FORMS: Mapping[type[Any], tuple[str, _Form]] = {
         ("epoch", EpochBegun, _INT, _INT, _LABELS, _DIGESTS),
         ("executed", Executed, _BYTES, _READINGS, _OUTCOME, _CALLS),
         ("released", Released, _TEXT, _READINGS, _CALLS),
-        ("held", Held, _BYTES, _INT),
-        ("let go", LetGo, _TEXT),
-        ("withdrawn", Withdrawn, _INTS, _DIGESTS),
-        ("load begun", LoadBegun, (_TEXT, _BYTES, _INT), (_INT, _INT, _BOOL), _DIGESTS),
-        ("load finished", LoadFinished, _INT),
-        ("load released", LoadReleased, _INT),
+        ("held", Held, _BYTES, _INT, _READINGS),
+        ("let go", LetGo, _TEXT, _READINGS),
+        ("withdrawn", Withdrawn, _INTS, _DIGESTS, _READINGS),
+        ("load begun", LoadBegun, (_TEXT, _BYTES, _INT), (_INT, _INT, _BOOL), _DIGESTS, _READINGS),
+        ("load finished", LoadFinished, _INT, _READINGS),
+        ("load released", LoadReleased, _INT, _READINGS),
         ("state", StateReached, _STATE),
     )
 }

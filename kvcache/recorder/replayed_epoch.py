@@ -96,10 +96,36 @@ class ReplayedEpoch:
         record = placed.record
         self.client_id, self.step = "", 0
         match record:
-            case Executed():
-                return self._execute(record, placed)
-            case Released():
-                return self._release(record)
+            case Executed() | Released():
+                return self._operate(record, placed)
+            case EpochBegun():
+                return self._begin(record, placed)
+            case StateReached():
+                return self._compare_state(record)
+            case _:
+                self._clock.expect(record.readings_s)
+                what = self._repeat(record, placed)
+                return what or self._clock_difference(record.readings_s)
+
+    def _operate(self, record: Executed | Released, placed: PlacedRecord) -> str:
+        """Repeat a step, a call, or the end of a client."""
+        self._clock.expect(record.readings_s)
+        if self._tiers is not None:
+            self._tiers.expect(record.calls)
+        if isinstance(record, Executed):
+            what = self._execute(record, placed)
+        else:
+            self.client_id, what = record.client_id, ""
+            self._running().release(record.client_id)
+        return self._tier_difference() or what or self._clock_difference(record.readings_s)
+
+    def _repeat(
+        self,
+        record: Held | LetGo | Withdrawn | LoadBegun | LoadFinished | LoadReleased,
+        placed: PlacedRecord,
+    ) -> str:
+        """Repeat what happened outside operations."""
+        match record:
             case Held():
                 return self._hold(record, placed)
             case LetGo():
@@ -115,10 +141,6 @@ class ReplayedEpoch:
                 return _refusal(self._running().manager.tiers.loads.finish, record.load_id)
             case LoadReleased():
                 return _refusal(self._running().manager.tiers.loads.release, record.load_id)
-            case StateReached():
-                return self._compare_state(record)
-            case EpochBegun():
-                return self._begin(record, placed)
 
     def _execute(self, record: Executed, placed: PlacedRecord) -> str:
         """Execute a step or call."""
@@ -129,21 +151,12 @@ class ReplayedEpoch:
         self.is_call = isinstance(message, Call)
         server, seen = self._running(), self._seen
         seen.outcome = None
-        self._expect(record)
         try:
             server.serve(self._no_client, message)
         except Exception:
             if seen.outcome is None:  # the step never reached the manager: a bug of the replay
                 raise
-        what = record.outcome.difference(seen.outcome or Outcome())
-        return self._tier_difference() or what or self._clock_difference(record.readings_s)
-
-    def _release(self, record: Released) -> str:
-        """Free the requests of a client."""
-        self.client_id = record.client_id
-        self._expect(record)
-        self._running().release(record.client_id)
-        return self._tier_difference() or self._clock_difference(record.readings_s)
+        return record.outcome.difference(seen.outcome or Outcome())
 
     def _hold(self, record: Held, placed: PlacedRecord) -> str:
         """Hold the cached prefixes of requests."""
@@ -190,12 +203,6 @@ class ReplayedEpoch:
             raise InvariantError("a record is replayed before its epoch has begun")
         self._server.manager.take_events()
         return self._server
-
-    def _expect(self, record: Executed | Released) -> None:
-        """Make clock and tiers repeat their recorded answers."""
-        self._clock.expect(record.readings_s)
-        if self._tiers is not None:
-            self._tiers.expect(record.calls)
 
     def _tier_difference(self) -> str:
         return "" if self._tiers is None else self._tiers.difference
@@ -337,7 +344,7 @@ def _told(call: TierCall) -> str:
 
 def _decoded(data: bytes, placed: PlacedRecord) -> Message:
     try:
-        return decode(data, max_bytes=len(data))
+        return decode(data, max_bytes=len(data), is_recorded=True)
     except ProtocolError as error:
         raise _unreadable(placed, f"its message cannot be read: {error}") from error
 

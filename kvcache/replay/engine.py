@@ -549,4 +549,5 @@ class ReplayEngine:
             cache_salt=request.request.cache_salt,
             tenant=request.request.tenant,
             num_encoder_tokens=num_encoder_tokens(request.request_id, most) if most else 0,
+            hints=request.request.hints,
         )

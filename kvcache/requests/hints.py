@@ -10,10 +10,12 @@ A hint orders evictions, and nothing else. It applies when the request's blocks 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvcache.base.arguments import MAX_INT, as_bool, as_int, as_number, as_tuple
-from kvcache.base.errors import RequestError
+from kvcache.base.errors import RequestError, shown
 
 USUAL_PRIORITY = 50
 """The priority of blocks without a hint."""
@@ -81,6 +83,31 @@ def checked_hints(where: str, hints: object) -> tuple[CacheHint, ...]:
             f"{where} has {len(listed)} hints, at most {MOST_HINTS} are allowed: join their ranges"
         )
     return listed
+
+
+def hints_from_plain(where: str, hints: object) -> tuple[CacheHint, ...]:
+    """Return hints from a list of maps with the fields of `CacheHint`, as JSON has them.
+
+    Raises RequestError for anything else, or more than 16.
+    """
+    listed = as_tuple(f"{where}: hints", hints, RequestError)
+    return checked_hints(where, [_from_plain(where, i, hint) for i, hint in enumerate(listed)])
+
+
+_FIELDS = tuple(field.name for field in fields(CacheHint))
+
+
+def _from_plain(where: str, place: int, hint: Any) -> CacheHint:
+    what = f"{where}: hints[{place}]"
+    if not isinstance(hint, Mapping):
+        raise RequestError(f'{what} is {shown(hint)}: pass a map such as {{"is_over": true}}')
+    unknown = [name for name in hint if name not in _FIELDS]
+    if unknown:
+        raise RequestError(f"{what} has {shown(unknown[0])}: it may have {', '.join(_FIELDS)}")
+    try:
+        return CacheHint(**hint)
+    except RequestError as error:
+        raise RequestError(f"{what}: {error}") from None
 
 
 def blocks_in(hint: CacheHint, block_size: int, num_blocks: int) -> tuple[int, int]:

@@ -462,8 +462,8 @@ class RequestView(Request):
 def copy_request(
     request: Request, request_id: str | None = None, *, model_epoch: int | None = None
 ) -> Request:
-    """Return an uncomputed request with the same tokens and content, but another id or model
-    epoch."""
+    """Return an uncomputed request with the same tokens, content and hints, but another id or
+    model epoch."""
     tokens, num_prompt = request.all_token_ids, request.num_prompt_tokens
     namespace = request.namespace
     copy = Request(
@@ -479,6 +479,7 @@ def copy_request(
         model_epoch=namespace.model_epoch if model_epoch is None else model_epoch,
     )
     copy.append_checked_token_ids(tokens[num_prompt:])
+    copy._hints = request.hints
     return copy
 
 

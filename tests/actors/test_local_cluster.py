@@ -23,16 +23,19 @@ from kvcache.base.errors import (
     StaleEpochError,
 )
 from kvcache.config import ClusterConfig
-from kvcache.protocol.messages import Message
+from kvcache.coordinator.remote_calls import RemoteCalls, pack_values
+from kvcache.protocol.messages import Call, Message
 from kvcache.protocol.step import (
     EMPTY_RUNNING,
     Fork,
     NewRequest,
+    RequestHints,
     RunningRequests,
     StepRequest,
     StepResult,
 )
 from kvcache.protocol.wire import encode
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.protocol.loose_sender import unchecked
 
@@ -339,6 +342,60 @@ def test_requests_can_be_served_call_by_call(make_config: MakeConfig) -> None:
         stats = client.make_prefix_cache_stats()
         assert stats is not None
         assert stats.queries > 0
+
+
+def test_calls_and_steps_of_a_client_bring_hints(make_config: MakeConfig) -> None:
+    first, last = CacheHint(priority=0), CacheHint(0, 32, priority=100, duration_s=1e6)
+    with LocalCluster(make_config()) as cluster, cluster.client() as client:
+        manager = cluster.coordinator.manager
+        assert manager is not None
+
+        def known(request_id: str) -> tuple[CacheHint, ...]:
+            request = manager.get_request(request_id)
+            assert request is not None
+            return request.hints
+
+        request = Request("call", list(range(40)))
+        request.hints = [first]
+        assert client.allocate_slots(request, 40) is not None
+        assert known("call") == (first,)
+        request.hints = [last]
+        request.num_computed_tokens = 40
+        client.cache_blocks(request, 40)
+        assert known("call") == (last,)
+        seen = manager.get_request("call")
+        request.hints = ()
+        client.free(request)
+        assert seen is not None and seen.hints == ()
+        new = replace(prompt("step", 40, first=100), hints=(first,))
+        result = client.step(StepRequest(new=(new,)))
+        assert known("step") == (first,)
+        client.wait_finished(result.step)
+        client.step(StepRequest(hints=(RequestHints("step", (last,)),)))
+        assert known("step") == (last,)
+        client.step(StepRequest(finished=("step",)))
+
+
+def test_hints_of_a_call_that_make_no_sense_are_refused(make_config: MakeConfig) -> None:
+    with LocalCluster(make_config()) as cluster:
+        manager = cluster.coordinator.manager
+        assert manager is not None
+        remote = RemoteCalls(manager)
+        for hints, message in (
+            ("soon", "request r: hints is 'soon': pass a list or tuple"),
+            (["soon"], "hints[0] is 'soon': pass a map such as"),
+            ([{"is_over": True}, {"is_over": True, "ttl": 3}], "hints[1] has 'ttl': it may have"),
+            ([{"priority": 101}], "hints[0]: priority of a hint is 101"),
+            ([{"is_over": True}] * 17, "has 17 hints, at most 16"),
+        ):
+            for arguments in (
+                {"request_id": "r", "hints": hints},
+                {"request": {"request_id": "r", "token_ids": b"", "hints": hints}},
+            ):
+                method = "free" if "request_id" in arguments else "free_block_hashes"
+                call = Call("c", 1, 1, -1, method, pack_values(arguments))
+                with pytest.raises(RequestError, match=re.escape(message)):
+                    remote.call(call)
 
 
 def test_refused_calls_raise_and_the_next_ones_work(make_config: MakeConfig) -> None:

@@ -44,6 +44,7 @@ class CallChoice:
             num_encoder=walk.num_encoder(),
             delays_caching=delays_caching,
             skips_reading=skips_reading,
+            hints=walk.hints(),
         )
         facts = walk.do(admit, may_fail=walk.sides[0].manager.is_draining)
         forwards: list[Forward] = []
@@ -92,7 +93,7 @@ class CallChoice:
 
     def _free(self, request: Live) -> None:
         self._walk.remember(request)
-        self._walk.do(ops.Free(request.name))
+        self._walk.do(ops.Free(request.name, self._walk.hints()))
         del self._walk.engine.live[request.name]
         self._walk.finish([])
 

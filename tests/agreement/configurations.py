@@ -41,6 +41,7 @@ class Operation(Enum):
     NAMESPACES = "salt, LoRA, tenant"
     IMAGES = "multimodal items"
     MISTAKES = "calls that are refused"
+    HINTS = "hints, by calls and in steps"
 
 
 class Family(Enum):
@@ -56,7 +57,8 @@ TENANTS = TenantsConfig(
     default=TenantConfig(limit=0.9, max_pinned=0.3, weight=2.5),
 )
 
-EVERYTHING = frozenset(Operation) - {Operation.ENCODER}
+EVERYTHING = frozenset(Operation) - {Operation.ENCODER, Operation.HINTS}
+HINTED = EVERYTHING | {Operation.HINTS}
 
 
 @dataclass(frozen=True)
@@ -114,12 +116,17 @@ CONFIGURATIONS = (
     ),
     Configuration("one state", (mamba("none", num_drafts=2),)),
     Configuration(
-        "full, encoder", (full(4), cross(max_encoder_tokens=24)), operations=frozenset(Operation)
+        "full, encoder",
+        (full(4), cross(max_encoder_tokens=24)),
+        operations=frozenset(Operation) - {Operation.HINTS},
     ),
     Configuration("EAGLE: full", (full(4),), use_eagle=True),
     Configuration("EAGLE: full, window", (full(4), window(9)), use_eagle=True),
     Configuration("tenants: full", (full(4),), tenants=TENANTS),
     Configuration("tenants: full, window", (full(4), window(9)), tenants=TENANTS),
+    Configuration("hints: full", (full(4),), HINTED),
+    Configuration("hints: full, window", (full(4), window(9)), HINTED),
+    Configuration("hints, tenants: full", (full(4),), HINTED, tenants=TENANTS),
     Configuration("caching off", (full(4), window(9)), enable_caching=False),
 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.protocol.step import ResumedRequest, StepRequest, StepResult
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import LoRARequest, Request
 from tests.agreement.content import Forward, Origin
 from tests.agreement.side import Facts, Side
@@ -56,6 +57,7 @@ class Admit:
     num_encoder: int = 0
     delays_caching: bool = False
     skips_reading: bool = False
+    hints: tuple[CacheHint, ...] = ()
 
     def apply(self, side: Side) -> Facts:
         manager, num_tokens = side.manager, len(self.tokens)
@@ -65,6 +67,7 @@ class Admit:
             manager.model_epoch,
             skips_reading=self.skips_reading,
         )
+        request.hints = self.hints
         found, hit = manager.get_computed_blocks(request)
         start = min(hit + self.num_external, num_tokens - 1)
         num_new = min(self.max_new, num_tokens - start)
@@ -128,8 +131,11 @@ class CacheBlocks:
 @dataclass(frozen=True)
 class Free:
     name: str
+    hints: tuple[CacheHint, ...] = ()
 
     def apply(self, side: Side) -> Facts:
+        if self.hints:
+            side.requests[self.name].hints = self.hints
         side.manager.free(side.requests.pop(self.name))
         return {}
 

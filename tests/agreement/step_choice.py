@@ -12,6 +12,7 @@ from kvcache.protocol.step import (
     NO_STEP,
     Fork,
     NewRequest,
+    RequestHints,
     ResumedRequest,
     RunningRequests,
     StepRequest,
@@ -102,6 +103,7 @@ class StepChoice:
             tuple(resumed),
             tuple(new),
             tuple(Fork(parent, child) for parent, child in forks),
+            self._hints([*finished, *preempted, *staying, *waiting]),
         )
         for r in finished:
             walk.remember(r)
@@ -118,6 +120,13 @@ class StepChoice:
         for item in new:
             if item.request_id in engine.live:
                 walk.remember(engine.live[item.request_id])
+
+    def _hints(self, known: list[Live]) -> tuple[RequestHints, ...]:
+        """Choose new hints of known requests."""
+        walk = self._walk
+        return tuple(
+            [RequestHints(r.name, walk.hints()) for r in known if walk.allows(Operation.HINTS, 0.3)]
+        )
 
     def _settle(self, client: Client) -> tuple[int, int, dict[str, object]]:
         """Choose which steps have failed or completed; roll back failed ones."""
@@ -155,6 +164,7 @@ class StepChoice:
             skip_reading_prefix_cache=skips,
             num_encoder_tokens=walk.num_encoder(),
             delay_cache_blocks=walk.allows(Operation.DELAYED_CACHING, 0.1),
+            hints=walk.hints(),
         )
         self._origins[new.request_id] = origin
         walk.prompts.remember(origin, list(tokens))
@@ -189,7 +199,7 @@ def _line(request: StepRequest, rows: list[Row]) -> str:
         f"{n.request_id}{n.token_ids.tolist()} max_new={n.max_new_tokens} "
         f"external={n.num_external_computed_tokens} salt={n.cache_salt} lora={n.lora_name} "
         f"tenant={n.tenant} images={np.stack((n.mm_offsets, n.mm_lengths)).tolist()} "
-        f"skips={n.skip_reading_prefix_cache} delays={n.delay_cache_blocks}"
+        f"skips={n.skip_reading_prefix_cache} delays={n.delay_cache_blocks} hints={n.hints}"
         for n in request.new
     ]
     return (
@@ -197,5 +207,5 @@ def _line(request: StepRequest, rows: list[Row]) -> str:
         f"failed={request.failed_step} finished={request.finished} "
         f"preempted={request.preempted_recompute + request.preempted_swap} rows={rows} "
         f"lookahead={request.num_lookahead_tokens} resumed={request.resumed} "
-        f"forks={request.forks} new={new}"
+        f"forks={request.forks} hints={request.hints} new={new}"
     )

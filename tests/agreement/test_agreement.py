@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcache.policies import hinted
 from tests.agreement.configurations import (
     CONFIGURATIONS,
     DENSE,
@@ -21,6 +22,11 @@ EVERY_WALK = [(c, family) for c in CONFIGURATIONS for family in Family]
 IDS = [f"{c.name}-{family.value}" for c, family in EVERY_WALK]
 DENSE_WALKS = [(c, family) for c in DENSE for family in Family]
 DENSE_IDS = [f"{c.name}-{family.value}" for c, family in DENSE_WALKS]
+
+
+@pytest.fixture(autouse=True)
+def _few_claims_earn_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hinted, "_FEW_CLAIMS", 1)
 
 
 @pytest.mark.seeds(2)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.protocol.step import NO_STEP, StepRequest
+from kvcache.requests.hints import CacheHint
 from tests.agreement import operations as ops
 from tests.agreement.call_choice import CallChoice
 from tests.agreement.configurations import Configuration, Family, Operation
@@ -222,6 +223,18 @@ class Walk:
             probability = min(probability * factor, MOST_OFTEN)
         return self.rng.random() < probability
 
+    def hints(self) -> tuple[CacheHint, ...]:
+        """Draw hints for a request."""
+        if not self.allows(Operation.HINTS, 0.5):
+            return ()
+        start, seconds = self.rng.choice([0, 5]), self.rng.choice([1.0, 5.0])
+        kinds = (
+            CacheHint(start, is_over=True),
+            CacheHint(start, returns_in_s=seconds),
+            CacheHint(start, priority=self.rng.choice([0, 80]), duration_s=seconds),
+        )
+        return (self.rng.choice(kinds),)
+
     def num_encoder(self) -> int:
         return self.rng.choice([0, 4, 9, 24]) if self.allows(Operation.ENCODER, 1) else 0
 
@@ -242,9 +255,10 @@ def replay(
     *,
     audit_one_in: int = ONE_IN,
 ) -> Walk:
-    """Repeat the walk of one seed; prints the log of a failure. The slow core has no tenants: with
-    them, the core is compared only with the truth."""
-    cores = FLAT_ALONE if configuration.tenants else BOTH
+    """Repeat the walk of one seed; prints the log of a failure. The slow core has no tenants and
+    no hints: with them, the core is compared only with the truth."""
+    is_alone = configuration.tenants or Operation.HINTS in configuration.operations
+    cores = FLAT_ALONE if is_alone else BOTH
     walk = Walk(configuration, family, seed, cores, audit_one_in=audit_one_in)
     walk.go(num_operations)
     return walk

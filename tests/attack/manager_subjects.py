@@ -28,6 +28,7 @@ from kvcache import (
     PrefixCacheStats,
     PrefixCachingMetrics,
     Request,
+    RequestHints,
     ResumedRequest,
     RunningRequests,
     RunningRow,
@@ -88,6 +89,7 @@ from tests.manager.managers_under_test import ENCODER, HYBRID, Shape, make_confi
 STEP_NUMBER = INTEGER.also(-2, 2**63)
 LABELS = list_of("label sets", {"a": 1})
 HIT = instance_of(CacheHit)
+HINTS = list_of("hints", [CacheHint], [CacheHint(is_over=True)] * 17, [{"is_over": True}])
 
 PLAN = make_config(HYBRID, 64)
 HASHER = get_request_block_hasher(4, get_hash_fn("sha256"))
@@ -157,7 +159,7 @@ def request_subject() -> Subject:
     of.method("truncate_tokens", {"num_tokens": 9}, num_tokens=ID)
     of.attribute("num_computed_tokens", ID, 3)
     of.attribute("num_preemptions", COUNT, 3)
-    of.attribute("hints", list_of("hints", [CacheHint]), (CacheHint(is_over=True),))
+    of.attribute("hints", HINTS, (CacheHint(is_over=True),))
     return Subject("request", make_request, state_of_request, cases=tuple(of.cases))
 
 
@@ -382,6 +384,7 @@ def manager_subject() -> Subject:
             "resumed": (ResumedRequest("p", 4),),
             "new": (NewRequest("n", ints(*range(6)), 10),),
             "forks": (Fork("s", "f"),),
+            "hints": (RequestHints("s", (CacheHint(is_over=True),)),),
         },
         step=POSITIVE.also(2),
         epoch=COUNT,
@@ -394,6 +397,13 @@ def manager_subject() -> Subject:
         resumed=list_of("resumed requests", [ResumedRequest]),
         new=list_of("new requests", [NewRequest]),
         forks=list_of("forks", [Fork]),
+        hints=list_of("hints of requests", [RequestHints]),
+    )
+    hints = Builder(RequestHints)
+    hints.handed_to(
+        lambda world, each: world.manager.step(world.step(3, hints=(each,))),
+        {"request_id": "s", "hints": (CacheHint(is_over=True),)},
+        hints=HINTS,
     )
     resumed = Builder(ResumedRequest)
     resumed.handed_to(
@@ -426,6 +436,7 @@ def manager_subject() -> Subject:
             "skip_reading_prefix_cache": True,
             "num_encoder_tokens": 0,
             "delay_cache_blocks": True,
+            "hints": (CacheHint(priority=80),),
         },
         request_id=TEXT,
         token_ids=TOKENS.also([], np.array([], np.int32)),
@@ -435,6 +446,7 @@ def manager_subject() -> Subject:
         mm_offsets=COUNTS,
         mm_lengths=COUNTS,
         num_encoder_tokens=ID,
+        hints=HINTS,
     )
     rows = Builder(RunningRequests)
     rows.handed_to(
@@ -449,7 +461,8 @@ def manager_subject() -> Subject:
         draft_token_ids=COLUMN,
     )
     pin = pin_case(lambda world, each: world.manager.unpin_prefix(each))
-    cases = (*of.cases, *step.cases, *resumed.cases, *fork.cases, *new.cases, *rows.cases, pin)
+    cases = (*of.cases, *step.cases, *resumed.cases, *fork.cases, *hints.cases, *new.cases)
+    cases += (*rows.cases, pin)
     return Subject("manager", make_world, state_of_world, check_world, cases)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvcache.protocol.step import RequestHints, StepRequest
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.docs.pages import PAGES, ROOT, fences, name_of
 
@@ -17,7 +20,8 @@ BLOCKS = {
     ("README.md", "KVCacheCluster.launch("): "here",
     ("docs/engine-guide.md", "manager.fork("): "here",
     ("docs/engine-guide.md", "PrefixCachingBlockAllocator("): "here",
-    ("docs/hints.md", "CacheHint("): "here",
+    ("docs/hints.md", "request.hints"): "here",
+    ("docs/hints.md", "client.step("): "here",
     ("docs/index.md", "StepRequest(new="): "here",
     ("docs/routers.md", "KVEventSubscriber("): "here",
     ("docs/transformers.md", "PagedCacheStore("): "here",
@@ -70,10 +74,18 @@ def test_the_hints_of_the_page_are_followed() -> None:
     manager = library["manager"]
     request = Request("r1", list(range(1300)))
     assert manager.allocate_slots(request, 1300) is not None
-    exec(block("docs/hints.md", "CacheHint("), {"request": request, "manager": manager})
+    exec(block("docs/hints.md", "request.hints"), {"request": request, "manager": manager})
     assert [hint.priority for hint in request.hints] == [90, None]
     assert manager.get_computed_blocks(Request("r2", list(range(1300))))[1] == 1296
     manager.check()
+
+
+def test_the_step_with_hints_of_the_page_can_be_made() -> None:
+    steps: list[StepRequest] = []
+    client = SimpleNamespace(step=steps.append)
+    names = {"client": client, "StepRequest": StepRequest, "RequestHints": RequestHints}
+    exec(block("docs/hints.md", "client.step("), {**names, "CacheHint": CacheHint})
+    assert [hint.request_id for hint in steps[0].hints] == list(steps[0].finished) == ["r0"]
 
 
 def test_the_allocator_snippet_copies_on_write() -> None:

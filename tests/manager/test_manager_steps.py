@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import RequestError
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager, request_table
-from kvcache.protocol.step import StepResult
+from kvcache.policies import hinted
+from kvcache.protocol.step import Fork, RequestHints, StepResult
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
@@ -21,6 +23,7 @@ from tests.manager.managers_under_test import (
     FULL,
     HYBRID,
     MORE_SHAPES,
+    STATES,
     THREE_KINDS,
     WINDOW,
     Shape,
@@ -224,11 +227,13 @@ def test_a_client_that_is_gone_leaves_nothing() -> None:
 class Twin:
     """One manager by calls, one by steps of one request each, both doing the same."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: Shape, seed: int, *, has_hints: bool = False) -> None:
         self.rng = random.Random(f"twin {shape.name} {seed}")
+        self.has_hints = has_hints
+        self.clock = VirtualClock()
         num_blocks = self.rng.choice([24, 60])
-        self.calls = make_manager(shape, num_blocks=num_blocks)
-        self.steps = make_manager(shape, num_blocks=num_blocks)
+        self.calls = make_manager(shape, num_blocks=num_blocks, clock=self.clock)
+        self.steps = make_manager(shape, num_blocks=num_blocks, clock=self.clock)
         self.engine = Engine(self.steps)
         self.requests: dict[str, Request] = {}
         self.num_made = 0
@@ -243,20 +248,36 @@ class Twin:
             self.finish(self.rng.choice(list(self.requests)))
         # Calls seal at once; a step is sealed when the next one says that it is complete.
         self.step()
+        self.clock.advance(1.0)
         assert visible(self.calls) == visible(self.steps)
 
     def step(self, *rows: tuple[int, Sequence[int], int, int, int], **rest: Any) -> StepResult:
         return self.engine.step(*rows, completed_step=self.engine.next_step - 1, **rest)
 
+    def hints(self) -> tuple[CacheHint, ...]:
+        """Draw hints."""
+        if not self.has_hints or self.rng.random() < 0.3:
+            return ()
+        start, seconds = self.rng.choice([0, 5]), self.rng.choice([2.0, 9.0])
+        return self.rng.choice(
+            [
+                (CacheHint(start, is_over=True),),
+                (CacheHint(returns_in_s=seconds),),
+                (CacheHint(0, 8, priority=90), CacheHint(8, returns_in_s=seconds)),
+                (CacheHint(start, priority=20, duration_s=seconds),),
+            ]
+        )
+
     def admit(self) -> None:
         self.num_made += 1
         tokens = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 30))]
         request = Request(f"r{self.num_made}", tokens)
+        request.hints = hints = self.hints()
         most = self.rng.randint(1, 30)
         found, num_hit = self.calls.get_computed_blocks(request)
         num_new = min(most, len(tokens) - num_hit)
         blocks = self.calls.allocate_slots(request, num_new, num_hit, found)
-        result = self.step(new=(new(request.request_id, tokens, most),))
+        result = self.step(new=(new(request.request_id, tokens, most, hints=hints),))
         assert (blocks is None) == (result.no_room == (request.request_id,))
         if blocks is not None:
             request.num_computed_tokens = num_hit + num_new
@@ -270,18 +291,26 @@ class Twin:
             self.finish(request.request_id)
             return
         request.append_output_token_ids(appended)
+        changed = ()
+        if self.has_hints and self.rng.random() < 0.2:
+            request.hints = hints = self.hints()
+            changed = (RequestHints(request.request_id, hints),)
         num_new = self.rng.randint(1, request.num_tokens - request.num_computed_tokens)
         slot = self.calls.slot_of(request.request_id)
         assert slot is not None
         blocks = self.calls.allocate_slots(request, num_new)
-        result = self.step(row(slot, appended, num_new))
+        result = self.step(row(slot, appended, num_new), hints=changed)
         assert result.running_scheduled.tolist() == [int(blocks is not None)]
         if blocks is not None:
             request.num_computed_tokens += num_new
 
     def finish(self, request_id: str) -> None:
+        changed = ()
+        if self.has_hints and self.rng.random() < 0.5:
+            self.requests[request_id].hints = hints = self.hints()
+            changed = (RequestHints(request_id, hints),)
         self.calls.free(self.requests.pop(request_id))
-        self.step(finished=(request_id,))
+        self.step(finished=(request_id,), hints=changed)
 
 
 def visible(manager: KVCacheManager) -> tuple[object, object, list[object]]:
@@ -303,6 +332,99 @@ def test_calls_and_steps_of_one_give_identical_states(shape: Shape, seed: int) -
     twin = Twin(shape, seed)
     for _ in range(60):
         twin.act()
+
+
+@pytest.mark.parametrize("shape", [FULL, WINDOW, HYBRID, STATES], ids=lambda s: s.name)
+def test_calls_and_steps_follow_the_same_hints(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hinted, "_FEW_CLAIMS", 1)
+    twin = Twin(shape, 7, has_hints=True)
+    for _ in range(100):
+        twin.act()
+    twin.steps.check()
+    assert twin.steps.statistics().core.num_evictions
+
+
+FIRST, LAST = CacheHint(priority=0), CacheHint(priority=100)
+
+
+def kept_after(num_blocks: int, engine: Engine, *prompts: Sequence[int]) -> list[int]:
+    """Serve new contents of so many blocks; return how many tokens of the prompts are cached."""
+    for i in range(num_blocks):
+        name = f"other {engine.next_step} {i}"
+        engine.step(new=(new(name, [100 + i] * 4),), completed_step=engine.next_step - 1)
+        engine.step(finished=(name,), completed_step=engine.next_step - 1)
+    manager = engine.manager
+    return [manager.get_computed_blocks(Request("probe", [*p, 9]))[1] for p in prompts]
+
+
+def hinted_engine() -> Engine:
+    """An engine with 12 free blocks of 4 tokens."""
+    return Engine(make_manager(num_blocks=13, clock=VirtualClock()))
+
+
+def test_hints_of_a_new_request_are_followed_when_it_finishes() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("a", [1] * 8, hints=(LAST,)), new("b", [2] * 8)))
+    engine.step(finished=("a", "b"), completed_step=1)
+    assert kept_after(10, engine, [1] * 8, [2] * 8) == [8, 0]
+
+
+def test_hints_that_come_with_the_end_replace_the_earlier_ones() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("a", [1] * 8, hints=(LAST,)), new("b", [2] * 8)))
+    hints = (RequestHints("a", ()), RequestHints("b", (LAST,)))
+    engine.step(finished=("a", "b"), completed_step=1, hints=hints)
+    assert kept_after(10, engine, [1] * 8, [2] * 8) == [0, 8]
+
+
+def test_a_preempted_request_keeps_its_hints_also_with_new_weights() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("a", [1] * 8, hints=(FIRST,)),))
+    engine.step(preempted_recompute=("a",), hints=(RequestHints("a", (LAST,)),), completed_step=1)
+    engine.manager.begin_model_epoch()
+    engine.step(resumed=(resume("a"),), completed_step=2)
+    request = engine.manager.get_request("a")
+    assert request is not None and request.hints == (LAST,)
+
+
+def test_the_child_of_a_fork_has_its_parent_s_hints() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("a", [1] * 8, hints=(LAST,)),))
+    engine.step(forks=(Fork("a", "child"),), completed_step=1)
+    child = engine.manager.get_request("child")
+    assert child is not None and child.hints == (LAST,)
+
+
+def test_hints_of_a_request_whose_step_failed_are_not_followed() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("old", [1] * 8),))
+    engine.step(finished=("old",), completed_step=1)
+    engine.step(new=(new("void", [1] * 8, hints=(FIRST,)), new("b", [2] * 8)), completed_step=2)
+    engine.step(failed_step=3)
+    assert kept_after(11, engine, [1] * 8) == [4]
+
+
+def test_invalid_hints_of_a_step_are_refused() -> None:
+    engine = hinted_engine()
+    other = Engine(engine.manager, "other#1")
+    engine.step(new=(new("a", [1] * 8, hints=(LAST,)),))
+    before = engine.manager.dump_state()
+    many = (LAST,) * 17
+    for act, message in (
+        (
+            lambda: engine.request(hints=(RequestHints("no", (LAST,)),)),
+            "'no' is to be hinted but is",
+        ),
+        (lambda: other.request(hints=(RequestHints("a", (LAST,)),)), "belongs to another client"),
+        (lambda: engine.request(hints=(RequestHints("a", ()),) * 2), "a is hinted twice"),
+        (lambda: engine.request(hints=(RequestHints("a", many),)), "has 17 hints, at most 16"),
+        (lambda: engine.request(new=(new("b", [1], hints=many),)), "has 17 hints, at most 16"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.manager.step(act())
+    assert engine.manager.dump_state() == before
 
 
 def test_a_view_of_a_request_of_steps_refuses_to_be_changed() -> None:

@@ -15,6 +15,7 @@ from kvcache.protocol.commands import Reset
 from kvcache.protocol.delivery import CommandReceiver, PlainStep
 from kvcache.protocol.message_headers import MessageHeader
 from kvcache.protocol.messages import (
+    WIRE_VERSION,
     Ack,
     Grant,
     Granted,
@@ -163,7 +164,7 @@ def test_an_envelope_declines_unusual_and_invalid_values() -> None:
     ):
         assert envelope.pack(unusual) is None
     for values in (["client", 1, 2**63, 0, 0, []], ["c" * 4097, 1, 0, 0, 0, []]):
-        assert envelope.unpack(msgpack.packb([1, "Progress", *values])) is None
+        assert envelope.unpack(msgpack.packb([WIRE_VERSION, "Progress", *values])) is None
 
 
 def test_a_list_longer_than_any_message_has_is_not_unpacked() -> None:

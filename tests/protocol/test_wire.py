@@ -44,9 +44,12 @@ from kvcache.protocol.messages import (
     ToWorker,
     wire_tag,
 )
-from kvcache.protocol.step import NewRequest, StepRequest, StepResult
+from kvcache.protocol.step import NewRequest, RequestHints, StepRequest, StepResult
 from kvcache.protocol.wire import decode, encode, leading_fields
+from kvcache.requests.hints import CacheHint
 from tests.protocol.loose_sender import unchecked
+
+NEW = [f.name for f in dataclasses.fields(StepRequest)].index("new")
 
 MESSAGES: tuple[type[Any], ...] = tuple(
     cls
@@ -67,8 +70,9 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     plain = {int: INT64, str: TEXT, bytes: st.binary(max_size=8), bool: st.booleans()}
     if hint in plain:
         return plain[hint]
-    if hint == str | None:
-        return st.none() | TEXT
+    optional = {str | None: TEXT, int | None: INT64, float | None: st.floats()}
+    if hint in optional:
+        return st.none() | optional[hint]
     if hint == dict[int, bytes]:
         return st.dictionaries(INT64, st.binary(max_size=4), max_size=3)
     if typing.get_origin(hint) is tuple:
@@ -158,6 +162,18 @@ def forwards(draw: st.DrawFn) -> WriteExpected:
 
 
 @st.composite
+def cache_hints(draw: st.DrawFn) -> CacheHint:
+    start, seconds = draw(st.integers(0, 9)), draw(st.floats(1e-3, 1e9))
+    end = draw(st.none() | st.integers(start + 1, 2**40))
+    if draw(st.booleans()):
+        return CacheHint(start, end, is_over=True)
+    if draw(st.booleans()):
+        return CacheHint(start, end, returns_in_s=seconds)
+    priority, duration_s = draw(st.integers(0, 100)), draw(st.none() | st.just(seconds))
+    return CacheHint(start, end, priority=priority, duration_s=duration_s)
+
+
+@st.composite
 def audits(draw: st.DrawFn) -> Audit:
     blocks = draw(ARRAYS)
     return Audit(draw(INT64), draw(INT64), draw(INT64), blocks, blocks, b"dig" * len(blocks))
@@ -173,6 +189,7 @@ CONSISTENT: dict[type[Any], st.SearchStrategy[Any]] = {
     Label: labels(),
     WriteExpected: forwards(),
     Audit: audits(),
+    CacheHint: cache_hints(),
 }
 
 ANY_MESSAGE: st.SearchStrategy[Message] = st.one_of([instances(cls) for cls in MESSAGES])
@@ -240,8 +257,10 @@ STRANGERS: tuple[Any, ...] = (
 
 def extremes_of(hint: Any) -> tuple[Any, ...]:
     """Values at the bounds of a field's rule, and beyond."""
-    if hint is int:
+    if hint in (int, int | None):
         return INTEGERS
+    if hint == float | None:
+        return (float("nan"), float("inf"), 0.0, -1.0, 1e300, np.float64(1))
     if hint in (str, str | None):
         return TEXTS
     if hint == dict[int, bytes]:
@@ -285,7 +304,9 @@ def damaged(draw: st.DrawFn, value: Any) -> Any:
         if dataclasses.is_dataclass(one):
             wrong.append(damaged(one))
         choices.append(st.one_of(wrong).map(lambda item: (*before, item)))
-    return dataclasses.replace(value, **{field.name: draw(st.one_of(choices))})
+    changed = object.__new__(type(value))  # `replace` would check hints
+    changed.__dict__.update(vars(value), **{field.name: draw(st.one_of(choices))})
+    return changed
 
 
 def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bool:
@@ -387,7 +408,7 @@ def test_who_sent_what_cannot_be_read_is_told_by_its_first_fields(
     assert leading_fields(data) == (type(message), leading)
     for length in range(len(data) - 1, 0, -max(1, len(data) // 50)):
         assert leading_fields(data[:length]) is None
-    for other in (b"", data + b"\0", b"\x91" * 5000, b"\xc1", data.replace(b"\x01", b"\x02", 1)):
+    for other in (b"", data + b"\0", b"\x91" * 5000, b"\xc1", data.replace(b"\x02", b"\x03", 1)):
         assert leading_fields(other) is None
 
 
@@ -404,8 +425,8 @@ def test_first_fields_of_anything_raise_nothing(
 
 def test_the_first_fields_of_a_long_message_are_read_without_building_the_rest() -> None:
     items = b"\xdd" + (2**20).to_bytes(4, "big") + b"\xc0" * 2**20
-    head = msgpack.packb([WIRE_VERSION, "StepRequest", "c", 7, 2, -1, -1, *[0] * 8])[:-8]
-    for payload in (head + items + b"\0" * 7, head[:-2] + items + b"\xff" + b"\0" * 8):
+    head = msgpack.packb([WIRE_VERSION, "StepRequest", "c", 7, 2, -1, -1, *[0] * 9])[:-9]
+    for payload in (head + items + b"\0" * 8, head[:-2] + items + b"\xff" + b"\0" * 9):
         tracemalloc.start()
         try:
             found = leading_fields(payload)
@@ -430,7 +451,7 @@ def decodes_or_refuses(data: bytes) -> None:
 @example(b"")
 @example(b"\xdd\xff\xff\xff\xff")
 @example(b"\x91" * 5000)
-@example(b"\x93\x01\xa4Ping\xc7\x04\xff1234")
+@example(b"\x93\x02\xa4Ping\xc7\x04\xff1234")
 @example(b"\x82\x90\x01\x01\x02")
 @settings(max_examples=200, deadline=None)
 def test_random_bytes_are_refused(data: bytes) -> None:
@@ -468,15 +489,39 @@ WORD = st.recursive(
 )
 @settings(max_examples=150, deadline=None)
 def test_fields_of_wrong_types_are_refused(tag: object, fields: list[object]) -> None:
-    decodes_or_refuses(msgpack.packb([1, tag, *fields]))
+    decodes_or_refuses(msgpack.packb([WIRE_VERSION, tag, *fields]))
 
 
 def test_another_version_is_named() -> None:
     with pytest.raises(
         VersionMismatchError,
-        match="message of format version 2, this package reads version 1: run the same release",
+        match="message of format version 3, this package reads version 2: run the same release",
     ):
-        decode(msgpack.packb([2, "Ping", "n", 1]))
+        decode(msgpack.packb([3, "Ping", "n", 1]))
+
+
+def test_recorded_messages_of_version_1_are_read_and_others_are_not() -> None:
+    new = NewRequest("r", int32_array([1, 2]), 2, cache_salt="s")
+    step = StepRequest("c", 7, 2, finished=("f",), new=(new, new))
+    values = msgpack.unpackb(encode(step))
+    old = [1, *values[1:-1]]
+    old[2 + NEW] = [item[:-1] for item in old[2 + NEW]]
+    data = msgpack.packb(old)
+    assert plain(decode(data, is_recorded=True)) == plain(step)
+    assert decode(msgpack.packb([1, "Ping", "n", 1]), is_recorded=True) == Ping("n", 1)
+    with pytest.raises(VersionMismatchError, match="version 1, this package reads version 2"):
+        decode(data)
+    with pytest.raises(VersionMismatchError, match="format version 3"):
+        decode(msgpack.packb([3, "Ping", "n", 1]), is_recorded=True)
+    for bad in (
+        [],
+        values[2:],
+        [*old[2:], []],
+        [*old[2 : 2 + NEW], 5, []],
+        [*old[2 : 2 + NEW], [5]],
+    ):
+        with pytest.raises(MalformedMessageError):
+            decode(msgpack.packb([1, "StepRequest", *bad]), is_recorded=True)
 
 
 def test_an_oversized_message_is_refused_before_it_is_read() -> None:
@@ -489,39 +534,49 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("packed", "said"),
     [
-        ([1, "Nobody"], "message of unknown kind 'Nobody'"),
-        ([1, "Ping", "n"], "Ping: 1 fields, expected 2"),
-        ([1, "Ping", "n", True], "Ping.epoch is True: pass an integer of 64 bits"),
-        ([1, "Ping", "n", 2**63], f"Ping.epoch is {2**63}: pass an integer of 64 bits"),
-        ([1, "Ping", b"n", 1], "Ping.nonce is b'n': pass text"),
+        ([WIRE_VERSION, "Nobody"], "message of unknown kind 'Nobody'"),
+        ([WIRE_VERSION, "Ping", "n"], "Ping: 1 fields, expected 2"),
+        ([WIRE_VERSION, "Ping", "n", True], "Ping.epoch is True: pass an integer of 64 bits"),
+        ([WIRE_VERSION, "Ping", "n", 2**63], f"Ping.epoch is {2**63}: pass an integer of 64 bits"),
+        ([WIRE_VERSION, "Ping", b"n", 1], "Ping.nonce is b'n': pass text"),
         (
-            [1, "Ping", "n" * 4097, 1],
+            [WIRE_VERSION, "Ping", "n" * 4097, 1],
             "Ping.nonce has 4097 characters, at most 4096 travel: shorten it",
         ),
         (
-            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Explode", b""]]],
+            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Explode", b""]]],
             "StepCommands.commands holds something that is of the unknown kind 'Explode': pass one "
             "of those known here",
         ),
         (
-            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Zero", b"123"]]],
+            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Zero", b"123"]]],
             "Zero.block_ids is b'123': pass whole int32 numbers as bytes",
         ),
         (
-            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Copy", b"1234", b""]]],
+            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Copy", b"1234", b""]]],
             "Copy with unequal lengths {'sources': 1, 'destinations': 0}",
         ),
         (
-            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Spill", 1, "m", b"1" * 8, b"123"]]],
+            [
+                WIRE_VERSION,
+                "StepCommands",
+                "n",
+                "f",
+                1,
+                1,
+                "",
+                0,
+                [["Spill", 1, "m", b"1" * 8, b"123"]],
+            ],
             "Spill of 2 slots with 3 bytes of keys",
         ),
         (
-            [1, "StepCommands", "n", "f", 1, 1, "", 0, [["Fetch", 1, "m", b"123", b""]]],
+            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Fetch", 1, "m", b"123", b""]]],
             "Fetch of 0 slots with 3 bytes of keys",
         ),
         (
             [
-                1,
+                WIRE_VERSION,
                 "StepCommands",
                 "n",
                 "f",
@@ -546,6 +601,13 @@ def step_of(tokens: list[Any]) -> StepRequest:
     return StepRequest("c", 1, 1, new=(NewRequest("r", cast(Int32Array, np.array(tokens)), 1),))
 
 
+def bad_hint(**changes: Any) -> CacheHint:
+    """A hint that no constructor makes."""
+    hint = object.__new__(CacheHint)
+    hint.__dict__.update(vars(CacheHint(is_over=True)), **changes)
+    return hint
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [
@@ -555,6 +617,14 @@ def step_of(tokens: list[Any]) -> StepRequest:
         (Ping("n", 2**64), f"Ping.epoch is {2**64}: pass an integer of 64 bits"),
         (Ping("n", cast(int, True)), "Ping.epoch is True: pass an integer of 64 bits"),
         (Ping("n", cast(int, float("nan"))), "Ping.epoch is nan: pass an integer of 64 bits"),
+        (
+            StepRequest("c", 1, 1, hints=(RequestHints("r", (bad_hint(end=0),)),)),
+            "CacheHint: end of a hint is 0: pass an integer of at least 1",
+        ),
+        (
+            StepRequest("c", 1, 1, hints=(RequestHints("r", (bad_hint(returns_in_s=3),)),)),
+            "CacheHint.returns_in_s is 3: pass a floating-point number",
+        ),
         (
             StepRequest("c", 1, 1, completed_step=2**63),
             f"StepRequest.completed_step is {2**63}: pass an integer of 64 bits",

@@ -85,18 +85,20 @@ class RebuildWalk:
     def require_all(self, labels: Sequence[BlockLabel], kept: dict[Name, int]) -> None:
         """Check that all useful sealed blocks on which ranks agree are kept.
 
-        With tenants a window block may outlive the full-attention block that ends there, and its
-        label those before it: nothing can hit it, and no label tells its place. The same holds for
-        a window block or state that is sealed while full-attention blocks of another client's
-        step before it are not.
+        With tenants or hints, a window block may outlive the full-attention block that ends there,
+        and its label those before it: nothing can hit it, and no label tells its place. The same
+        holds for a window block or state that is sealed while full-attention blocks of another
+        client's step before it are not.
         """
         groups = self.model.groups
-        if self.is_complete and self.configuration.tenants is None:
+        operations = self.configuration.operations
+        is_plain = self.configuration.tenants is None and Operation.HINTS not in operations
+        if self.is_complete and is_plain:
             assert len(labels) == self.manager.statistics().core.num_sealed_blocks
             ends = {(b.namespace, b.digest) for b in labels if groups[b.group].is_ordered}
             is_placed = [not ends or (b.namespace, b.digest) in ends for b in labels]
             assert len(kept) == sum(is_placed)
-        elif self.is_complete or Operation.IMAGES not in self.configuration.operations:
+        elif self.is_complete or Operation.IMAGES not in operations:
             assert sum(groups[name[0]].is_ordered for name in kept) == sum(
                 groups[label.group].is_ordered for label in labels
             )

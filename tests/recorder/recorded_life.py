@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,10 +36,11 @@ from kvcache.protocol.step import NewRequest, StepRequest, StepResult
 from kvcache.recorder import FileStepRecorder, ManagerConfig, RecorderLimits, RecordingOrigin
 from kvcache.recorder.segments import OpenFile, SegmentLimits, create_file
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.protocol.scenario import config_of
 from tests.replay.manager_stepper import ManagerStepper
-from tests.replay.test_replay_engine import random_workload
+from tests.replay.test_replay_engine import ListedWorkload, random_workload
 
 T = TypeVar("T")
 
@@ -88,11 +90,14 @@ class RecordedLife:
         manager_config: ManagerConfig,
         clock: VirtualClock,
         seed: int | str = 0,
+        *,
+        has_hints: bool = False,
     ) -> None:
         self.recorder = recorder
         self.manager_config = manager_config
         self.clock = clock
         self.rng = random.Random(f"recorded life {seed}")
+        self.has_hints = has_hints
         self.num_refused = 0
         self.num_calls = 0
         self._num_blocks = manager_config.kv_cache_config.num_blocks
@@ -143,6 +148,9 @@ class RecordedLife:
         failing = {self.rng.randrange(5, 60) for _ in range(2)}
         stepper = ManagerStepper(engine_sees, lag=1, fails=failing.__contains__)
         workload = random_workload(self.rng, num_requests)
+        if self.has_hints:
+            requests = [replace(request, hints=self._hints()) for request in workload]
+            workload = ListedWorkload(requests)
         ReplayEngine(workload, stepper, limits, VirtualClock()).run()
         self.server.release("replay")
         self._steps.pop("replay", None)
@@ -195,6 +203,7 @@ class RecordedLife:
         groups = self.manager_config.kv_cache_config.kv_cache_groups
         num_encoder_tokens = int(any(g.kv_cache_spec.keeps_encoder_tokens for g in groups))
         request = Request(self._name("call"), self._prompt(30))
+        request.hints = self._hints()
         found = self._caller.get_computed_blocks(request)
         blocks, num_hit = found
         given = self._caller.allocate_slots(
@@ -215,6 +224,17 @@ class RecordedLife:
     def _free_a_caller(self) -> None:
         while len(self._callers) > 1:
             self._caller.free(self._callers.pop(self.rng.randrange(len(self._callers))))
+
+    def _hints(self) -> tuple[CacheHint, ...]:
+        if not self.has_hints:
+            return ()
+        seconds = self.rng.choice([1.0, 4.0])
+        kinds = (
+            CacheHint(is_over=True),
+            CacheHint(returns_in_s=seconds),
+            CacheHint(priority=self.rng.choice([10, 90]), duration_s=seconds),
+        )
+        return (self.rng.choice(kinds),)
 
     def pin(self) -> None:
         self._caller.pin_prefix(self._prompt(40), self.rng.uniform(0.1, 9.0))

@@ -37,7 +37,7 @@ def test_a_random_life_replays_to_the_identical_state(
     print(f"seed {seed}")
     clock, manager_config = VirtualClock(), manager_config_of(model)
     recorder = make_recorder(tmp_path, manager_config, clock, segment_bytes=8_000)
-    life = RecordedLife(recorder, manager_config, clock, f"{model} {seed}")
+    life = RecordedLife(recorder, manager_config, clock, f"{model} {seed}", has_hints=seed > 0)
     life.begin()
     life.play()
     life.begin(restores=True)

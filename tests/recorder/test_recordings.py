@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgpack
@@ -11,6 +12,7 @@ import pytest
 
 from kvcache.base.errors import RecordingError
 from kvcache.protocol.messages import Ping
+from kvcache.protocol.step import StepRequest
 from kvcache.protocol.wire import encode
 from kvcache.recorder import open_recording
 from kvcache.recorder.frames import FrameReader, frame
@@ -143,18 +145,36 @@ def test_an_invalid_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
 
 def test_another_version_of_the_format_is_named(copied: list[Path]) -> None:
     values = msgpack.unpackb(pack_head(head_of(copied[0])))
-    copied[0].write_bytes(frame(msgpack.packb([values[0], 3, *values[2:]])))
+    copied[0].write_bytes(frame(msgpack.packb([values[0], 4, *values[2:]])))
     message = (
-        f"{copied[0]}: the recording has format version 3, this package reads versions 1 to 2: "
+        f"{copied[0]}: the recording has format version 4, this package reads versions 1 to 3: "
         "replay it with the release that recorded it"
     )
     with pytest.raises(RecordingError, match=re.escape(message)):
         open_recording(copied[0].parent)
 
 
+def as_version_2(payload: bytes) -> bytes:
+    """Return a record in the format from before there were hints."""
+    values = msgpack.unpackb(payload, strict_map_key=False)
+    if values[0] == "segment":
+        values[1] = 2
+    elif values[0] in ("held", "let go", "withdrawn", "load begun", "load finished"):
+        assert values.pop() == []
+    if values[0] in ("executed", "held"):
+        message = msgpack.unpackb(values[2])
+        message[0] = 1
+        if message[1] == "StepRequest":
+            assert message.pop() == []
+            new = 2 + [field.name for field in fields(StepRequest)].index("new")
+            message[new] = [item[:-1] for item in message[new]]
+        values[2] = msgpack.packb(message)
+    return bytes(msgpack.packb(values))
+
+
 def as_version_1(payload: bytes) -> bytes:
     """Return a record in the format from before recordings had tiers."""
-    values = msgpack.unpackb(payload, strict_map_key=False)
+    values = msgpack.unpackb(as_version_2(payload), strict_map_key=False)
     if values[0] == "segment":
         values = [values[0], 1, *values[2:-1]]
     elif values[0] in ("executed", "released"):
@@ -162,13 +182,16 @@ def as_version_1(payload: bytes) -> bytes:
     return bytes(msgpack.packb(values))
 
 
-def test_version_1_is_read_and_replayed(copied: list[Path]) -> None:
+@pytest.mark.parametrize("as_older", [as_version_1, as_version_2])
+def test_older_versions_are_read_and_replayed(
+    copied: list[Path], as_older: Callable[[bytes], bytes]
+) -> None:
     expected = replay(copied[0].parent)
     for path in copied:
         with path.open("rb") as file:
             reader = FrameReader(file, path, path.stat().st_size)
             payloads = [found.payload for found in iter(reader.next, None)]
-        path.write_bytes(b"".join(frame(as_version_1(payload)) for payload in payloads))
+        path.write_bytes(b"".join(frame(as_older(payload)) for payload in payloads))
         assert not head_of(path).has_tiers
     report = replay(copied[0].parent)
     assert (report.difference, report.notes) == (None, ())
