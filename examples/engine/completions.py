@@ -22,6 +22,7 @@ from examples.engine.request_checks import check_limits, checked_tokens
 from examples.engine.sampling import SamplingParams
 from examples.engine.tokenizer import Tokenizer
 from kvcache.base.errors import RequestError, shown
+from kvcache.requests.hints import CacheHint, hints_from_plain
 
 MAX_BODY_BYTES = 1 << 20
 MAX_TOKENS = 16
@@ -40,8 +41,9 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "stop": (str, list),
     "seed": (int,),
     "user": (str,),
+    "hints": (list,),
 }
-"""The fields of a body. `user` is ignored."""
+"""The fields of a body. `user` is ignored, and `hints` are ours."""
 
 
 class CompletionError(Exception):
@@ -64,12 +66,14 @@ class CompletionError(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A parsed request. `includes_usage`: a stream ends with a chunk that counts tokens."""
+    """A parsed request. `includes_usage`: a stream ends with a chunk that counts tokens. `hints`
+    are for the tokens of prompt and answer."""
 
     tokens: list[int]
     params: SamplingParams
     is_stream: bool = False
     includes_usage: bool = False
+    hints: tuple[CacheHint, ...] = ()
 
     @classmethod
     def parse(cls, body: bytes, config: EngineConfig, tokenizer: Tokenizer) -> CompletionRequest:
@@ -118,7 +122,8 @@ class CompletionRequest:
                 "stream_options says include_usage, true or false, with stream, and nothing else",
                 "stream_options",
             )
-        return cls(tokens, params, is_stream, has_usage)
+        hints = _checked("hints", lambda: hints_from_plain("the body", fields.get("hints", [])))
+        return cls(tokens, params, is_stream, has_usage, hints)
 
 
 def _checked_fields(body: bytes) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from kvcache.base.errors import (
     WorkerLostError,
 )
 from kvcache.protocol.step import NO_STEP, StepRequest
+from kvcache.requests.hints import CacheHint, checked_hints
 
 MAX_FAILED_FORWARDS = 3
 """Forwards in a row that may fail before the error is raised."""
@@ -158,11 +159,14 @@ class Engine:
         request_id: str | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        *,
+        hints: SequenceOf[CacheHint] = (),
     ) -> str:
         """Queue a request and return its id, a new one unless given.
 
         `lora_name` is one of the configuration's adapters. Requests with different salts share
-        nothing. Raises RequestError for a request that cannot be served; nothing has changed then.
+        nothing. `hints` say when its blocks will be used again. Raises RequestError for a request
+        that cannot be served; nothing has changed then.
         """
         params = SamplingParams() if params is None else params
         with self._lock:
@@ -174,7 +178,8 @@ class Engine:
             if request_id in self._table.requests:
                 raise RequestError(f"request {request_id} runs already: use another id")
             check_limits(params, lora_name, self.config)
-            self._table.open(request_id, tokens, params, lora_name, cache_salt)
+            plain_hints = checked_hints(f"request {request_id}", hints)
+            self._table.open(request_id, tokens, params, lora_name, cache_salt, hints=plain_hints)
             return request_id
 
     def abort(self, request_id: str) -> bool:

@@ -21,6 +21,7 @@ from examples.engine.sequence import Phase, Sequence
 from examples.engine.tally import EngineTally
 from examples.engine.tokenizer import Tokenizer
 from examples.engine.work import StepOutput
+from kvcache.requests.hints import CacheHint
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,15 @@ class RequestTable:
         params: SamplingParams,
         adapter: str | None,
         cache_salt: str | None,
+        *,
+        hints: tuple[CacheHint, ...] = (),
     ) -> None:
         """Add a checked request, which then waits."""
         # Ids may be reused; the coordinator knows earlier requests of an id by other keys.
         key = f"{request_id}/{next(self._numbers)}"
-        first = Sequence(key, request_id, 0, params, tokens, len(tokens), adapter, cache_salt)
+        first = Sequence(
+            key, request_id, 0, params, tokens, len(tokens), adapter, cache_salt, hints
+        )
         request = EngineRequest(request_id, params, [])
         self.requests[request_id] = request
         self._seat(request, first)

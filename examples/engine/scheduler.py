@@ -447,4 +447,5 @@ def _new_request(sequence: Sequence, max_new_tokens: int) -> NewRequest:
         max_new_tokens=max_new_tokens,
         lora_name=sequence.adapter,
         cache_salt=sequence.cache_salt,
+        hints=sequence.hints,
     )

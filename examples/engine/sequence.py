@@ -14,6 +14,7 @@ from enum import Enum
 
 from examples.engine.sampling import SamplingParams
 from kvcache.protocol.step import NO_SLOT
+from kvcache.requests.hints import CacheHint
 
 
 class Phase(Enum):
@@ -43,6 +44,7 @@ class Sequence:
     num_prompt: int
     adapter: str | None = None
     cache_salt: str | None = None
+    hints: tuple[CacheHint, ...] = ()
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
     num_told: int = 0

@@ -53,6 +53,7 @@ from examples.engine.outputs import Output
 from examples.engine.sampling import SamplingParams
 from examples.engine.tokenizer import ByteTokenizer
 from kvcache.base.errors import RequestError
+from kvcache.requests.hints import CacheHint
 
 APP_NAME = "completions"
 MODEL = llama(name="tiny-random-llama", max_model_len=1024)
@@ -88,10 +89,12 @@ class EngineReplica:
         statistics = cluster.coordinator.statistics().events
         return event_metadata(endpoints_in(statistics, cluster.config.name, HEARTBEAT_S))
 
-    async def generate(self, token_ids: list[int], params: SamplingParams) -> AsyncIterator[Output]:
+    async def generate(
+        self, token_ids: list[int], params: SamplingParams, hints: tuple[CacheHint, ...] = ()
+    ) -> AsyncIterator[Output]:
         """Yield a request's outputs; closing early aborts the request."""
         engine = self._engine
-        request_id = engine.add_request(token_ids, params)
+        request_id = engine.add_request(token_ids, params, hints=hints)
         try:
             with engine.stream(request_id) as stream:
                 async for output in stream:
@@ -144,7 +147,9 @@ class Completions:
             self._config.model.name,
             len(wanted.tokens),
         )
-        outputs = self._engines.remote(token_ids=wanted.tokens, params=wanted.params)
+        outputs = self._engines.remote(
+            token_ids=wanted.tokens, params=wanted.params, hints=wanted.hints
+        )
         if wanted.is_stream:
             return StreamingResponse(
                 _events(outputs, body, wanted.includes_usage), media_type="text/event-stream"

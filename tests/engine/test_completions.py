@@ -9,6 +9,7 @@ import pytest
 
 from examples.engine import ByteTokenizer, EngineConfig, Output, llama
 from examples.engine.completions import CompletionBody, CompletionError, CompletionRequest, sse
+from kvcache.requests.hints import CacheHint
 
 CONFIG = EngineConfig(model=llama(name="tiny", max_model_len=64), max_num_seqs=8)
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
@@ -31,8 +32,10 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
             "user": None,
+            "hints": [{"priority": 90, "end": 3}, {"start": 3, "returns_in_s": 5}],
         }
     )
+    assert asked.hints == (CacheHint(0, 3, priority=90), CacheHint(3, returns_in_s=5.0))
     assert asked.tokens == list(b"hello")
     assert (asked.params.max_tokens, asked.params.n, asked.params.seed) == (4, 2, 3)
     assert (asked.params.temperature, asked.params.top_p) == (0.0, 0.5)
@@ -78,6 +81,10 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
             "stream_options",
             "stream_options says include_usage, true or false",
         ),
+        ({"hints": "soon"}, "hints", "hints is 'soon': give list"),
+        ({"hints": ["soon"]}, "hints", "the body: hints[0] is 'soon': pass a map such as"),
+        ({"hints": [{"ttl": 3}]}, "hints", "the body: hints[0] has 'ttl': it may have start, end"),
+        ({"hints": [{}]}, "hints", "the body: hints[0]: a hint has 0 of is_over, returns_in_s"),
         ({"best_of": 2}, "best_of", "'best_of' is not served: use model, prompt"),
         ({"model": None}, "model", "model is missing: name 'tiny'"),
     ],

@@ -9,6 +9,8 @@ import pytest
 
 from examples.engine import ByteTokenizer, SamplingParams
 from examples.engine.weights import RandomWeights, RankPlace, rank_weights
+from kvcache.base.errors import RequestError
+from kvcache.requests.hints import CacheHint
 from tests.engine.support import (
     ALL_MODELS,
     GREEDY,
@@ -23,6 +25,22 @@ from tests.engine.support import (
     run_one,
     tokens,
 )
+
+
+def test_hints_reach_the_coordinator_for_all_samples_of_a_request() -> None:
+    hints = [CacheHint(returns_in_s=5.0)]
+    with launch("llama") as engine:
+        manager = coordinator(engine).manager
+        assert manager is not None
+        engine.add_request(tokens(1, 40), SamplingParams(max_tokens=8, n=2), "r", hints=hints)
+        seen = []
+        while engine.has_unfinished:
+            engine.step()
+            seen += [r.hints for slot in (0, 1) if (r := manager.request_in_slot(slot)) is not None]
+        assert len(seen) > 8
+        assert set(seen) == {tuple(hints)}
+        with pytest.raises(RequestError, match="has 17 hints, at most 16"):
+            engine.add_request(tokens(1, 40), hints=hints * 17)
 
 
 @pytest.mark.parametrize("name", ALL_MODELS)
