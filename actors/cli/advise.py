@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,10 +27,18 @@ from actors.cli.simulate import (
 from actors.cli.tables import bytes_text, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from kvcache.simulate.advice import HitCurve, MeasuredCandidate, Memory, Speeds
+    from kvcache.simulate.advice import (
+        Candidate,
+        HitCurve,
+        MeasuredCandidate,
+        Memory,
+        Speeds,
+    )
     from kvcache.simulate.block_trace import BlockTrace
+    from kvcache.simulate.simulated_cache import SimulatedCache
     from kvcache.simulate.simulation import SimulationResult
 
+_USUAL_POLICY = "lru"
 _FEW_REQUESTS = 2_000
 _LARGE_ERROR = 0.02
 
@@ -77,6 +85,8 @@ def advise(
         Speeds,
         best_candidates,
         choose,
+        choose_policy,
+        estimate,
         measured,
     )
     from kvcache.simulate.simulated_cache import OPTIMUM
@@ -103,7 +113,27 @@ def advise(
         measured(candidate, result, speeds, bytes_per_token)
         for candidate, result in zip(found, results, strict=True)
     ]
-    advice = _Advice(load, memory, speeds, bytes_per_token, choose(candidates), candidates, curves)
+    best = choose(candidates)
+    usual = _USUAL_POLICY if _USUAL_POLICY in policies else policies[0]
+
+    def estimated(policy: str) -> Candidate:
+        cache = replace(best.candidate.cache, policy=policy)
+        worth = speeds.worth(bytes_per_token)
+        return estimate(best.candidate.shape, cache, curves[policy], memory, worth)
+
+    others = [estimated(policy) for policy in policies if policy != best.candidate.cache.policy]
+    tasks = [SimulationTask(0, candidate.cache) for candidate in others]
+    results = play([load], tasks, processes, is_shown=not no_progress)
+    rivals = [best] + [
+        measured(candidate, result, speeds, bytes_per_token)
+        for candidate, result in zip(others, results, strict=True)
+    ]
+    chosen = choose_policy(rivals, usual)
+    candidates[candidates.index(best)] = chosen
+    hinted = _hinted(load, chosen.result.cache, processes, has_progress=not no_progress)
+    advice = _Advice(
+        load, memory, speeds, bytes_per_token, chosen, candidates, curves, usual, rivals, hinted
+    )
     if plot is not None:
         _draw(plot, advice)
     if as_json:
@@ -123,6 +153,35 @@ class _Advice:
     best: MeasuredCandidate
     candidates: list[MeasuredCandidate]
     curves: dict[str, HitCurve]
+    usual: str
+    rivals: list[MeasuredCandidate]
+    """Every policy with the sizes of `best`, the one first for which they were chosen."""
+    hinted: dict[str, SimulationResult]
+
+    def num_parts_behind(self, rival: MeasuredCandidate) -> int:
+        """Return in how many parts of the trace a policy has fewer hits than the usual one."""
+        from kvcache.simulate.regret import num_parts_behind
+
+        (usual,) = [each for each in self.rivals if each.result.cache.policy == self.usual]
+        return num_parts_behind(rival.result, usual.result)
+
+
+def _hinted(
+    trace: BlockTrace, cache: SimulatedCache, num_processes: int | None, *, has_progress: bool
+) -> dict[str, SimulationResult]:
+    """Simulate the device alone with each kind of hints that the trace has, and the optimum."""
+    from actors.cli.simulations import play
+    from kvcache.simulate.hinting import KINDS_OF_HINTS, SESSION_HINTS
+    from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+    from kvcache.simulate.simulation_processes import SimulationTask
+
+    kinds = [kind for kind in KINDS_OF_HINTS if kind != SESSION_HINTS or trace.sessions]
+    caches = {
+        kind: SimulatedCache(cache.policy, cache.num_blocks, hints=kind) for kind in kinds
+    } | {OPTIMUM: SimulatedCache(OPTIMUM, cache.num_blocks)}
+    tasks = [SimulationTask(0, each) for each in caches.values()]
+    results = play([trace], tasks, num_processes, is_shown=has_progress)
+    return dict(zip(caches, results, strict=True))
 
 
 def _curves(
@@ -207,6 +266,8 @@ class _Steadiness:
 
 def _doubts(advice: _Advice) -> list[str]:
     """Return the reasons to distrust the results, empty if there are none."""
+    from kvcache.simulate.advice import AS_GOOD
+
     trace, best = advice.trace, advice.best
     doubts = []
     if trace.num_requests < _FEW_REQUESTS:
@@ -223,6 +284,12 @@ def _doubts(advice: _Advice) -> list[str]:
         doubts.append(
             f"the estimate by which these sizes were chosen was off by {difference:.1%}: sizes "
             "nearby may be better"
+        )
+    first = advice.rivals[0]
+    if best.saved < first.saved - AS_GOOD:
+        doubts.append(
+            f"the sizes were chosen for {first.result.cache.policy}: with "
+            f"{best.result.cache.policy}, others may be better"
         )
     return doubts
 
@@ -257,6 +324,19 @@ def _to_dict(advice: _Advice) -> dict[str, object]:
             ]
             for policy, curve in advice.curves.items()
         },
+        "policies": [
+            {
+                "policy": rival.result.cache.policy,
+                "hit_rate": rival.result.hit_rate,
+                "saved_prefill": rival.saved,
+                "num_parts_behind": advice.num_parts_behind(rival),
+            }
+            for rival in advice.rivals
+        ],
+        "usual_policy": advice.usual,
+        "num_parts": len(advice.best.result.hit_rates_over_time),
+        "device_hit_rate_by_hints": {kind: r.hit_rate for kind, r in advice.hinted.items()},
+        "reasons": [_policy_sentence(advice), _hints_sentence(advice)],
         "steadiness": None if steadiness is None else asdict(steadiness),
         "doubts": _doubts(advice),
         "assumptions": _assumptions(advice),
@@ -292,6 +372,8 @@ def _print(console: Console, advice: _Advice) -> None:
     )
     print_table(console, title, _candidate_table(advice))
     print_note(console, _sentence(advice))
+    print_note(console, _policy_sentence(advice))
+    print_note(console, _hints_sentence(advice))
     best = advice.best.result.cache.policy
     print_table(console, f"what a GiB of one pool adds, with {best}", _curve_table(advice))
     steadiness = _Steadiness.of(advice.best.result)
@@ -343,6 +425,51 @@ def _sentence(advice: _Advice) -> str:
         f"{memory.budget:,.2f}{rest}: {best.result.hit_rate:.1%} hits, {best.saved:.1%} of prefill "
         "time saved."
     )
+
+
+def _policy_sentence(advice: _Advice) -> str:
+    """Say why this policy."""
+    from kvcache.simulate.advice import AS_GOOD
+
+    best, usual = advice.best, advice.usual
+    policy, num_parts = best.result.cache.policy, len(best.result.hit_rates_over_time)
+    (stays,) = [each for each in advice.rivals if each.result.cache.policy == usual]
+    most = max(advice.rivals, key=lambda rival: rival.saved)
+    other = most.result.cache.policy
+    if policy != usual:
+        return (
+            f"Policy: {policy} saves {best.saved:.1%} of prefill time, {usual} {stays.saved:.1%}; "
+            f"it has fewer hits in {advice.num_parts_behind(best)} of {num_parts} parts of the "
+            "trace."
+        )
+    if most.saved <= stays.saved + AS_GOOD:
+        return f"Policy: with this memory, no policy saves notably more than {usual}."
+    return (
+        f"Policy: {other} saves {most.saved:.1%} of prefill time, {usual} only {stays.saved:.1%}, "
+        f"but {other} has fewer hits in {advice.num_parts_behind(most)} of {num_parts} parts of "
+        f"the trace: {usual} is safer."
+    )
+
+
+def _hints_sentence(advice: _Advice) -> str:
+    """Say what hints would bring."""
+    from kvcache.simulate.advice import AS_GOOD
+    from kvcache.simulate.hinting import NO_HINTS, ORACLE_HINTS, SESSION_HINTS
+    from kvcache.simulate.simulated_cache import OPTIMUM
+
+    rates = {kind: result.hit_rate for kind, result in advice.hinted.items()}
+    kind = SESSION_HINTS if SESSION_HINTS in rates else ORACLE_HINTS
+    gain = rates[kind] - rates[NO_HINTS]
+    whose = "session hints" if kind == SESSION_HINTS else "hints that know every return exactly"
+    what = (
+        f"Hints: {whose} would bring {100 * gain:+.1f} points on the device alone "
+        f"({rates[NO_HINTS]:.1%} to {rates[kind]:.1%}, optimum {rates[OPTIMUM]:.1%})"
+    )
+    if gain <= AS_GOOD:
+        return f"{what}: not worth sending."
+    if kind == SESSION_HINTS:
+        return f"{what}: send them, docs/hints.md."
+    return f"{what}; send what your engine knows of its sessions, docs/hints.md."
 
 
 def _curve_table(advice: _Advice) -> Table:

@@ -11,6 +11,9 @@ simulations.
 
 A hit is worth the prefill time that it saves, minus the time of the transfer if its block comes
 from below the device.
+
+The usual policy stays unless another one saves more over the whole trace and has fewer hits in at
+most half of its parts: what wins only now and then may be luck.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ from dataclasses import dataclass
 from math import log
 
 from kvcache.base.errors import ConfigurationError
+from kvcache.simulate.regret import num_parts_behind
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import SimulationResult
 
 GIB = 2**30
 _NUM_SHARES = 40
-_AS_GOOD = 0.002
-"""A cheaper option that saves less by at most this share of prefill time counts as equal."""
+AS_GOOD = 0.002
+"""Savings that differ by at most this share of prefill time count as equal, and so do hit rates."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +176,13 @@ def best_candidates(
     estimates: dict[str, list[Candidate]] = {shape: [] for shape in SHAPES}
     for policy, curve in curves.items():
         for shape, cache in _ways(policy, memory, least, curve.points[-1][0]):
-            estimates[shape].append(_estimate(shape, cache, curve, memory, worth))
+            estimates[shape].append(estimate(shape, cache, curve, memory, worth))
     chosen: list[Candidate] = []
     for ways in estimates.values():
         if not ways:
             continue
         most = max(way.saved for way in ways)
-        best = min((way for way in ways if way.saved >= most - _AS_GOOD), key=lambda w: w.cost)
+        best = min((way for way in ways if way.saved >= most - AS_GOOD), key=lambda w: w.cost)
         if not chosen or _is_better(best, chosen[-1]):
             chosen.append(best)
     return chosen
@@ -186,9 +190,9 @@ def best_candidates(
 
 def _is_better(one: Candidate, other: Candidate) -> bool:
     """Return whether `one` saves more, or about as much for less money."""
-    if one.saved > other.saved + _AS_GOOD:
+    if one.saved > other.saved + AS_GOOD:
         return True
-    return one.saved >= other.saved - _AS_GOOD and one.cost < other.cost
+    return one.saved >= other.saved - AS_GOOD and one.cost < other.cost
 
 
 SHAPES = ("device", "device, host", "device, host, disk")
@@ -208,9 +212,21 @@ def measured(
 def choose(candidates: Sequence[MeasuredCandidate]) -> MeasuredCandidate:
     """Return the cheapest of those that save about as much as the best."""
     most = max(candidate.saved for candidate in candidates)
-    return min(
-        (c for c in candidates if c.saved >= most - _AS_GOOD), key=lambda c: c.candidate.cost
-    )
+    return min((c for c in candidates if c.saved >= most - AS_GOOD), key=lambda c: c.candidate.cost)
+
+
+def choose_policy(rivals: Sequence[MeasuredCandidate], usual: str) -> MeasuredCandidate:
+    """Return which of the policies to use, simulated with the same sizes: the one that saves most
+    of those that may take the place of `usual`, which is one of them."""
+    (stays,) = [rival for rival in rivals if rival.result.cache.policy == usual]
+    num_parts = len(stays.result.hit_rates_over_time)
+    better = [
+        rival
+        for rival in rivals
+        if rival.saved > stays.saved + AS_GOOD
+        and 2 * num_parts_behind(rival.result, stays.result) <= num_parts
+    ]
+    return max(better, key=lambda rival: rival.saved, default=stays)
 
 
 def _ways(
@@ -247,13 +263,14 @@ def _ways(
                     yield SHAPES[2], SimulatedCache(policy, num_blocks, host_blocks, disk_blocks)
 
 
-def _estimate(
+def estimate(
     shape: str,
     cache: SimulatedCache,
     curve: HitCurve,
     memory: Memory,
     worth: tuple[float, float, float],
 ) -> Candidate:
+    """Return a purchase and what it saves by the curve of its policy; `worth` of a hit by tier."""
     num_blocks = cache.num_blocks or 0
     upper = max(num_blocks, cache.host_blocks)
     device = curve.rate(num_blocks)

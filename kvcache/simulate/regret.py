@@ -38,6 +38,11 @@ def best_in_hindsight(results: Sequence[SimulationResult]) -> SimulationResult:
     return max(unhinted or ruled, key=lambda result: result.hit_rate)
 
 
+def num_parts_behind(result: SimulationResult, reference: SimulationResult) -> int:
+    """Return in how many parts of the trace `result` has fewer hits."""
+    return sum(regret > 0 for regret in regret_over_time(result, reference))
+
+
 def regret_over_time(result: SimulationResult, reference: SimulationResult) -> tuple[float, ...]:
     """Return by how much the hit rate of `reference` is higher, for each part of the trace."""
     pairs = zip(reference.hit_rates_over_time, result.hit_rates_over_time, strict=True)

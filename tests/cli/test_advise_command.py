@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
+from kvcache.base.clock import VirtualClock
+from kvcache.simulate.opening import open_block_trace
+from kvcache.simulate.simulated_cache import SimulatedCache
+from kvcache.simulate.simulation import simulate
+from tests.simulate.traces import block_trace, random_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD = ("agents", "-l", "150", "-p", "lru", "-p", "arc", "-j", "1", "--no-progress")
@@ -60,6 +66,57 @@ def test_json_has_the_curves_and_all_that_was_compared(tmp_path: Path) -> None:
     assert set(report["curves"]) == {"lru", "arc", "optimum"}
     assert report["steadiness"]["least"] <= report["steadiness"]["most"]
     assert "GiB of one pool" in picture.read_text(encoding="utf-8")
+
+
+def test_the_policy_and_hints_are_chosen_by_what_they_bring(tmp_path: Path) -> None:
+    load = ("scans", "-l", "400", "--seed", "1", "-p", "lru", "-p", "lru2", "-j", "1")
+    prices = ("--device-price", "1", *SIZE, "--budget", "40", "--no-progress")
+    report = json.loads(run(*load, *prices, "--json")[0])
+    advice = report["advice"]
+    trace = open_block_trace("scans", limit=400, seed=1)
+    results = {
+        policy: simulate(trace, SimulatedCache(policy, advice["device_blocks"]), VirtualClock())
+        for policy in ("lru", "lru2", "optimum")
+    }
+    behind = sum(
+        ours < theirs
+        for ours, theirs in zip(
+            results["lru2"].num_hits_over_time, results["lru"].num_hits_over_time, strict=True
+        )
+    )
+    told = {each["policy"]: each for each in report["policies"]}
+    assert {policy: each["num_parts_behind"] for policy, each in told.items()} == {
+        "lru": 0,
+        "lru2": behind,
+    }
+    for policy, each in told.items():
+        assert each["hit_rate"] == each["saved_prefill"] == results[policy].hit_rate
+    wins = told["lru2"]["hit_rate"] > told["lru"]["hit_rate"] + 0.002
+    assert report["usual_policy"] == "lru" and wins and behind <= 5
+    assert advice["policy"] == "lru2" and advice in report["compared"]
+    rates = report["device_hit_rate_by_hints"]
+    assert list(rates) == ["none", "session", "oracle", "optimum"]
+    assert (rates["none"], rates["optimum"]) == (
+        results["lru2"].hit_rate,
+        results["optimum"].hit_rate,
+    )
+    hinted = SimulatedCache("lru2", advice["device_blocks"], hints="session")
+    assert rates["session"] == simulate(trace, hinted, VirtualClock()).hit_rate
+    shown, _ = run(*load, *prices)
+    points = 100 * (rates["session"] - rates["none"])
+    assert f"it has fewer hits in {behind} of 10 parts of the trace." in shown
+    assert f"session hints would bring {points:+.1f} points on the device alone" in shown
+    assert [line in shown.splitlines() for line in report["reasons"]] == [True, True]
+
+
+def test_hints_of_a_trace_without_sessions_are_those_that_know_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    block_trace(path, random_requests(random.Random(1), 200))
+    load = (path, "--block-size", "4", "-p", "lru", "-j", "1", "--no-progress")
+    shown, _ = run(*load, "--device-price", "1", "--token-size", "256MiB", "--budget", "60")
+    assert "Policy: with this memory, no policy saves notably more than lru." in shown
+    assert "Hints: hints that know every return exactly would bring +" in shown
+    assert "send what your engine knows of its sessions, docs/hints.md." in shown
 
 
 def test_a_configuration_says_how_large_a_token_is() -> None:

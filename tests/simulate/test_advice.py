@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.simulate.advice import (
     GIB,
     SHAPES,
+    Candidate,
     HitCurve,
+    MeasuredCandidate,
     Memory,
     Prices,
     Speeds,
     best_candidates,
     choose,
+    choose_policy,
     measured,
 )
 from kvcache.simulate.opening import open_block_trace
@@ -155,6 +159,35 @@ def test_prices_that_cannot_be_meant_are_refused(prices: tuple[float, ...], mess
     with pytest.raises(ConfigurationError) as caught:
         Prices(*prices)
     assert str(caught.value).startswith(message)
+
+
+def rival(policy: str, *hits: int) -> MeasuredCandidate:
+    """A policy that has these hits of 1,000 references in the parts of a trace."""
+    cache = SimulatedCache(policy, 500)
+    saved = sum(hits) / (1_000 * len(hits))
+    trace = open_block_trace("chat", limit=1)
+    result = replace(
+        simulate(trace, cache, VirtualClock()),
+        num_hits_over_time=hits,
+        num_references_over_time=(1_000,) * len(hits),
+    )
+    return MeasuredCandidate(Candidate("device", cache, 1.0, saved, saved), result, saved)
+
+
+def test_a_policy_is_advised_if_it_wins_as_a_whole_and_does_not_lose_most_parts() -> None:
+    usual = rival("lru", 300, 300, 300, 300)
+
+    def advised(*rivals: MeasuredCandidate) -> str:
+        return choose_policy(rivals, "lru").result.cache.policy
+
+    assert advised(usual) == "lru"
+    assert advised(rival("arc", 310, 310, 310, 310), usual) == "arc"
+    assert advised(usual, rival("arc", 299, 299, 320, 320)) == "arc"  # behind in half of them
+    assert advised(usual, rival("arc", 299, 299, 299, 900)) == "lru"  # won once
+    assert advised(usual, rival("arc", 302, 302, 302, 302)) == "lru"  # no notable gain
+    assert advised(usual, rival("arc", 200, 310, 310, 310)) == "lru"  # less as a whole
+    late, steady = rival("arc", 299, 299, 299, 900), rival("lru2", 305, 305, 305, 305)
+    assert advised(late, usual, steady, rival("s3fifo", 304, 304, 304, 304)) == "lru2"
 
 
 def test_a_trace_is_told_in_tenths(tmp_path: Path) -> None:
