@@ -117,6 +117,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("publisher_process", "subscription"),
         ("process_link", "subscriber", "prefix_index"),
         ("feed_sender",),
+        ("stream_proxy",),
     ),
     "metrics": (
         ("metric",),

@@ -43,7 +43,9 @@ class _Sockets:
         topic: bytes,
         max_bytes: int,
         keys: CurveKeys | None,
+        is_shared: bool,
     ) -> None:
+        self._named = [topic] if is_shared else []
         self.live = context.socket(zmq.SUB)
         self.replay = context.socket(zmq.DEALER)
         # Without a publisher, requests must not pile up: each would be answered.
@@ -71,7 +73,7 @@ class _Sockets:
         """Request everything from a number on. A request that cannot be sent now is lost: the
         subscription asks again."""
         try:
-            self.replay.send_multipart([b"", number], zmq.DONTWAIT)
+            self.replay.send_multipart([b"", number, *self._named], zmq.DONTWAIT)
         except zmq.ZMQError:
             return
 
@@ -97,6 +99,7 @@ class KVEventSubscriber:
         on_update: Callable[[Update], None] | None = None,
         settings: SubscriptionSettings | None = None,
         keys: CurveKeys | None = None,
+        is_shared: bool = False,
     ) -> None:
         """Connect, and request the whole state.
 
@@ -107,6 +110,8 @@ class KVEventSubscriber:
             on_update: called with each update, which is also returned.
             settings: times and limits.
             keys: for a publisher that requires keys; its discovery record has them.
+            is_shared: the addresses are those of a `StreamProxy`. `topic` is then the whole topic
+                of one publisher.
 
         Raises:
             ConfigurationError: an invalid address or another invalid argument.
@@ -128,10 +133,12 @@ class KVEventSubscriber:
                 topic=topic.encode(),
                 max_bytes=self._settings.max_payload_bytes,
                 keys=keys,
+                is_shared=is_shared,
             )
         except ConfigurationError:
             self._context.term()
             raise
+        self._topic = topic.encode() if is_shared else None
         self._subscription = Subscription(self._settings, time.monotonic())
         self._faults = Faults("an event subscriber")
         self._on_update = on_update
@@ -227,6 +234,9 @@ class KVEventSubscriber:
                 frames = source.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
+            is_live = source is self._sockets.live
+            if self._topic is not None and is_live and frames[0] != self._topic:
+                continue  # a longer topic
             try:
                 found += take(frames, time.monotonic())
             except Exception as error:

@@ -19,10 +19,16 @@ class Announcer:
     """Announces one source's blocks. `held` is the live collection of its keys."""
 
     def __init__(
-        self, source: bytes, memory: bytes, endpoint: str, held: Collection[bytes]
+        self,
+        source: bytes,
+        memory: bytes,
+        endpoint: str,
+        held: Collection[bytes],
+        stream: tuple[str, str, str] = ("", "", ""),
     ) -> None:
-        """Have everything that is held said first."""
+        """Have everything that is held said first. `stream`: topic and endpoints of its events."""
         self._source, self._memory, self._endpoint = source, memory, endpoint
+        self._stream = stream
         self._held = held
         self._seq = 0
         self._unsaid: dict[bytes, None] = {}
@@ -73,5 +79,12 @@ class Announcer:
             for key in part:
                 del self._unsaid[key]
         return Holding(
-            self._source, self._memory, self._endpoint, self._seq, is_first, added, removed
+            self._source,
+            self._memory,
+            self._endpoint,
+            self._seq,
+            is_first,
+            added,
+            removed,
+            *self._stream,
         )

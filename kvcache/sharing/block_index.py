@@ -34,6 +34,7 @@ class _Source:
     endpoint: str
     seq: int
     heard_s: float
+    stream: tuple[str, str, str] = ("", "", "")
     keys: set[bytes] = field(default_factory=set)
 
 
@@ -63,7 +64,8 @@ class BlockIndex:
             if len(self._sources) >= self._max_sources:
                 self._counts["refused_sources"] += 1
                 return None
-            source = _Source(told.memory, told.endpoint, told.seq, now_s)
+            stream = told.topic, told.live, told.replay
+            source = _Source(told.memory, told.endpoint, told.seq, now_s, stream)
             self._sources[told.source] = source
             self._by_memory.setdefault(told.memory, {})[told.source] = source
             self._change(source, told)
@@ -108,10 +110,21 @@ class BlockIndex:
         self._counts["silent_sources"] += len(silent)
         return len(silent)
 
+    def streams(self) -> dict[str, tuple[str, str]]:
+        """Return the endpoints of the events of all sources that publish some, by topic. Of several
+        sources of a topic, such as an engine before and after its restart, the last one counts."""
+        streams = [each.stream for each in self._sources.values() if each.stream[0]]
+        return {topic: (live, replay) for topic, live, replay in streams}
+
     def statistics(self) -> dict[str, object]:
         """Return what is held, and counts since the start, as values for JSON."""
         sources = [
-            {"endpoint": each.endpoint, "memory": each.memory.hex(), "num_blocks": len(each.keys)}
+            {
+                "endpoint": each.endpoint,
+                "memory": each.memory.hex(),
+                "num_blocks": len(each.keys),
+                "topic": each.stream[0],
+            }
             for each in self._sources.values()
         ]
         counts = {f"num_{name}": count for name, count in sorted(self._counts.items())}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -36,6 +36,16 @@ QUEUED_MESSAGES = 64
 """For each connection and direction; further ones wait at the sender, or are dropped."""
 
 LOOK_S = 0.5
+
+
+class StreamFollower(Protocol):
+    """Passes on the events of sources (`events.stream_proxy`)."""
+
+    def follow(self, streams: dict[str, tuple[str, str]], /) -> None:
+        """Pass on these from now on: endpoints, by topic."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts as values for JSON."""
 
 
 def ask_status(address: str, keys: CurveKeys | None, timeout_ms: int) -> dict[str, Any]:
@@ -67,12 +77,20 @@ class IndexServer:
     """Answers nodes and engines until `close`."""
 
     def __init__(
-        self, address: str, keys: CurveKeys | None = None, index: BlockIndex | None = None
+        self,
+        address: str,
+        keys: CurveKeys | None = None,
+        index: BlockIndex | None = None,
+        proxy: StreamFollower | None = None,
     ) -> None:
-        """Listen at `address`; raises ConfigurationError if that is not possible."""
+        """Listen at `address`; raises ConfigurationError if that is not possible.
+
+        `proxy` is told, in the server's thread, which events there are (`BlockIndex.streams`).
+        """
         require_guarded(address, keys is not None)
         self._address = address
         self._index = BlockIndex() if index is None else index
+        self._proxy = proxy
         self._counts: Counter[str] = Counter()
         self._expire_at_s = 0.0
         self._begun_s = time.monotonic()
@@ -113,13 +131,18 @@ class IndexServer:
         """Return what the index holds, and counts of messages, as values for JSON."""
         counts = {f"num_{name}": count for name, count in sorted(self._counts.items())}
         uptime_s = time.monotonic() - self._begun_s
-        return {"uptime_s": uptime_s, **self._index.statistics(), **counts}
+        found = {"uptime_s": uptime_s, **self._index.statistics(), **counts}
+        if self._proxy is not None:
+            found["events"] = self._proxy.statistics()
+        return found
 
     def _turn(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._expire_at_s:
             self._expire_at_s = now_s + LOOK_S
             self._index.expire(now_s)
+            if self._proxy is not None:
+                self._proxy.follow(self._index.streams())
         if not self._socket.poll(int(1000 * LOOK_S)):
             return
         for _ in range(MAX_AT_ONCE):

@@ -24,7 +24,7 @@ import msgpack
 
 from kvcache.base.errors import MalformedMessageError, VersionMismatchError, shown
 
-SHARING_VERSION = 1
+SHARING_VERSION = 2
 KEY_BYTES = 36
 """A digest of 32 bytes and a group of 4, as in `kvcache.offload.keys`."""
 
@@ -39,6 +39,7 @@ NO_NODE = 255
 SOURCE_BYTES = 16
 MEMORY_BYTES = 32
 MAX_ENDPOINT_LENGTH = 200
+MAX_TOPIC_LENGTH = 400
 MAX_NUMBER = 2**63 - 1
 
 
@@ -61,7 +62,8 @@ def _require_endpoint(endpoint: str) -> None:
 class Holding:
     """A source, at `endpoint`, has got the keys `added` and lost the keys `removed` since its
     message `seq - 1`. `is_first`: it had none before. Only engines whose memory has the same
-    description `memory` can use its blocks. Without keys, it says that the source lives."""
+    description `memory` can use its blocks. Without keys, it says that the source lives. If `topic`
+    is not empty, the source publishes events under it at the endpoints `live` and `replay`."""
 
     source: bytes
     memory: bytes
@@ -70,6 +72,9 @@ class Holding:
     is_first: bool
     added: bytes = b""
     removed: bytes = b""
+    topic: str = ""
+    live: str = ""
+    replay: str = ""
 
     def __post_init__(self) -> None:
         _require(len(self.source) == SOURCE_BYTES, f"a source of {len(self.source)} bytes")
@@ -78,6 +83,10 @@ class Holding:
         _require_endpoint(self.endpoint)
         _require_keys(self.added)
         _require_keys(self.removed)
+        _require(len(self.topic) <= MAX_TOPIC_LENGTH, f"a topic of {len(self.topic)} characters")
+        if self.topic:
+            _require_endpoint(self.live)
+            _require_endpoint(self.replay)
 
 
 @dataclass(frozen=True)

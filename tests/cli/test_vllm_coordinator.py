@@ -20,10 +20,13 @@ from tests.sharing.test_index import free_port
 def test_a_coordinator_makes_keys_serves_and_ends_when_it_is_told(tmp_path: Path) -> None:
     address, keys = f"tcp://127.0.0.1:{free_port()}", tmp_path / "keys"
     served = [*KVCACHE, "vllm-coordinator", address, "--keys", str(keys)]
-    process = subprocess.Popen(served, stderr=subprocess.PIPE, text=True)
+    anywhere = "tcp://127.0.0.1:0"
+    publishing = ["--events", anywhere, "--events-replay", anywhere]
+    process = subprocess.Popen([*served, *publishing], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         assert process.stderr.readline().startswith(f"made {keys}: copy it")
+        assert process.stderr.readline().startswith("events are at tcp://127.0.0.1:")
         assert process.stderr.readline() == f"listening at {address}\n"
         assert stat.S_IMODE(keys.stat().st_mode) == 0o600
         found = ask_status(address, read_keys(str(keys)), 30_000)
@@ -38,10 +41,23 @@ def test_a_coordinator_makes_keys_serves_and_ends_when_it_is_told(tmp_path: Path
             [*served, "--status", "--json"], capture_output=True, text=True, check=True, timeout=60
         )
         assert json.loads(plain.stdout)["num_blocks"] == 0
+        assert json.loads(plain.stdout)["events"]["topics"] == []
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         process.stderr.close()
+
+
+def test_events_need_both_addresses() -> None:
+    found = subprocess.run(
+        [*KVCACHE, "vllm-coordinator", "tcp://127.0.0.1:7400", "--events", "tcp://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == 2
+    assert "pass both, or none" in found.stderr
 
 
 def test_an_address_on_the_network_needs_keys() -> None:

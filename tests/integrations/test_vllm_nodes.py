@@ -480,6 +480,9 @@ def test_a_node_far_away_needs_the_keys(
     guarded.close()
 
 
+EVENTS = {"enabled": True}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -489,6 +492,10 @@ def test_a_node_far_away_needs_the_keys(
         ({"coordinator": {"address": "tcp://[::1]:7", "host": "a b"}}, "host"),
         ({"coordinator": {"address": "tcp://[::1]:7", "host": "10.0.0.1"}}, "there are no keys"),
         ({"coordinator": {}}, "address"),
+        (
+            {"coordinator": {"address": "tcp://[::1]:7", "events": True}, "events": EVENTS},
+            "coordinator.events has the same published",
+        ),
         (
             {"coordinator": {"address": "tcp://[::1]:7"}, "offload": {"keeps_memory": False}},
             "other nodes could not use this memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,23 @@ def test_the_index_is_bounded() -> None:
     assert len(index.find(question_of(*range(60))).endpoints) == MAX_HOLDERS
 
 
+def test_events_are_those_of_the_last_source_of_a_topic() -> None:
+    index = BlockIndex()
+    for number, topic in ((1, "kv@a@m"), (2, ""), (3, "kv@b@m"), (4, "kv@a@m")):
+        live, replay = endpoint_of(10 + number), endpoint_of(20 + number)
+        named = replace(told(number, 1, is_first=True), topic=topic, live=live, replay=replay)
+        assert index.hold(named, 0.1 * number) is not None
+    found = {
+        "kv@a@m": (endpoint_of(14), endpoint_of(24)),
+        "kv@b@m": (endpoint_of(13), endpoint_of(23)),
+    }
+    assert index.streams() == found
+    index.expire(0.15 + SILENCE_S)
+    assert index.streams() == found
+    index.expire(0.35 + SILENCE_S)
+    assert list(index.streams()) == ["kv@a@m"]
+
+
 def test_an_announcer_says_much_in_several_messages() -> None:
     held = {key_of(i) for i in range(2 * MAX_KEYS + 5)}
     announcer, index = Announcer(source_of(1), MEMORIES[0], endpoint_of(1), held), BlockIndex()
@@ -187,6 +205,7 @@ def test_an_announcer_says_much_in_several_messages() -> None:
 
 MESSAGES: list[Message] = [
     told(1, 3, key_of(4), is_first=True),
+    replace(told(1, 3), topic="kv@a@m", live=endpoint_of(1), replay=endpoint_of(2)),
     Taken(source_of(1), 3, True),
     question_of(1, 2),
     Answer(5, (endpoint_of(1),), bytes([0, NO_NODE])),
@@ -197,7 +216,7 @@ MESSAGES: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("message", MESSAGES, ids=range(9))
 def test_a_message_is_read_as_it_was_written_and_nothing_else_is(message: Message) -> None:
     data = pack(message)
     assert unpack(data) == message
@@ -211,26 +230,31 @@ def test_a_message_is_read_as_it_was_written_and_nothing_else_is(message: Messag
             continue
 
 
+HELD = [source_of(1), MEMORIES[0], endpoint_of(1), 1, True, b"", b""]
+
+
 @pytest.mark.parametrize(
     "values",
     [
         [],
-        [1],
-        [1, "hold"],
-        [1, b"hold", *[0] * 7],
-        [1, "steal"],
-        [1, "want", 1, 0, b"short"],
-        [1, "want", True, 0, key_of(1)],
-        [1, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES + 1)],
-        [1, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES * (MAX_KEYS + 1))],
-        [1, "hold", b"", MEMORIES[0], endpoint_of(1), 1, True, b"", b""],
-        [1, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b""],
-        [1, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b""],
-        [1, "answer", 1, [endpoint_of(1)], bytes([1])],
-        [1, "answer", 1, [7], bytes([0])],
+        [2],
+        [2, "hold"],
+        [2, b"hold", *[0] * 7],
+        [2, "steal"],
+        [2, "want", 1, 0, b"short"],
+        [2, "want", True, 0, key_of(1)],
+        [2, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES + 1)],
+        [2, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES * (MAX_KEYS + 1))],
+        [2, "hold", b"", MEMORIES[0], endpoint_of(1), 1, True, b"", b"", "", "", ""],
+        [2, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b"", "", "", ""],
+        [2, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b"", "", "", ""],
+        [2, "hold", *HELD, "kv@a@m", "ipc:///tmp/x", endpoint_of(1)],
+        [2, "hold", *HELD, "k" * 401, endpoint_of(1), endpoint_of(1)],
+        [2, "answer", 1, [endpoint_of(1)], bytes([1])],
+        [2, "answer", 1, [7], bytes([0])],
         {"verb": "hold"},
     ],
-    ids=range(15),
+    ids=range(17),
 )
 def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
     with pytest.raises(MalformedMessageError):
@@ -238,8 +262,8 @@ def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(VersionMismatchError, match="version 2, this package in 1"):
-        unpack(msgpack.packb([2, "status"]))
+    with pytest.raises(VersionMismatchError, match="version 1, this package in 2"):
+        unpack(msgpack.packb([1, "status"]))
 
 
 # --- over sockets

@@ -7,17 +7,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcache.events import KVEventSubscriber, StoredEvent, SubscriptionSettings
 from kvcache.metrics.engine_socket import ask_engine
 from kvcache.sharing.index_server import ask_status
 from tests.sharing.test_index import free_port
-from tests.vllm.conftest import ROOT, Segment, Starter, made_model
+from tests.vllm.conftest import ROOT, Engine, Segment, Starter, made_model
 from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS
 
 pytestmark = pytest.mark.vllm
@@ -29,12 +30,14 @@ class Coordinator:
     """`kvcache vllm-coordinator`, in a process of its own."""
 
     def __init__(self) -> None:
-        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.address, *places = (f"tcp://127.0.0.1:{free_port()}" for _ in range(3))
+        self.events = places[0], places[1]
         self.start()
 
     def start(self) -> None:
         run = "from actors.cli.app import main; main()"
-        command = [sys.executable, "-c", run, "vllm-coordinator", self.address]
+        events = ["--events", self.events[0], "--events-replay", self.events[1]]
+        command = [sys.executable, "-c", run, "vllm-coordinator", self.address, *events]
         self.process = subprocess.Popen(command, cwd=ROOT)
         ask_status(self.address, None, 30_000)
 
@@ -164,3 +167,79 @@ def test_ranks_and_groups_are_shared_and_damage_and_kills_change_no_token(
     assert time.monotonic() - begun_s < 60
     assert "the checksum of its bytes is wrong" in second.errors()
     second.kill()
+
+
+def test_a_router_knows_what_each_node_holds_through_kills(
+    start: Starter, new_name: Callable[[], str], coordinator: Coordinator
+) -> None:
+    names = new_name(), new_name()
+    engines = {name: start(events_of(name, coordinator)) for name in names}
+    first, second = engines.values()
+    first.generate(PROMPTS, 1)
+    first.generate(OTHERS[:1], 1)
+    coordinator.await_blocks(2)
+    with ExitStack() as stack:
+        followers = {name: stack.enter_context(follower_of(name, coordinator)) for name in names}
+        second.generate([[*PROMPTS[0], *OTHERS[1]]], 1)
+        second.generate(OTHERS[2:], 1)
+        agree(engines, followers)
+        assert all(map(hashes_of, followers.values()))
+
+        coordinator.kill()
+        first.generate(OTHERS[1:], 1)
+        coordinator.start()
+        agree(engines, followers)
+
+        engines.pop(names[0]).kill()
+        agree(engines, followers)
+        late = {name: stack.enter_context(follower_of(name, coordinator)) for name in engines}
+        agree(engines, late)
+
+        again = start(events_of(names[0], coordinator))
+        assert again.generate(PROMPTS, 1).cached == HITS
+        again.generate(OTHERS, 1)
+        again.generate(FAMILIES[:3], 1)
+        agree({**engines, names[0]: again}, followers)
+    again.kill()
+    second.kill()
+
+
+def events_of(name: str, coordinator: Coordinator) -> dict[str, Any]:
+    options = options_of(name, coordinator)
+    return {**options, "coordinator": {**options["coordinator"], "events": True}}
+
+
+def follower_of(name: str, coordinator: Coordinator) -> KVEventSubscriber:
+    """A router that follows one engine's topic at the coordinator."""
+    topics = ask_status(coordinator.address, None, 10_000)["events"]["topics"]
+    (topic,) = [topic for topic in topics if f"/{name}/0@" in topic]
+    settings = SubscriptionSettings(reply_s=0.5, silence_s=3.0)
+    return KVEventSubscriber(*coordinator.events, topic=topic, settings=settings, is_shared=True)
+
+
+def hashes_of(follower: KVEventSubscriber) -> set[int]:
+    events = follower._subscription.mirror.state()
+    return {
+        value
+        for event in events
+        if isinstance(event, StoredEvent)
+        for value in event.block_hashes.tolist()
+    }
+
+
+def agree(engines: Mapping[str, Engine], followers: Mapping[str, KVEventSubscriber]) -> None:
+    """Wait until routers know what the memory of each engine holds, and nothing of one that is
+    gone."""
+    deadline_s = time.monotonic() + 60
+    while True:
+        wrong = {}
+        for name, follower in followers.items():
+            follower.poll(0.05)
+            held = Segment(name, 0).event_hashes() if name in engines else set()
+            if hashes_of(follower) != held:
+                wrong[name] = len(hashes_of(follower)), len(held)
+        if not wrong:
+            return
+        assert time.monotonic() < deadline_s, (wrong, [f.statistics() for f in followers.values()])
+        for engine in engines.values():
+            engine.generate([PROMPTS[0][:20]], 1)  # less than a block, but a step

@@ -63,7 +63,8 @@ _NICENESS = 5
 @dataclass(frozen=True)
 class ServerSettings:
     """An engine's memory, and who is told of it. `source` and `memory` as in messages, as text.
-    `keys` is a file, or empty; `host` is the address of this node for others, or empty."""
+    `keys` is a file, or empty; `host` is the address of this node for others, or empty. `stream`:
+    topic and endpoints of the engine's events, or empty."""
 
     name: str
     replica: int
@@ -73,6 +74,7 @@ class ServerSettings:
     coordinator: str
     keys: str = ""
     host: str = ""
+    stream: tuple[str, str, str] = ("", "", "")
 
     def to_json(self) -> bytes:
         """Return the line for the process."""
@@ -83,7 +85,10 @@ class ServerSettings:
         """Return what `to_json` was called on."""
         values: dict[str, Any] = json.loads(line)
         shapes = [{**each, "widths": tuple(each["widths"])} for each in values.pop("shapes")]
-        return ServerSettings(shapes=tuple(SegmentShape(**each) for each in shapes), **values)
+        stream = tuple(values.pop("stream"))
+        return ServerSettings(
+            shapes=tuple(SegmentShape(**each) for each in shapes), stream=stream, **values
+        )
 
 
 class BlockServer:
@@ -128,6 +133,7 @@ class BlockServer:
             bytes.fromhex(settings.memory),
             self.endpoint,
             self._index.held,
+            settings.stream,
         )
         self.poller = zmq.Poller()
         for each in (self._requests, self._coordinator):

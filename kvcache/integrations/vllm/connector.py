@@ -34,6 +34,7 @@ from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
 from kvcache.integrations.vllm.kv_groups import NewTable
+from kvcache.integrations.vllm.node_events import open_node_publisher, stream_of
 from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
@@ -77,7 +78,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._events = _tier_events(self._setting, vllm_config)
             self._peers = find_peers(self._setting)
             if self._setting.options.coordinator is not None:
-                self._nodes = Nodes(self._setting)
+                model = _model_name(vllm_config)
+                self._nodes = Nodes(self._setting, stream_of(self._setting, model, self._events))
             self._store = BlockStore(
                 self._setting, time.monotonic, self._events, self._peers, nodes=self._nodes
             )
@@ -317,16 +319,21 @@ def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:
     """
     stream, options = vllm_config.kv_events_config, setting.options
     for_engine = stream is not None and stream.enable_kv_cache_events
-    if not for_engine and not options.events.enabled:
+    for_nodes = options.coordinator is not None and options.coordinator.events
+    if not for_engine and not options.events.enabled and not for_nodes:
         return None
-    sender = None
-    if options.events.enabled:
-        topic = f"kv@{options.name}@{vllm_config.model_config.served_model_name}"
-        sender = open_publisher(
-            options.events, topic, group_kinds(setting.groups.plan.kv_cache_groups), setting.replica
-        )
+    sender, kinds = None, group_kinds(setting.groups.plan.kv_cache_groups)
+    if for_nodes:
+        sender = open_node_publisher(setting, _model_name(vllm_config), kinds)
+    elif options.events.enabled:
+        topic = f"kv@{options.name}@{_model_name(vllm_config)}"
+        sender = open_publisher(options.events, topic, kinds, setting.replica)
     contents = BlockContents([spec.block_size for spec in setting.groups.specs], extra_keys_of)
     return TierEvents(contents, for_engine=for_engine, sender=sender)
+
+
+def _model_name(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.served_model_name)
 
 
 def _new_tables(scheduler_output: Any) -> Iterator[NewTable]:

@@ -35,9 +35,12 @@ CLOSE_S = 2.0
 class Nodes:
     """The engines on other nodes. One user, one thread."""
 
-    def __init__(self, setting: EngineSetting) -> None:
-        """Know no node before `begin`; raises ConfigurationError for keys that cannot be read."""
-        self._setting = setting
+    def __init__(self, setting: EngineSetting, stream: tuple[str, str, str] = ("", "", "")) -> None:
+        """Know no node before `begin`. `stream`: topic and endpoints of the engine's events.
+
+        Raises ConfigurationError for keys that cannot be read.
+        """
+        self._setting, self._stream = setting, stream
         self._options = _options(setting)
         self._keys = None if self._options.keys is None else read_keys(self._options.keys)
         self._questions: Questions | None = None
@@ -60,6 +63,7 @@ class Nodes:
             coordinator=options.address,
             keys=options.keys or "",
             host=options.host or "",
+            stream=self._stream,
         )
         self._server = ServerProcess(settings)
 

@@ -58,7 +58,8 @@ class CoordinatorOptions(Section):
     `address`: where it listens. `keys`: a file of keys, the same on every node; without it, all
     must be on one machine. `answer_s`: how long a request waits for its answer. `silence_s`: how
     long a rank waits for each block of another node. `host`: the address of this node for others;
-    by default the one from which it reaches the coordinator.
+    by default the one from which it reaches the coordinator. `events`: the coordinator publishes
+    what this engine's memory and files hold.
     """
 
     address: Annotated[str, Field(max_length=200)]
@@ -66,6 +67,7 @@ class CoordinatorOptions(Section):
     answer_s: Seconds = 0.2
     silence_s: Seconds = 2.0
     host: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)$")] | None = None
+    events: bool = False
 
     @field_validator("keys")
     @classmethod
@@ -133,6 +135,11 @@ class ConnectorOptions(Section):
                 "followers: set it to never"
             )
         if options.coordinator is not None:
+            if options.coordinator.events and options.events.enabled:
+                raise ConfigurationError(
+                    f"{source}: events.enabled: true: coordinator.events has the same published by "
+                    "the coordinator: remove one of them"
+                )
             for key, value in (("keeps_memory", False), ("verify", "never")):
                 if getattr(options.offload, key) == value:
                     raise ConfigurationError(

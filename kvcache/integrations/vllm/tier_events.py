@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from kvcache.base.clock import SystemClock
+from kvcache.base.curve import CurveKeys
 from kvcache.config.events import EventsConfig, shifted
 from kvcache.core import BlocksRemoved, BlocksStored
 from kvcache.events.feed_frames import pack_state
@@ -91,6 +92,11 @@ class TierEvents:
         waiting, self._waiting = self._waiting, []
         return waiting
 
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        """The publisher's addresses; empty without one."""
+        return ("", "") if self._sender is None else self._sender.link.endpoints
+
     def statistics(self) -> dict[str, Any] | None:
         """Return the publisher's last statistics, None without one. In any thread."""
         return None if self._sender is None else self._sender.statistics()
@@ -125,16 +131,23 @@ class TierEvents:
 
 
 def open_publisher(
-    events: EventsConfig, topic: str, kinds: Sequence[GroupKind], replica: int
+    events: EventsConfig,
+    topic: str,
+    kinds: Sequence[GroupKind],
+    replica: int,
+    keys: CurveKeys | None = None,
 ) -> FeedSender:
     """Return the sender of a publisher that has bound its sockets.
 
     `topic` is used unless `events` has one. `replica`, of several engines of a name, is added to
-    the ports. Raises ConfigurationError if they cannot be bound, ClusterError if it does not start.
+    the ports. With `keys`, only their holders can follow. Raises ConfigurationError if the ports
+    cannot be bound, ClusterError if the publisher does not start.
     """
     settings = replace(PublisherSettings.of(events, topic), data_parallel_rank=replica)
     sockets = SocketSettings(
-        shifted(events.endpoint, replica), shifted(events.replay_endpoint, replica)
+        shifted(events.endpoint, replica),
+        shifted(events.replay_endpoint, replica),
+        curve_keys=None if keys is None else astuple(keys),
     )
     limit_bytes = events.queue_bytes
     link = ProcessLink(settings, kinds, sockets, SystemClock(), max_waiting_bytes=limit_bytes)

@@ -1,0 +1,56 @@
+"""An engine's events for the coordinator of several nodes, which publishes those of all.
+
+The engine's publisher binds free ports of its node, guarded by the coordinator's keys; the block
+server announces them with the topic, which names node, engine and replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.events.feed_sender import FeedSender
+from kvcache.events.translation import GroupKind
+from kvcache.integrations.vllm.block_server import own_host
+from kvcache.integrations.vllm.options import CoordinatorOptions, EngineSetting
+from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
+from kvcache.sharing.access import read_keys
+
+HEARTBEAT_S = 1.0
+"""A follower learns so late of a batch that was lost, if no other one follows."""
+
+
+def open_node_publisher(
+    setting: EngineSetting, model: str, kinds: Sequence[GroupKind]
+) -> FeedSender:
+    """Return the sender of a publisher that the coordinator can follow.
+
+    `events` of the options says in which form. Raises ConfigurationError, ClusterError.
+    """
+    options = setting.options.coordinator
+    assert options is not None
+    place = f"tcp://{_host(options)}:*"
+    events = setting.options.events.model_copy(
+        update={"endpoint": place, "replay_endpoint": place, "heartbeat_s": HEARTBEAT_S}
+    )
+    keys = None if options.keys is None else read_keys(options.keys)
+    return open_publisher(events, _topic(setting, options, model), kinds, setting.replica, keys)
+
+
+def stream_of(
+    setting: EngineSetting, model: str, events: TierEvents | None
+) -> tuple[str, str, str]:
+    """Return topic and endpoints of what the coordinator publishes of an engine; empty if that is
+    nothing."""
+    options = setting.options.coordinator
+    if options is None or not options.events or events is None:
+        return "", "", ""
+    return _topic(setting, options, model), *events.endpoints
+
+
+def _topic(setting: EngineSetting, options: CoordinatorOptions, model: str) -> str:
+    own = setting.options
+    return own.events.topic or f"kv@{_host(options)}/{own.name}/{setting.replica}@{model}"
+
+
+def _host(options: CoordinatorOptions) -> str:
+    return options.host or own_host(options.address)

@@ -1,0 +1,210 @@
+"""Several publishers behind one proxy: each follower knows exactly what its node holds."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+import zmq
+
+from kvcache.base.clock import SystemClock
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import ConfigurationError
+from kvcache.core import BlocksRemoved, BlocksStored
+from kvcache.events import KVEventSubscriber, StoredEvent, SubscriptionSettings, stream_proxy
+from kvcache.events.feed_frames import pack_state
+from kvcache.events.feed_sender import FeedSender
+from kvcache.events.process_link import ProcessLink
+from kvcache.events.publisher import SEQUENCE, PublisherSettings
+from kvcache.events.publisher_process import SocketSettings
+from kvcache.events.stream_proxy import StreamProxy
+from kvcache.events.translation import GroupKind
+from kvcache.requests.digests import PackedDigests
+from kvcache.requests.request_content import DEFAULT_NAMESPACE
+
+KEYS = generate_curve_keys()
+ANYWHERE = "tcp://127.0.0.1:*"
+BLOCK = 4
+DEADLINE_S = 60.0
+
+
+class Node:
+    """A publisher in a process of its own, and what it holds."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self.held: set[int] = set()
+        self.link = ProcessLink(
+            PublisherSettings(topic, heartbeat_s=0.2, history_batches=3),
+            [GroupKind("full")],
+            SocketSettings(ANYWHERE, ANYWHERE, curve_keys=astuple(KEYS)),
+            SystemClock(),
+        )
+        self.link.open(DEADLINE_S)
+        self.sender = FeedSender(self.link, time.time)
+        self.sender.send_state(pack_state((), (BLOCK,), b""))
+
+    def change(self, block: int) -> None:
+        digests = PackedDigests(block.to_bytes(32, "big"), 32)
+        if block in self.held:
+            self.sender.send_events([BlocksRemoved(0, "host", digests)])
+        else:
+            tokens = np.full(BLOCK, block, np.int32)
+            space = DEFAULT_NAMESPACE
+            stored = BlocksStored(0, "host", digests, None, tokens, BLOCK, space)
+            self.sender.send_events([stored])
+        self.held ^= {block}
+
+
+class World:
+    """A proxy, its nodes, and what followers know."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.places = (ANYWHERE, ANYWHERE)
+        self.start_proxy()
+
+    def start_proxy(self) -> None:
+        self.proxy = StreamProxy(*self.places, KEYS)
+        self.places = self.proxy.endpoints
+        self.tell()
+        self.proxy.start()
+
+    def start(self, topic: str) -> Node:
+        self.nodes[topic] = Node(topic)
+        self.tell()
+        return self.nodes[topic]
+
+    def end(self, topic: str) -> None:
+        self.nodes.pop(topic).link.close()
+        self.tell()
+
+    def tell(self) -> None:
+        self.proxy.follow({name: each.link.endpoints for name, each in self.nodes.items()})
+
+    def follow(self, topic: str) -> KVEventSubscriber:
+        settings = SubscriptionSettings(reply_s=0.3, silence_s=1.0)
+        return KVEventSubscriber(*self.places, topic=topic, settings=settings, is_shared=True)
+
+    def agree(self, followers: list[tuple[str, KVEventSubscriber]]) -> None:
+        """Wait until each follower knows what its node holds."""
+
+        def differences() -> list[str]:
+            wrong = []
+            for topic, follower in followers:
+                follower.poll(0.01)
+                node = self.nodes.get(topic)
+                if hashes_of(follower) != (set() if node is None else node.held):
+                    wrong.append(topic)
+            return wrong
+
+        wait_until(lambda: not differences())
+
+    def close(self) -> None:
+        self.proxy.close()
+        for node in self.nodes.values():
+            node.link.close()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(stream_proxy, "UNKNOWN_S", 0.5)
+    made = World()
+    yield made
+    made.close()
+
+
+def hashes_of(follower: KVEventSubscriber) -> set[int]:
+    events = follower._subscription.mirror.state()
+    return {
+        value
+        for event in events
+        if isinstance(event, StoredEvent) and event.medium == "CPU"
+        for value in event.block_hashes.tolist()
+    }
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < give_up_s, "followers do not agree with their nodes"
+        time.sleep(0.01)
+
+
+def test_followers_know_each_node_apart_through_joins_ends_and_restarts(world: World) -> None:
+    draw = random.Random(5)
+    topics = ["kv@a@m", "kv@b@m", "kv@b@m2"]  # one begins with another
+    followers = []
+    for _ in range(40):
+        action, topic = draw.random(), draw.choice(topics)
+        if topic not in world.nodes:
+            world.start(topic)
+        elif action < 0.08:
+            world.end(topic)
+        elif action < 0.16:
+            world.proxy.close()
+            world.start_proxy()
+        elif action < 0.3 and len(followers) < 12:
+            followers.append((topic, world.follow(topic)))
+        elif action < 0.36 and followers:
+            world.agree([draw.choice(followers)])
+        else:
+            for _ in range(draw.randrange(1, 8)):
+                world.nodes[topic].change(draw.randrange(1, 30))
+    world.agree(followers)
+    assert any(node.held for node in world.nodes.values()) and len(followers) > 3
+    for _, follower in followers:
+        assert not follower.statistics().num_malformed
+        follower.close()
+
+
+def test_a_node_that_ends_leaves_no_block_behind(world: World) -> None:
+    for topic in ("kv@a@m", "kv@b@m"):
+        world.start(topic).change(7)
+    early = [(topic, world.follow(topic)) for topic in world.nodes]
+    world.agree(early)
+    world.end("kv@a@m")
+    world.agree(early)
+    world.proxy.close()  # the next one never hears of this node
+    world.end("kv@b@m")
+    world.start_proxy()
+    world.agree(early)
+    for _, follower in early:
+        follower.close()
+
+
+def test_a_node_that_was_away_for_a_moment_is_known_again(world: World) -> None:
+    node = world.start("kv@a@m")
+    node.change(7)
+    follower = world.follow("kv@a@m")
+    world.agree([("kv@a@m", follower)])
+    world.proxy.follow({})
+    wait_until(lambda: bool(follower.poll(0.01)) and not hashes_of(follower))
+    world.tell()
+    world.agree([("kv@a@m", follower)])
+    follower.close()
+
+
+def test_wrong_requests_cost_a_count(world: World) -> None:
+    world.start("kv@a@m")
+    number = SEQUENCE.pack(0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(world.places[1])
+        wrong = [[b"", number], [b"", b"1", b"kv@a@m"], [b"x", number, b"kv@a@m"], [b"x"]]
+        for frames in wrong:
+            dealer.send_multipart(frames)
+        wait_until(lambda: world.proxy.statistics().get("num_malformed_requests") == len(wrong))
+        dealer.send_multipart([b"", number, b"\xff"])
+        dealer.send_multipart([b"", number, b"kv@a@m"])
+        assert dealer.poll(10_000)
+    assert world.proxy.statistics()["topics"] == ["kv@a@m"]
+
+
+def test_an_address_that_is_taken_is_named(world: World) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be published at"):
+        StreamProxy(world.places[0], ANYWHERE)
