@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.is_running = True
+        self.counts = self.server.counts
 
     def _run(self) -> None:
         while not self._is_over.is_set():
@@ -241,6 +243,111 @@ def test_imported_blocks_are_not_written_to_files(
     second.settle()
     assert second.store.statistics is not None and second.store.statistics.disk is not None
     assert second.store.statistics.disk.num_ready == 2  # what it has computed itself
+
+
+def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
+    """The options of an engine that writes each block to a file at once."""
+    directory.mkdir()
+    disk = {"directory": str(directory), "capacity_per_rank": "1MiB", "write": "on_store"}
+    return {"offload": {"disk": {**disk, **more}}}
+
+
+def await_files(coordinator: IndexServer, replica: Replica, num_blocks: int) -> None:
+    """Return when the coordinator knows so many blocks of memory and files together."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while coordinator.statistics()["num_blocks"] != num_blocks:
+        replica.settle()
+        assert time.monotonic() < deadline_s, f"{coordinator.statistics()['num_blocks']} are known"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def with_files(start: Start, coordinator: IndexServer, tmp_path: Path) -> tuple[Replica, Replica]:
+    """A node whose memory has room for half of what its files hold, `a` in files only; another."""
+    first, second = start(num_slots=4, **on_disk(tmp_path / "first")), start()
+    for content in "ab":
+        first.run(content, 17)
+        first.settle()
+    await_files(coordinator, first, 8)
+    assert not first.held() & set(request_of(0, 17, "a").block_hashes)
+    return first, second
+
+
+def test_blocks_that_are_in_files_only_come_from_there(
+    with_files: tuple[Replica, Replica],
+) -> None:
+    first, second = with_files
+    assert second.run("a", 17) == 16
+    assert num_remote(second) == 16
+    assert first.nodes is not None
+    assert first.nodes.statistics()["given_blocks"] == {"given_from_files": 8}  # 4 of each rank
+    second.run("b", 17)
+    assert first.nodes.statistics()["given_blocks"] == {"given_from_files": 8, "given": 8}
+
+
+def test_a_damaged_or_missing_file_is_computed_and_left_to_its_engine(
+    with_files: tuple[Replica, Replica], tmp_path: Path
+) -> None:
+    first, second = with_files
+    digests = request_of(0, 17, "a").block_hashes
+    (damaged,) = tmp_path.glob(f"**/rank1/??/{digests[2].hex()}*.kvb")
+    content = bytearray(damaged.read_bytes())
+    content[-7] ^= 1
+    damaged.write_bytes(content)
+    assert second.run("a", 17) == 8
+    assert damaged.read_bytes() == content
+    (missing,) = tmp_path.glob(f"**/rank0/??/{digests[0].hex()}*.kvb")
+    missing.unlink()
+    second.settle()
+    second.store.reset(keeps_weights=True)
+    assert second.run("a", 17) == 0
+    assert first.nodes is not None
+    assert first.nodes.statistics()["given_blocks"]["missing"] == 3
+
+
+def test_what_is_removed_from_files_is_announced_and_too_many_reads_are_refused(
+    with_files: tuple[Replica, Replica], coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = with_files
+    files = server_of(first).server._files
+    assert files is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "ask", lambda *_: False)
+        assert second.run("a", 17) == 0
+    assert server_of(first).counts["refused_files"] == 8
+    first.store.reset(keeps_weights=True)
+    first.settle()
+    second.settle()
+    await_files(coordinator, first, len(second.held()))
+
+
+def test_a_walk_over_nodes_with_files_and_damage_never_loads_a_wrong_byte(
+    start: Start, coordinator: IndexServer, tmp_path: Path
+) -> None:
+    draw = random.Random(11)
+    options = {"address": coordinator.endpoint, "answer_s": 0.2, "silence_s": 0.5}
+    engines = []
+    for i in range(3):
+        disk = on_disk(tmp_path / str(i), capacity_per_rank=f"{draw.randint(8, 16) * 512}B")
+        engines.append(start(num_slots=draw.randint(5, 8), coordinator=options, **disk))
+    num_loaded = 0
+    for _ in range(50):
+        engine = draw.choice(engines)
+        num_loaded += engine.run(draw.choice("abcd"), draw.randint(2, 8) * 4 + 1)
+        if draw.random() < 0.2:
+            path = draw.choice([*tmp_path.rglob("*.kvb")] or [None])
+            if path is not None:
+                content = bytearray(path.read_bytes())
+                content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+                path.write_bytes(content)
+        if draw.random() < 0.1:
+            engine.store.reset(keeps_weights=True)
+        time.sleep(0.03)  # directories and labels are looked at
+    counts = [server_of(engine).counts for engine in engines]
+    assert num_loaded and sum(each["given_from_files"] for each in counts)
+    for engine in engines:
+        engine.settle()
+        engine.store.check()
 
 
 def test_a_prompt_longer_than_the_memory_is_imported_as_far_as_it_fits(

@@ -1,4 +1,4 @@
-"""Shows an engine's host memory to other nodes: a process that the engine's scheduler starts.
+"""Shows an engine's memory and files to other nodes: a process that the engine's scheduler starts.
 
     engine's ranks ──▶ segments, kept by the memory service
                             │ labels, followed          │ bytes, read on request
@@ -11,7 +11,8 @@ copy, because the engine may evict the block meanwhile; the receiver compares th
 
     python -m kvcache.integrations.vllm.block_server < SETTINGS
 
-One line of JSON on standard input; the process ends when the input does, with the engine.
+One line of JSON on standard input; the process ends when the input does, with the engine. Lines of
+JSON on standard output say how many blocks it has given, from memory and from files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ from kvcache.base.curve import CurveGate, CurveKeys, equip_peer, guard_server
 from kvcache.base.errors import ClusterError, KVCacheError, ProtocolError
 from kvcache.base.logs import get_logger, log_to_stderr
 from kvcache.integrations.vllm.block_labels import block_labels
+from kvcache.integrations.vllm.node_files import NodeFiles
 from kvcache.integrations.vllm.peers import REFRESH_S, PeerIndex, read_segment
 from kvcache.integrations.vllm.step_messages import PeerMemory
 from kvcache.memory_service.client import MemoryServiceClient, service_address
@@ -57,6 +60,9 @@ QUEUED_BLOCKS = 16
 ALWAYS_S = 0.05
 """How long the process waits for requests before it looks whether it must announce something."""
 
+TELL_S = 1.0
+"""How often the engine is told what was given."""
+
 _NICENESS = 5
 
 
@@ -64,7 +70,8 @@ _NICENESS = 5
 class ServerSettings:
     """An engine's memory, and who is told of it. `source` and `memory` as in messages, as text.
     `keys` is a file, or empty; `host` is the address of this node for others, or empty. `stream`:
-    topic and endpoints of the engine's events, or empty."""
+    topic and endpoints of the engine's events, or empty. `directories`: of the ranks' files, or
+    empty."""
 
     name: str
     replica: int
@@ -75,6 +82,7 @@ class ServerSettings:
     keys: str = ""
     host: str = ""
     stream: tuple[str, str, str] = ("", "", "")
+    directories: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """Return the line for the process."""
@@ -85,14 +93,30 @@ class ServerSettings:
         """Return what `to_json` was called on."""
         values: dict[str, Any] = json.loads(line)
         shapes = [{**each, "widths": tuple(each["widths"])} for each in values.pop("shapes")]
-        stream = tuple(values.pop("stream"))
-        return ServerSettings(
-            shapes=tuple(SegmentShape(**each) for each in shapes), stream=stream, **values
-        )
+        values["stream"] = tuple(values["stream"])
+        values["directories"] = tuple(values["directories"])
+        return ServerSettings(shapes=tuple(SegmentShape(**each) for each in shapes), **values)
+
+
+class HeldBlocks(Collection[bytes]):
+    """The keys in memory and in files, live."""
+
+    def __init__(self, memory: Collection[bytes], files: Collection[bytes]) -> None:
+        """Combine two live collections."""
+        self._memory, self._files = memory, files
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._memory or key in self._files
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter({*self._memory, *self._files})
+
+    def __len__(self) -> int:
+        return len({*self._memory, *self._files})
 
 
 class BlockServer:
-    """Announces what segments hold, and gives their blocks. One thread."""
+    """Announces what segments and files hold, and gives their blocks. One thread."""
 
     def __init__(
         self, settings: ServerSettings, readers: Sequence[SegmentReader], keys: CurveKeys | None
@@ -102,6 +126,7 @@ class BlockServer:
         self._index = PeerIndex(PeerMemory(settings.replica, ()), readers)
         self._index.changed = set()
         self._refresh_at_s = 0.0
+        self._files: NodeFiles | None = None
         self.counts: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = None if keys is None else CurveGate(self._context, keys)
@@ -127,17 +152,20 @@ class BlockServer:
                 f"blocks cannot be shared with other nodes at {host!r} ({error}): set "
                 "coordinator.host to an address of this node"
             ) from error
+        self._files = self._open_files(settings)
         self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
         self._announcer = Announcer(
             bytes.fromhex(settings.source),
             bytes.fromhex(settings.memory),
             self.endpoint,
-            self._index.held,
+            HeldBlocks(self._index.held, () if self._files is None else self._files.held),
             settings.stream,
         )
         self.poller = zmq.Poller()
         for each in (self._requests, self._coordinator):
             self.poller.register(each, zmq.POLLIN)
+        if self._files is not None:
+            self.poller.register(self._files.answers, zmq.POLLIN)
 
     @property
     def is_known(self) -> bool:
@@ -151,6 +179,8 @@ class BlockServer:
             self._refresh_at_s = now_s + REFRESH_S
             self._index.refresh()
             changed = self._index.changed
+            if self._files is not None:
+                self._announcer.changed(self._files.refresh())
             if changed:
                 self._announcer.changed(changed)
                 changed.clear()
@@ -158,6 +188,7 @@ class BlockServer:
         told = self._announcer.next(now_s)
         if told is not None:
             self._send(self._coordinator, [pack(told)])
+        self._give_files()
         for _ in range(MAX_AT_ONCE):
             try:
                 frames = self._requests.recv_multipart(zmq.NOBLOCK)
@@ -166,12 +197,24 @@ class BlockServer:
             self._serve(frames)
 
     def close(self) -> None:
-        """Let go of the sockets."""
+        """Let go of files and sockets."""
+        if self._files is not None:
+            self._files.close()
         self._requests.close(0)
         self._coordinator.close(0)
         self._context.term()
         if self._gate is not None:
             self._gate.join()
+
+    def _open_files(self, settings: ServerSettings) -> NodeFiles | None:
+        """Return the files of the ranks; None without any."""
+        if not settings.directories:
+            return None
+        try:
+            return NodeFiles(settings.directories, settings.shapes)
+        except OSError as error:
+            logger.warning("files are not shared with other nodes: %s", error)
+            return None
 
     def _take_answers(self) -> None:
         while True:
@@ -193,10 +236,30 @@ class BlockServer:
         if not isinstance(wanted, Wanted):
             self.counts["malformed"] += 1
             return
-        block = self._block(wanted.rank, OffloadKey(wanted.key))
-        self.counts["missing" if block is None else "given"] += 1
-        given = pack(Given(wanted.number, block is not None))
-        self._send(self._requests, [frames[0], given, *(block or ())])
+        key = OffloadKey(wanted.key)
+        block = self._block(wanted.rank, key)
+        asked = [frames[0], str(wanted.number).encode()]
+        is_rank = 0 <= wanted.rank < len(self._readers)
+        if block is None and is_rank and self._files is not None and key in self._files.held:
+            if self._files.ask(asked, wanted.rank, key):
+                return
+            self.counts["refused_files"] += 1
+        self._give(asked, block or (), "given")
+
+    def _give_files(self) -> None:
+        """Send blocks that have been read from files."""
+        while self._files is not None:
+            try:
+                frames = self._files.answers.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._give(frames[:2], frames[2:], "given_from_files")
+
+    def _give(self, asked: Sequence[bytes], block: Sequence[bytes], what: str) -> None:
+        """Answer who has asked, `[identity, number]`; without `block`, that it is not held."""
+        self.counts[what if block else "missing"] += 1
+        given = pack(Given(int(asked[1]), bool(block)))
+        self._send(self._requests, [asked[0], given, *block])
 
     def _block(self, rank: int, key: OffloadKey) -> list[bytes] | None:
         """Return the head and the tensors of a rank's block, None if it is not held."""
@@ -283,9 +346,16 @@ def main() -> int:
         logger.error("blocks are not shared with other nodes: %s", error)
         return 1
     logger.info("blocks are shared with other nodes at %s", server.endpoint)
+    told, tell_at_s = "", 0.0
+    os.set_blocking(sys.stdout.fileno(), False)
     server.poller.register(sys.stdin, zmq.POLLIN)
     while sys.stdin.fileno() not in dict(server.poller.poll(int(1000 * ALWAYS_S))):
         server.turn()
+        now_s, counts = time.monotonic(), json.dumps(server.counts)
+        if counts != told and now_s >= tell_at_s:
+            told, tell_at_s = counts, now_s + TELL_S
+            with suppress(OSError):  # the engine does not read them, or has ended
+                os.write(sys.stdout.fileno(), told.encode() + b"\n")
     server.close()
     return 0
 

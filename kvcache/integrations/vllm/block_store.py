@@ -229,13 +229,15 @@ class BlockStore:
             self._directory = SharedDirectory.of(told)
         self._next = replace(self._next, forgotten_slots=tuple(sorted(stale)))
         self.follow_events()
-        shapes = [inventory.shape for inventory in told if inventory.shape is not None]
-        if len(shapes) == len(told):
-            shapes.sort(key=lambda shape: shape.rank)
+        ranks = [(each.shape, each.files_directory) for each in told if each.shape is not None]
+        if len(ranks) == len(told):
+            ranks.sort(key=lambda rank: rank[0].rank)
+            shapes = [shape for shape, _ in ranks]
+            directories = [directory for _, directory in ranks if directory]
             if self._peers is not None:
                 self._peers.begin(shapes)
             if self._nodes is not None:
-                self._nodes.begin(shapes)
+                self._nodes.begin(shapes, directories if len(directories) == len(ranks) else ())
         return len(held), num_files
 
     # --- a request's way

@@ -6,11 +6,14 @@ Never waits: an answer that does not come in time is "no node".
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -30,6 +33,7 @@ MAX_RESTART_S = 320.0
 """Pause before the process is started again, doubled each time."""
 
 CLOSE_S = 2.0
+READ_BYTES = 1 << 16
 
 
 class Nodes:
@@ -47,8 +51,8 @@ class Nodes:
         self._server: ServerProcess | None = None
         self._look_at_s = 0.0
 
-    def begin(self, shapes: Sequence[SegmentShape]) -> None:
-        """Share the memory of ranks of these shapes, by rank."""
+    def begin(self, shapes: Sequence[SegmentShape], directories: Sequence[str] = ()) -> None:
+        """Share the memory of ranks of these shapes, by rank, and the files in `directories`."""
         source, memory = uuid.uuid4().bytes, memory_of(shapes)
         options = self._options
         self._questions = Questions(
@@ -64,6 +68,7 @@ class Nodes:
             keys=options.keys or "",
             host=options.host or "",
             stream=self._stream,
+            directories=tuple(directories),
         )
         self._server = ServerProcess(settings)
 
@@ -100,6 +105,7 @@ class Nodes:
             "num_questions": 0 if asked is None else asked.num_asked,
             "num_unanswered_questions": 0 if asked is None else asked.num_unanswered,
             "is_giving_blocks": server is not None and server.is_running,
+            "given_blocks": {} if server is None else server.counts,
         }
 
     def close(self) -> None:
@@ -116,6 +122,8 @@ class ServerProcess:
     def __init__(self, settings: ServerSettings) -> None:
         """Start it."""
         self._line = settings.to_json()
+        self.counts: dict[str, int] = {}
+        """What the process has done, as it said last."""
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at_s, self._pause_s = 0.0, RESTART_S
         self.look(time.monotonic())
@@ -128,17 +136,20 @@ class ServerProcess:
     def look(self, now_s: float) -> None:
         """Start it again some time after its end."""
         process = self._process
+        if process is not None:
+            self._read_counts(process)
         if process is not None and process.poll() is not None:
             logger.warning("the process that gives blocks to other nodes has ended")
-            _close_input(process)
+            _close_pipes(process)
             self._process = None
             self._rest(now_s)
         if self._process is not None or now_s < self._start_at_s:
             return
         command = [sys.executable, "-m", "kvcache.integrations.vllm.block_server"]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE)
-            assert process.stdin is not None
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert process.stdin is not None and process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
             process.stdin.write(self._line)
             process.stdin.flush()
         except OSError as error:
@@ -146,6 +157,15 @@ class ServerProcess:
             self._rest(now_s)
             return
         self._process = process
+
+    def _read_counts(self, process: subprocess.Popen[bytes]) -> None:
+        """Take the last whole line that it has written."""
+        assert process.stdout is not None
+        with suppress(BlockingIOError):
+            *lines, _ = os.read(process.stdout.fileno(), READ_BYTES).split(b"\n")
+            if lines:
+                with suppress(ValueError):
+                    self.counts = json.loads(lines[-1])
 
     def _rest(self, now_s: float) -> None:
         self._start_at_s = now_s + self._pause_s
@@ -156,7 +176,7 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        _close_input(process)
+        _close_pipes(process)
         try:
             process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -171,12 +191,11 @@ def memory_of(shapes: Sequence[SegmentShape]) -> bytes:
     return sha256(repr(told).encode()).digest()
 
 
-def _close_input(process: subprocess.Popen[bytes]) -> None:
-    if process.stdin is not None:
-        try:
-            process.stdin.close()
-        except OSError:
-            return
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
 
 
 def _options(setting: EngineSetting) -> CoordinatorOptions:

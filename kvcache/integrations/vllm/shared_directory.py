@@ -15,7 +15,7 @@ from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.step_messages import Inventory
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey
-from kvcache.worker.files.shared import Changes, DirectoryFollower
+from kvcache.worker.files.shared import Changes, DirectoryFollower, position_in
 
 logger = get_logger(__name__)
 
@@ -52,6 +52,22 @@ class SharedDirectory:
         made._ranks = ranks
         return made
 
+    @staticmethod
+    def at(directories: Sequence[str], key_bytes: int) -> SharedDirectory:
+        """Return those at these places, by rank; lists the files that are there. Raises OSError."""
+        made = SharedDirectory(
+            [DirectoryFollower(each, position_in(each), key_bytes) for each in directories]
+        )
+        for rank, follower in enumerate(made._followers):
+            for name in sorted(follower.keys()):
+                key = OffloadKey(name)
+                made._ranks[key] = made._ranks.get(key, 0) | 1 << rank
+        return made
+
+    def whole(self) -> list[OffloadKey]:
+        """Return the keys of which every rank has a file."""
+        return [key for key, ranks in self._ranks.items() if ranks == self._all]
+
     def follow(self, tiers: TierHierarchy, now_s: float) -> None:
         """Tell the tiers what all ranks have now, and what some rank has no more."""
         if now_s < self._look_at_s:
@@ -63,6 +79,13 @@ class SharedDirectory:
             self._errors.note("following the files of other replicas", error)
 
     def _follow(self, tiers: TierHierarchy) -> None:
+        written, removed = self.changes()
+        if written or removed:
+            tiers.files_changed(block_labels(int32_array(range(len(written))), written), removed)
+
+    def changes(self) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return the keys of which all ranks have a file now, and those of which some rank has none
+        any more, since the last call."""
         before: dict[OffloadKey, int] = {}
         for rank, follower in enumerate(self._followers):
             for name, is_there in self._changes(rank, follower).items():
@@ -72,11 +95,9 @@ class SharedDirectory:
                 ranks = ranks | 1 << rank if is_there else ranks & ~(1 << rank)
                 if ranks:
                     self._ranks[key] = ranks
-        if before:
-            written = [key for key in before if self._ranks.get(key) == self._all]
-            removed = [key for key, ranks in before.items() if ranks == self._all]
-            removed = [key for key in removed if self._ranks.get(key) != self._all]
-            tiers.files_changed(block_labels(int32_array(range(len(written))), written), removed)
+        written = [key for key in before if self._ranks.get(key) == self._all]
+        removed = [key for key, ranks in before.items() if ranks == self._all]
+        return written, [key for key in removed if self._ranks.get(key) != self._all]
 
     def _changes(self, rank: int, follower: DirectoryFollower) -> Changes:
         """Return what has changed in a directory since the last call."""
