@@ -70,6 +70,7 @@ def setting_of(**changes: Any) -> Any:
             disable_sliding_window=False,
             max_model_len=256,
             multimodal_config=None,
+            enable_sleep_mode=False,
             hf_config=config_of(),
         ),
         load_config=SimpleNamespace(load_format="auto"),
@@ -101,7 +102,11 @@ def setting_of(**changes: Any) -> Any:
             "pipeline_parallel_size is 2, and vLLM lets only the last stage store blocks under "
             "speculative decoding: remove --speculative-config",
         ),
-        ({"device_config__device_type": "cuda"}, "device is 'cuda', the connector serves cpu"),
+        ({"device_config__device_type": "xpu"}, "device is 'xpu', the connector serves cpu and"),
+        (
+            {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
+            "enable_sleep_mode is true, and a sleep would take device memory away during a copy: ",
+        ),
         (
             {"specs": [FullAttentionSpec(), MambaSpec()]},
             "FullAttentionSpec, MambaSpec, the connector serves FullAttentionSpec and "

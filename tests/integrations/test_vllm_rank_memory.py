@@ -36,6 +36,8 @@ from kvcache.memory_service.process import end
 from kvcache.protocol.messages import JobReport
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvcache.worker.copies.runner import CopyThread
+from tests.worker.delayed_engine import DelayedEngine
+from tests.worker.told_engine import ToldEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 12
@@ -306,6 +308,78 @@ def test_a_load_whose_copy_hangs_is_given_up_once_and_reported_at_its_end(
     memory.close()
 
 
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_jobs_begin_behind_the_forward_and_end_with_their_last_byte(
+    name: str, is_asynchronous: bool
+) -> None:
+    tensors, engine = caches(1.0), ToldEngine()
+    setting = setting_of(name, is_asynchronous=is_asynchronous)
+    memory = RankMemory(setting, 0, tensors, engine=engine)
+    command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
+    memory.store(StepCommands(store=command))
+    await_copies(memory, engine, 2)
+    assert engine.log == ["forward end", "copy", "copy"]
+    memory.obey(StepCommands())  # a step without loads
+    assert memory.take_reports() is None
+    tensors["layer1"][6] += 1  # the forward is not over: the device reads later
+    engine.finish()
+    assert report_of(memory).ok
+    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
+    await_copies(memory, engine, 4)
+    assert engine.log[3:] == ["forward end", "copy", "copy"]
+    assert memory.take_finished() == (set(), set())
+    engine.finish()
+    assert report_of(memory).ok
+    assert memory.take_finished() == (set(), {"r"})
+    for tensor in tensors.values():
+        assert torch.equal(tensor[[8, 9]], tensor[[5, 6]])
+    memory.close()
+
+
+def await_copies(memory: RankMemory, engine: ToldEngine, count: int) -> None:
+    give_up_s = time.monotonic() + 20
+    while len(engine.copies) < count:
+        assert time.monotonic() < give_up_s, "no copy begins"
+        memory.take_reports()
+        time.sleep(0.001)
+
+
+def test_a_block_is_not_used_again_while_the_device_reads_it(name: str) -> None:
+    engine = ToldEngine()
+    memory = RankMemory(setting_of(name, job_s=0.05), 0, caches(1.0), engine=engine)
+    for job, slot in ((1, 0), (2, 1)):
+        command = StoreCommand(job, (slot,), (5 + slot,), KEYS[slot : slot + 1], NO_PARENTS[:1])
+        memory.store(StepCommands(store=command))
+    await_copies(memory, engine, 4)
+    engine.copies[2].finish()
+    engine.copies[3].finish()
+    assert report_of(memory).job_id == 2
+    memory.await_stores(StepCommands(reused_blocks=(5, 6)))  # job_s, then
+    engine.finish()
+    report = report_of(memory)
+    assert (report.job_id, report.detail) == (1, "its blocks were used again")
+    memory.close()
+
+
+def test_what_is_loaded_late_and_in_any_order_is_what_was_stored(name: str) -> None:
+    for seed in range(10):
+        print("seed", seed)
+        engine, tensors = DelayedEngine(seed), caches(1.0)
+        memory = RankMemory(setting_of(name), 0, tensors, engine=engine)
+        places = tuple(engine.chance.sample(range(16), 4))
+        assert store(memory, places, (1, 2, 3, 4)).ok
+        assert load(memory, places, (8, 7, 6, 5)).ok
+        memory._host.segment.tensors[1][places[2], 5] ^= 1
+        report = load(memory, places, (9, 10, 11, 0), job=3)
+        assert (report.ok, report.block_ids) == (False, (places[2],))
+        for layer, before in caches(1.0).items():
+            tensor = tensors[layer]
+            assert torch.equal(tensor[[8, 7, 6, 5]], before[[1, 2, 3, 4]])
+            assert torch.equal(tensor[[9, 10, 11, 0]], before[[1, 2, 11, 4]])
+        assert memory.take_invalid_blocks() == {11}
+        memory.close()
+
+
 def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     memory = RankMemory(setting_of(name), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
@@ -473,18 +547,9 @@ def test_without_a_memory_service_memory_is_private(name: str) -> None:
         end(service_address(name).address)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(2, NUM_BLOCKS, 4, 16),
-        torch.zeros(4, NUM_BLOCKS, 16).transpose(0, 1),
-        [torch.zeros(NUM_BLOCKS, 4)],
-    ],
-    ids=["blocks second", "strided", "a list"],
-)
-def test_a_layout_that_cannot_be_moved_is_refused(name: str, tensor: Any) -> None:
+def test_a_layout_that_cannot_be_moved_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"the KV cache of layer x is .* of 12 blocks"):
-        RankMemory(setting_of(name), 0, {"x": tensor})
+        RankMemory(setting_of(name), 0, {"x": torch.zeros(2, NUM_BLOCKS, 4, 16)})
 
 
 def test_memory_that_is_too_small_or_too_large_is_refused(name: str) -> None:

@@ -238,6 +238,15 @@ def test_memory_that_was_registered_in_pieces_is_copied_both_ways(
         pool.close()
 
 
+def test_memory_that_was_not_registered_is_loaded(engine: CudaCopyEngine) -> None:
+    host = random_bytes(np.random.default_rng(6), 300, 4096)
+    order = int32_array(np.random.default_rng(7).permutation(300))
+    rows = torch.zeros((300, 4096), dtype=torch.uint8, device=DEVICE)
+    copy = engine.copy_blocks(host, order, rows, int32_array(range(300)))
+    assert copy.wait(WAIT_S)
+    assert torch.equal(rows.cpu(), host[order.tolist()])
+
+
 def test_an_address_that_cuda_does_not_know_is_an_error_in_its_words() -> None:
     runtime = loaded_cuda_runtime()
     if runtime is None or not runtime.has_batches:

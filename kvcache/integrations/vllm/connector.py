@@ -249,7 +249,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Attach to the rank's host memory, or make it."""
-        self._memory = RankMemory(self._setting, self._rank, kv_caches)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        backends = sorted({layers[name].get_attn_backend().get_name() for name in kv_caches})
+        self._memory = RankMemory(self._setting, self._rank, kv_caches, backends=",".join(backends))
         logger.info("kvcache rank %d: host memory is %s", self._rank, self._memory.origin)
 
     def get_handshake_metadata(self) -> Inventory:

@@ -13,6 +13,7 @@ import platform
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from kvcache.base.errors import ConfigurationError, shown
@@ -226,11 +227,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         size = getattr(parallel, flag, 1)
         if size != 1:
             raise ConfigurationError(f"{flag} is {size}, the connector serves 1: set it to 1")
-    if str(vllm_config.device_config.device_type) != "cpu":
-        raise ConfigurationError(
-            f"device is {vllm_config.device_config.device_type!r}, the connector serves cpu so "
-            "far: remove --kv-transfer-config"
-        )
+    _require_device(str(vllm_config.device_config.device_type), vllm_config.model_config)
     if vllm_config.speculative_config is not None and parallel.pipeline_parallel_size > 1:
         raise ConfigurationError(
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}, and vLLM lets only the "
@@ -246,6 +243,24 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         num_ranks=int(parallel.world_size),
         replica=_replica(options, parallel),
     )
+
+
+def _require_device(device: str, model: Any) -> None:
+    """Raise ConfigurationError for a device whose memory the connector cannot copy.
+
+    vLLM says "cuda" of ROCm, too. A sleep takes the memory of blocks away, and vLLM does not wait
+    for the connector's copies.
+    """
+    named = "rocm" if device == "cuda" and torch.version.hip is not None else device
+    if named not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"device is {named!r}, the connector serves cpu and cuda: remove --kv-transfer-config"
+        )
+    if device == "cuda" and model.enable_sleep_mode:
+        raise ConfigurationError(
+            "enable_sleep_mode is true, and a sleep would take device memory away during a copy: "
+            "remove --enable-sleep-mode, or remove --kv-transfer-config"
+        )
 
 
 def _model_identity(vllm_config: Any, weight_revision: str) -> str:

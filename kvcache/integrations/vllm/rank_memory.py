@@ -12,10 +12,9 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from kvcache.integrations.vllm.block_labels import (
     block_labels,
     labelled_keys,
 )
+from kvcache.integrations.vllm.layer_rows import LayerRows, layer_rows
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peers import PeerReaders, Peers
 from kvcache.integrations.vllm.remote_blocks import Imports
@@ -61,7 +61,9 @@ from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
 from kvcache.sharing.access import read_keys
 from kvcache.worker.copies.checksums import ChecksumRule
-from kvcache.worker.copies.engine import CpuCopyEngine
+from kvcache.worker.copies.cuda import CudaCopyEngine
+from kvcache.worker.copies.engine import CopyEngine
+from kvcache.worker.copies.measurement import make_copy_engine
 from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
 from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.files.old_layouts import RankPlace, remove_in_background
@@ -105,12 +107,12 @@ _OTHER_BLOCKS = "host slots hold other blocks than is said"
 class RegisteredPool(KVCachePool):
     """vLLM's own tensors, as rows of bytes for jobs."""
 
-    def __init__(self, rows: Sequence[torch.Tensor], num_blocks: int) -> None:
-        """Take what `_rows_of` has made; nothing is allocated."""
-        regions = tuple(Region(0, rows_.shape[1], rows_.shape[1]) for rows_ in rows)
-        self.layout = PoolLayout(num_blocks, sum(rows_.numel() for rows_ in rows), (), regions)
-        self.device = torch.device("cpu")
-        self.rows = tuple(rows)
+    def __init__(self, layers: LayerRows, num_blocks: int) -> None:
+        """Take what `layer_rows` has made; nothing is allocated."""
+        self.rows = layers.rows
+        self.device = layers.device
+        regions = tuple(Region(0, int(rows.stride(0)), rows.shape[1]) for rows in self.rows)
+        self.layout = PoolLayout(num_blocks, sum(rows.numel() for rows in self.rows), (), regions)
 
 
 @dataclass
@@ -130,12 +132,27 @@ class RunningLoad:
 
 class RankMemory:
     """One rank's slots and files. All calls come from the model runner's thread: each step
-    `await_stores`, then `obey` and `store`, then those that take."""
+    `await_stores`, then `obey` and `store`, then those that take.
+
+    On CUDA the thread's current stream is the one of vLLM's forwards. A step's jobs begin when the
+    device has executed what that stream had got before `obey` and `store`: the forward that writes
+    the blocks of a store, and those that used the blocks of a load for other requests. A load is
+    reported when its last byte is there, so no forward has to wait for it.
+    """
 
     def __init__(
-        self, setting: EngineSetting, rank: int, kv_caches: Mapping[str, torch.Tensor]
+        self,
+        setting: EngineSetting,
+        rank: int,
+        kv_caches: Mapping[str, object],
+        *,
+        backends: str = "",
+        engine: CopyEngine | None = None,
     ) -> None:
         """Attach to the segment of the engine before, or make a new one; open the files.
+
+        `backends` names vLLM's attention backends, which lay the tensors out. `engine` copies;
+        by default the one for the tensors' device, on CUDA as a measurement chooses.
 
         Raises ConfigurationError for tensors that cannot be moved as rows of bytes and for a
         directory that cannot be used, NotEnoughMemoryError, StartupError, AlreadyRunningError if a
@@ -143,10 +160,11 @@ class RankMemory:
         """
         self.rank = rank
         self._setting = setting
-        self._rows = _rows_of(kv_caches, setting.num_blocks)
-        pool = RegisteredPool(self._rows, setting.num_blocks)
-        layers = [(name, tuple(t.shape[1:]), t.dtype) for name, t in kv_caches.items()]
-        fingerprint = setting.fingerprint(f"{layers}|{_instruction_sets()}")
+        layers = layer_rows(kv_caches, setting.num_blocks)
+        pool = RegisteredPool(layers, setting.num_blocks)
+        laid_out_by = _instruction_sets() if pool.device.type == "cpu" else pool.device.type
+        fingerprint = setting.fingerprint(f"{layers.description}|{backends}|{laid_out_by}")
+        self._engine = engine or _open_engine(pool.device)
         self._host = _open_host(setting, rank, fingerprint, pool)
         self.origin = self._host.segment.origin
         self._host.labels.withdraw_unsealed()
@@ -169,7 +187,7 @@ class RankMemory:
                 lambda: None, priority=offload.copy_priority, num_threads=offload.copy_threads
             )
         self._labels = LabelTable(setting.num_blocks, DIGEST_BYTES, MAX_BLOCK_TOKENS)
-        copying = Copying(CpuCopyEngine(), runner, rule)
+        copying = Copying(self._engine, runner, rule)
         self._jobs = TransferJobs(pool, tiers, copying, self._labels)
         address_of = partial(service_address, setting.options.name)
         self._peers = PeerReaders(address_of, self._host.segment.shape)
@@ -221,6 +239,8 @@ class RankMemory:
 
     def obey(self, commands: StepCommands) -> None:
         """Begin everything but stores."""
+        if commands.loads:  # earlier forwards may still use these blocks
+            self._engine.on_forward_end()
         if commands.forgotten_slots or commands.forgotten_keys:
             slots = int32_array(commands.forgotten_slots)
             self._jobs.discard(Discard(FILE_MEDIUM, slots, commands.forgotten_keys))
@@ -254,6 +274,7 @@ class RankMemory:
             return
         blocks, slots = int32_array(store.blocks), int32_array(store.slots)
         job = Store(store.job_id, HOST_MEDIUM, blocks, slots)
+        self._engine.on_forward_end()
         self._start_store(job, store)
         self._poll()
 
@@ -289,8 +310,8 @@ class RankMemory:
     def close(self) -> None:
         """Give segment and directory back; the memory service has the segment still."""
         self._first_touch.close()
-        if self._imports is None or self._imports.close():
-            self._jobs.close()
+        if (self._imports is None or self._imports.close()) and self._jobs.close():
+            self._engine.close()
 
     # --- jobs
 
@@ -468,6 +489,7 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
         _await_free(service, setting, rank)
     try:
         segment = _open_segment(shape, service, setting)
+        host = HostPool(segment, is_pinned=pool.device.type == "cuda")
     except NotEnoughMemoryError as error:
         raise NotEnoughMemoryError(
             f"rank {rank} has no room for its host memory of {shape.size_bytes} bytes: lower "
@@ -475,7 +497,19 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
         ) from error
     if service is not None and segment.origin.startswith(PRIVATE):
         logger.warning("rank %d: %s", rank, segment.origin)
-    return HostPool(segment, is_pinned=False)
+    return host
+
+
+def _open_engine(device: torch.device) -> CopyEngine:
+    """Return the copy engine of the workers for `device`.
+
+    vLLM may have left too little device memory for the measurement: then copy units do all copies.
+    """
+    try:
+        return make_copy_engine(device)
+    except torch.OutOfMemoryError as error:
+        logger.warning("%s copies without a measurement: %s", device, error)
+        return CudaCopyEngine(device)
 
 
 def _open_segment(
@@ -541,28 +575,6 @@ def _open_files(
 def _instruction_sets() -> str:
     """Return what the processor can do: vLLM's CPU backend lays keys out by it."""
     return f"{torch.backends.cpu.get_cpu_capability()}, {torch.cpu._is_amx_tile_supported()}"
-
-
-def _rows_of(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
-    """Return each layer's tensor as `(num_blocks, width)` bytes; layers that share one, once.
-
-    Raises ConfigurationError for what is no such tensor.
-    """
-    rows: list[torch.Tensor] = []
-    seen: set[int] = set()
-    for layer, tensor in kv_caches.items():
-        is_tensor = isinstance(tensor, torch.Tensor)
-        if not is_tensor or tensor.shape[0] != num_blocks or not tensor.is_contiguous():
-            shape = tuple(tensor.shape) if is_tensor else type(tensor).__name__
-            raise ConfigurationError(
-                f"the KV cache of layer {layer} is {shape}, the connector moves contiguous tensors "
-                f"of {num_blocks} blocks, blocks first: remove --kv-transfer-config, or choose "
-                "another attention backend"
-            )
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            rows.append(tensor.view(num_blocks, -1).view(torch.uint8))
-    return rows
 
 
 def _num_slots(setting: EngineSetting, slot_bytes: int) -> int:

@@ -1,7 +1,8 @@
 """The copy engine for CUDA: transfers on a separate stream, ordered by events.
 
 Compute-stream work runs on the device's current stream at the call, so it is ordered with the
-model's kernels. Host tensors must be pinned: otherwise a "non-blocking" copy blocks.
+model's kernels. Host tensors should be pinned: copies from other memory block their thread, and
+copies to it are not served.
 
 A transfer uses one of three methods. *Batches* (`CudaRuntime`): one call for all pieces that
 `describe_copy` finds, executed by the device's copy units; all copies to the host use it. The
@@ -511,7 +512,9 @@ class CudaCopyEngine:
         is_small = copy.mean_piece_bytes < below_bytes
         if is_small and self._kernel is not None and self._is_seen_by_kernels(copy.sources):
             return self._run_kernel(self._kernel, copy)
-        if self._runtime is None or not self._has_batches:
+        # Another process's memory is not registered here; torch stages it before the call returns.
+        is_pageable = is_from_host and not copy.sources.is_pinned()
+        if self._runtime is None or not self._has_batches or is_pageable:
             _copy_runs(copy)
             return None
         copies = describe_copy(copy)

@@ -189,9 +189,9 @@ class CopyTask:
     can_begin ──▶ begin ──▶ is_copied, until true ──▶ finish
 
     With `takes_checksums`, a store returns the checksums of the bytes it wrote. A load with a
-    `comparison` leaves no byte of a wrong slot in a block. If an engine copies, the task compares
-    slots first, and stops copying at the first wrong one. If the CPU copies, it hashes the bytes in
-    the same pass, and zeroes wrong blocks: no forward reads a load's blocks before its end.
+    `comparison` leaves no byte of a wrong slot in a block, and loads the others. If an engine
+    copies, the task compares slots first. If the CPU copies, it hashes the bytes in the same pass,
+    and zeroes wrong blocks: no forward reads a load's blocks before its end.
     """
 
     def __init__(
@@ -285,13 +285,12 @@ class CopyTask:
     def _start_all(self) -> None:
         for places in self._places():
             self._compare(places)
-            if not self._wrong:
-                piece = _Piece(places)
-                self._pieces.append(piece)
-                for copy in self._start(places):  # one by one: the next may raise
-                    piece.copies.append(copy)
-                if piece.is_done():
-                    self._take_checksums(piece)
+            piece = _Piece(places)
+            self._pieces.append(piece)
+            for copy in self._start(places):  # one by one: the next may raise
+                piece.copies.append(copy)
+            if piece.is_done():
+                self._take_checksums(piece)
 
     def _places(self) -> Iterator[slice]:
         """Yield the pieces of the job, in order."""
@@ -301,9 +300,11 @@ class CopyTask:
             yield slice(start, min(start + step, len(move.slots)))
 
     def _start(self, places: slice) -> Iterator[PendingCopy]:
-        """Start the copies of a piece: one for each tensor and registered part of host memory."""
+        """Start the copies of a piece, without wrong slots: one for each tensor and registered part
+        of host memory."""
         move = self._move
-        block_ids, slots = move.block_ids[places], move.slots[places]
+        right = np.setdiff1d(np.arange(places.start, places.stop), self._wrong)
+        block_ids, slots = move.block_ids[right], move.slots[right]
         for index, (rows, host) in enumerate(zip(move.rows, move.host.tensors, strict=True)):
             for part in move.host.pieces(index, slots):
                 ends = (rows, block_ids[part], host, slots[part])
