@@ -2,151 +2,177 @@
 
 What an engine or a tool needs is importable from here: requests and hashing, specs and planning,
 blocks, managers by attention kind, and the `KVCacheManager` on top. The cluster around it is in
-`actors`. Importing this needs neither Ray nor torch.
+`actors`. Importing this needs neither Ray nor torch. The first use of a name imports all of them:
+processes that need one module only, such as the memory service, start fast and stay small.
 """
 
 from __future__ import annotations
 
-from kvcache.base.clock import Clock, SystemClock, VirtualClock
-from kvcache.base.errors import (
-    AlreadyRunningError,
-    BacklogFullError,
-    BlockError,
-    ClusterError,
-    ConfigurationError,
-    DeadlineError,
-    ExhaustedError,
-    InvalidInputError,
-    InvariantError,
-    KVCacheError,
-    MalformedMessageError,
-    NotEnoughMemoryError,
-    NotRunningError,
-    OutOfBlocksError,
-    PinLimitError,
-    PlanMismatchError,
-    ProtocolError,
-    RecordingError,
-    RequestError,
-    StaleEpochError,
-    StartupError,
-    SupersededError,
-    TraceError,
-    VersionMismatchError,
-    WorkerLostError,
-    WrongBytesError,
-)
-from kvcache.core import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    CacheEvent,
-    CacheHit,
-    CoreStatistics,
-    EventSink,
-    OffloadAnswer,
-    OffloadHit,
-    OffloadHooks,
-    ReferenceKind,
-)
-from kvcache.core.block_pool import BlockPool, BlockState, KVCacheBlock
-from kvcache.core.coordinators import (
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
-    UnitaryKVCacheCoordinator,
-    get_kv_cache_coordinator,
-)
-from kvcache.core.free_queue import FreeKVCacheBlockQueue
-from kvcache.core.single_type_managers import (
-    ChunkedLocalAttentionManager,
-    CrossAttentionManager,
-    FullAttentionManager,
-    MambaManager,
-    SingleTypeKVCacheManager,
-    SlidingWindowManager,
-    get_manager_for_kv_cache_spec,
-)
-from kvcache.manager import KVCacheManager
-from kvcache.manager.cache_blocks import KVCacheBlocks
-from kvcache.manager.pins import Pin
-from kvcache.manager.statistics import ManagerStatistics, PrefixCacheStats, PrefixCachingMetrics
-from kvcache.planner import (
-    HFChoices,
-    Plan,
-    PlanOptions,
-    RankMemory,
-    check_enough_kv_cache_memory,
-    cluster_from_hf_config,
-    create_kv_cache_group_specs,
-    estimate_max_model_len,
-    get_kv_cache_config,
-    get_kv_cache_configs,
-    get_max_concurrency_for_kv_cache_config,
-    get_num_blocks,
-    get_uniform_page_size,
-    is_kv_cache_page_size_uniform,
-    is_kv_cache_type_attention_free,
-    is_kv_cache_type_uniform,
-    layout_fingerprint,
-    max_memory_usage_bytes,
-    model_from_hf_config,
-    plan_fingerprint,
-    plan_kv_cache,
-    unify_hybrid_kv_cache_specs,
-    unify_kv_cache_configs,
-)
-from kvcache.protocol.step import (
-    NO_SLOT,
-    NO_STEP,
-    Fork,
-    NewRequest,
-    Refusal,
-    RequestHints,
-    ResumedRequest,
-    RunningRequests,
-    RunningRow,
-    StepRequest,
-    StepResult,
-)
-from kvcache.requests.hashing import (
-    BlockHash,
-    BlockHashWithGroupId,
-    HashFn,
-    generate_block_hash_extra_keys,
-    get_block_hash,
-    get_group_id,
-    get_hash_fn,
-    get_hash_value,
-    get_request_block_hasher,
-    hash_block_tokens,
-    init_none_hash,
-    make_block_hash_with_group_id,
-    need_extra_keys,
-)
-from kvcache.requests.hints import CacheHint
-from kvcache.requests.request import LoRARequest, MultiModalPosition, Namespace, Request
-from kvcache.sequences import (
-    AllocatorStatistics,
-    BlockTracker,
-    ComputedBlocksTracker,
-    LastAccessBlocksTracker,
-    PrefixCachingBlock,
-    PrefixCachingBlockAllocator,
-    TrackedSequence,
-)
-from kvcache.specs import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    KVCacheTensor,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcache.base.clock import Clock, SystemClock, VirtualClock
+    from kvcache.base.errors import (
+        AlreadyRunningError,
+        BacklogFullError,
+        BlockError,
+        ClusterError,
+        ConfigurationError,
+        DeadlineError,
+        ExhaustedError,
+        InvalidInputError,
+        InvariantError,
+        KVCacheError,
+        MalformedMessageError,
+        NotEnoughMemoryError,
+        NotRunningError,
+        OutOfBlocksError,
+        PinLimitError,
+        PlanMismatchError,
+        ProtocolError,
+        RecordingError,
+        RequestError,
+        StaleEpochError,
+        StartupError,
+        SupersededError,
+        TraceError,
+        VersionMismatchError,
+        WorkerLostError,
+        WrongBytesError,
+    )
+    from kvcache.core import (
+        AllBlocksCleared,
+        BlocksRemoved,
+        BlocksStored,
+        CacheEvent,
+        CacheHit,
+        CoreStatistics,
+        EventSink,
+        OffloadAnswer,
+        OffloadHit,
+        OffloadHooks,
+        ReferenceKind,
+    )
+    from kvcache.core.block_pool import BlockPool, BlockState, KVCacheBlock
+    from kvcache.core.coordinators import (
+        HybridKVCacheCoordinator,
+        KVCacheCoordinator,
+        KVCacheCoordinatorNoPrefixCache,
+        UnitaryKVCacheCoordinator,
+        get_kv_cache_coordinator,
+    )
+    from kvcache.core.free_queue import FreeKVCacheBlockQueue
+    from kvcache.core.single_type_managers import (
+        ChunkedLocalAttentionManager,
+        CrossAttentionManager,
+        FullAttentionManager,
+        MambaManager,
+        SingleTypeKVCacheManager,
+        SlidingWindowManager,
+        get_manager_for_kv_cache_spec,
+    )
+    from kvcache.manager import KVCacheManager
+    from kvcache.manager.cache_blocks import KVCacheBlocks
+    from kvcache.manager.pins import Pin
+    from kvcache.manager.statistics import ManagerStatistics, PrefixCacheStats, PrefixCachingMetrics
+    from kvcache.planner import (
+        HFChoices,
+        Plan,
+        PlanOptions,
+        RankMemory,
+        check_enough_kv_cache_memory,
+        cluster_from_hf_config,
+        create_kv_cache_group_specs,
+        estimate_max_model_len,
+        get_kv_cache_config,
+        get_kv_cache_configs,
+        get_max_concurrency_for_kv_cache_config,
+        get_num_blocks,
+        get_uniform_page_size,
+        is_kv_cache_page_size_uniform,
+        is_kv_cache_type_attention_free,
+        is_kv_cache_type_uniform,
+        layout_fingerprint,
+        max_memory_usage_bytes,
+        model_from_hf_config,
+        plan_fingerprint,
+        plan_kv_cache,
+        unify_hybrid_kv_cache_specs,
+        unify_kv_cache_configs,
+    )
+    from kvcache.protocol.step import (
+        NO_SLOT,
+        NO_STEP,
+        Fork,
+        NewRequest,
+        Refusal,
+        RequestHints,
+        ResumedRequest,
+        RunningRequests,
+        RunningRow,
+        StepRequest,
+        StepResult,
+    )
+    from kvcache.requests.hashing import (
+        BlockHash,
+        BlockHashWithGroupId,
+        HashFn,
+        generate_block_hash_extra_keys,
+        get_block_hash,
+        get_group_id,
+        get_hash_fn,
+        get_hash_value,
+        get_request_block_hasher,
+        hash_block_tokens,
+        init_none_hash,
+        make_block_hash_with_group_id,
+        need_extra_keys,
+    )
+    from kvcache.requests.hints import CacheHint
+    from kvcache.requests.request import LoRARequest, MultiModalPosition, Namespace, Request
+    from kvcache.sequences import (
+        AllocatorStatistics,
+        BlockTracker,
+        ComputedBlocksTracker,
+        LastAccessBlocksTracker,
+        PrefixCachingBlock,
+        PrefixCachingBlockAllocator,
+        TrackedSequence,
+    )
+    from kvcache.specs import (
+        AttentionSpec,
+        ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        KVCacheTensor,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+_MODULES = (
+    "kvcache.base.clock",
+    "kvcache.base.errors",
+    "kvcache.core",
+    "kvcache.core.block_pool",
+    "kvcache.core.coordinators",
+    "kvcache.core.free_queue",
+    "kvcache.core.single_type_managers",
+    "kvcache.manager",
+    "kvcache.manager.cache_blocks",
+    "kvcache.manager.pins",
+    "kvcache.manager.statistics",
+    "kvcache.planner",
+    "kvcache.protocol.step",
+    "kvcache.requests.hashing",
+    "kvcache.requests.hints",
+    "kvcache.requests.request",
+    "kvcache.sequences",
+    "kvcache.specs",
 )
 
 __all__ = [
@@ -283,3 +309,18 @@ __all__ = [
     "unify_hybrid_kv_cache_specs",
     "unify_kv_cache_configs",
 ]
+
+
+if not TYPE_CHECKING:  # or types would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import all names on the first use of one."""
+        if name not in __all__:
+            raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
+        for module in map(importlib.import_module, _MODULES):
+            globals().update({key: vars(module)[key] for key in __all__ if key in vars(module)})
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

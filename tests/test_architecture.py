@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+import kvcache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -267,6 +270,16 @@ def test_the_library_never_imports_ray_or_the_actors() -> None:
         if module.split(".")[0] in {"ray", "actors"}
     ]
     assert wrong == []
+
+
+def test_public_names_are_the_same_everywhere_and_no_others() -> None:
+    names = {name: getattr(kvcache, name) for name in kvcache.__all__}
+    assert dir(kvcache) == sorted({*vars(kvcache), *names})
+    for module in kvcache._MODULES:
+        found = vars(importlib.import_module(module))
+        assert all(found[name] is names[name] for name in names.keys() & found)
+    with pytest.raises(AttributeError, match=r"^module 'kvcache' has no attribute 'Requests'$"):
+        kvcache.Requests  # noqa: B018
 
 
 def test_only_workers_and_integrations_import_torch() -> None:

@@ -17,7 +17,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.base.errors import AlreadyRunningError, KVCacheError, MalformedMessageError
+from kvcache.base.errors import (
+    AlreadyRunningError,
+    ConfigurationError,
+    KVCacheError,
+    MalformedMessageError,
+)
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import LoopStatistics, ServingLoop
 from kvcache.memory_service.protocol import (
@@ -32,7 +37,6 @@ from kvcache.memory_service.protocol import (
     send,
     socket_name,
 )
-from kvcache.specs import require_count
 
 logger = get_logger(__name__)
 
@@ -81,8 +85,9 @@ class HostMemoryService:
 
         Raises AlreadyRunningError if the address is in use, ConfigurationError if it is invalid.
         """
-        require_count("max_segments", max_segments)
-        require_count("max_bytes", max_bytes)
+        for name, value in (("max_segments", max_segments), ("max_bytes", max_bytes)):
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(f"{name} is {value!r}: set it to an integer of at least 1")
         self._max_segments = max_segments
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -526,3 +527,9 @@ def test_memory_of_a_worker_that_is_still_there_is_left_to_it(
     assert segment.origin.startswith("fresh: the host segment is another living process's (")
     assert service.statistics().num_segments == 1
     segment.close()
+
+
+@pytest.mark.parametrize("wrong", [0, True, 1.0])
+def test_limits_are_integers_of_at_least_one(address: str, wrong: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^max_bytes is .*: set it to an integer"):
+        HostMemoryService(address, max_segments=1, max_bytes=wrong)

@@ -40,6 +40,19 @@ def address() -> Iterator[MemoryServiceAddress]:
         return
 
 
+def test_the_service_imports_only_what_it_needs() -> None:
+    """Numpy alone would triple its memory; with all of kvcache it would be ten times as large."""
+    found = modules_after("import kvcache.memory_service.process")
+    assert not found & {"numpy", "numba", "pydantic", "kvcache.core", "kvcache.specs"}
+    assert modules_after("import kvcache; kvcache.Request") > {"numpy", "kvcache.core"}
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"{statement}; import sys; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    return set(subprocess.run(command, capture_output=True, check=True).stdout.decode().split())
+
+
 def await_end(address: str) -> None:
     client = MemoryServiceClient(address)
     deadline_s = time.monotonic() + DEADLINE_S
