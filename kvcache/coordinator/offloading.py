@@ -47,6 +47,7 @@ from kvcache.protocol.commands import (
 )
 from kvcache.protocol.messages import LabelReport, Outgoing
 from kvcache.protocol.step import NO_SLOT, StepRequest, StepResult
+from kvcache.requests.hints import blocks_in
 from kvcache.requests.request import Request
 
 logger = get_logger(__name__)
@@ -93,6 +94,8 @@ class Offloading:
         self._last_failure = ""
         hooks = RecordedHooks(self, loads, self._recorder)
         link.connect(hooks, hooks)
+        link.on_hints = self._follow_hints
+        self._finder = parts.finder
 
     # --- hooks of the manager
 
@@ -116,6 +119,15 @@ class Offloading:
     def on_request_finished(self, request_id: str) -> None:
         """Forget the request's wish."""
         self._loading.on_gone(request_id)
+
+    def _follow_hints(self, request: Request) -> None:
+        """Follow the hints of a request that ends, in every tier."""
+        now_s = self._clock.now()
+        for group, size in enumerate(self._link.block_sizes):
+            num_blocks = request.num_tokens // size
+            keys = self._finder.keys_of(request, group, range(num_blocks))
+            for hint in request.hints:
+                self.tiers.hint(keys, *blocks_in(hint, size, num_blocks), hint, now_s)
 
     # --- commands for all ranks
 

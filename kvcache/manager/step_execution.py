@@ -147,7 +147,9 @@ class StepExecutor:
         hinted = []
         for known in gone:
             if known.request.hints and not are_void:
-                hinted.append((known.request.hints, self._tables(known)))
+                if known.is_running:
+                    self._table.sync(known.slot)
+                hinted.append((known.request, self._tables(known)))
         if len(gone) == 1:
             self._core.free(gone[0].request)
         else:
@@ -156,8 +158,10 @@ class StepExecutor:
         if self._tiers.hooks is not None:
             for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
-        for hints, tables in hinted:
-            self._core.hint(tables, hints)
+        for request, tables in hinted:
+            self._core.hint(tables, request.hints)
+            if self._tiers.on_hints is not None:
+                self._tiers.on_hints(request)
 
     def _tables(self, known: KnownRequest) -> list[Int32Array]:
         """Return the blocks of a request, an array for each group."""

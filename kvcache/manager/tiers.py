@@ -107,6 +107,8 @@ class TierLink:
         """Connect `hooks`, if there are any."""
         self.hooks = hooks
         self.swap: SwapHooks | None = None
+        self.on_hints: Callable[[Request], None] | None = None
+        """Called with each request that ends with hints, so that tiers follow them, too."""
         self.loads = loads
         self.block_sizes = block_sizes
         self.none_hash = none_hash

@@ -24,6 +24,7 @@ import numpy as np
 
 from kvcache.base.arguments import (
     as_bool,
+    as_int,
     as_integers,
     as_number,
     as_tuple,
@@ -53,6 +54,7 @@ from kvcache.offload.spills import SpillQueue
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.protocol.commands import Label
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request_content import Namespace
 
 
@@ -186,6 +188,24 @@ class TierHierarchy:
         if self.disk is not None:
             self.disk.touch(keys)
 
+    def hint(
+        self, keys: Sequence[OffloadKey], start: int, end: int, hint: CacheHint, now_s: float
+    ) -> None:
+        """Follow a hint for the blocks `keys[start:end]` in every tier that has them. `keys` is the
+        chain of a request in one group, from its beginning."""
+        check_kind("hint", hint, CacheHint)
+        start, end = as_int("start", start), as_int("end", end)
+        now_s = as_number("now_s", now_s)
+        for tier in self._tiers():
+            tier.eviction.hint(keys, start, end, hint, now_s)
+
+    def _tiers(self) -> tuple[TierManager, ...]:
+        return (self.host,) if self.disk is None else (self.host, self.disk)
+
+    def _follow_time(self, now_s: float) -> None:
+        for tier in self._tiers():
+            tier.eviction.follow_time(now_s)
+
     def describe(self, keys: Sequence[OffloadKey], labels: Label) -> None:
         """Complete labels that were adopted without tokens, in every tier, with events."""
         self.host.contents.describe(keys, labels)
@@ -227,6 +247,7 @@ class TierHierarchy:
             namespace: of all keys; identifies their tenant, if there are tenants.
         """
         now_s, is_private = as_number("now_s", now_s), as_bool("is_private", is_private)
+        self._follow_time(now_s)
         if namespace is not None:
             check_kind("namespace", namespace, Namespace)
         reserved = self.host.reserve(
@@ -341,6 +362,7 @@ class TierHierarchy:
         Call it once per step, after everything else, and again while it has an answer.
         """
         disk, now_s = self.disk, as_number("now_s", now_s)
+        self._follow_time(now_s)
         if disk is None or not self.has_spills:
             return None
         wanted = self._spills.next(self._room_to_spill())
@@ -476,6 +498,7 @@ class TierHierarchy:
         """
         now_s = as_number("now_s", now_s)
         self.disk_use.look(now_s)
+        self._follow_time(now_s)
         late = self.transfers.expire(now_s)
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH, JobKind.IMPORT):

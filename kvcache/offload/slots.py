@@ -28,7 +28,15 @@ from kvcache.base.arguments import as_byte_strings
 from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
-from kvcache.policies import EntryInfo, LooksAhead, PolicyFactory, make_eviction_policy
+from kvcache.policies import (
+    EntryInfo,
+    EvictionPolicy,
+    LooksAhead,
+    PolicyFactory,
+    make_eviction_policy,
+)
+from kvcache.policies.hinted import HintColumns, HintedPolicy
+from kvcache.requests.hints import CacheHint
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 
@@ -365,12 +373,79 @@ class SlotEviction:
         self._table = table
         self._tenants = tenants
         make = partial(make_eviction_policy, policy, table.num_slots, self, policies)
-        self._policy = (
+        self._policy: EvictionPolicy = (
             make()
             if tenants is None
             else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
         )
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
+        # Until the first hint, the rest is unused.
+        self._hints: HintColumns | None = None
+        self._later: dict[int, CacheHint] = {}
+        self._is_shared: BoolArray = np.zeros(0, np.bool_)
+        self._followers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def follow_time(self, now_s: float) -> None:
+        """Let hints end by this time."""
+        if self._hints is not None:
+            self._hints.now_s = max(self._hints.now_s, now_s)
+
+    def hint(
+        self, keys: Sequence[OffloadKey], start: int, end: int, hint: CacheHint, now_s: float
+    ) -> None:
+        """Follow a hint for those of the keys `keys[start:end]` that are here. `keys` is the chain
+        of a request in one group, from its beginning.
+
+        Slots that are being written follow it when they have been. What chains of several hints
+        share and go on from differently is shared: there only priorities apply.
+        """
+        table = self._table
+        addresses = table.addresses_of(keys)
+        if self._hints is None:
+            self._hints = columns = HintColumns(table.num_slots, now_s)
+            self._is_shared = np.zeros(table.num_slots, np.bool_)
+            self._followers = np.zeros(table.num_slots, np.int64)
+
+            def hinted(inner: EvictionPolicy) -> EvictionPolicy:
+                return HintedPolicy(inner, self, columns)
+
+            if isinstance(self._policy, TenantPolicy):
+                self._policy.wrap(hinted)
+            else:
+                self._policy = hinted(self._policy)
+        self.follow_time(now_s)
+        slots = table.slots_of(addresses)
+        self._note_followers(keys, slots)
+        meant = (slots != NO_ADDRESS) & (table.states[addresses] != FORGOTTEN)
+        if hint.priority is None:
+            meant &= ~self._is_shared[slots]
+        meant[:start], meant[end:] = False, False
+        is_written = table.is_written[addresses[meant]]
+        self._later.update(dict.fromkeys(slots[meant][is_written].tolist(), hint))
+        waiting = table.distinct(slots[meant])
+        self._tell(waiting[self._is_in[waiting]], hint)
+
+    def _note_followers(self, keys: Sequence[OffloadKey], slots: IndexArray) -> None:
+        """Note the key behind each slot of a chain; slots before a fork of chains are shared."""
+        ends = np.flatnonzero((slots[:-1] != slots[1:]) & (slots[:-1] != NO_ADDRESS))
+        following = np.array([hash(keys[i + 1]) for i in ends.tolist()], np.int64)
+        known = self._followers[slots[ends]]
+        forks = ends[(known != 0) & (known != following)]
+        if len(forks):
+            before = slots[: forks[-1] + 1]
+            self._is_shared[before[before != NO_ADDRESS]] = True
+        self._followers[slots[ends]] = following
+
+    def _tell(self, slots: IndexArray, hint: CacheHint) -> None:
+        if len(slots) and isinstance(self._policy, (HintedPolicy, TenantPolicy)):
+            self._policy.hint(slots, hint)
+
+    def _forget_hints(self, slots: IndexArray) -> None:
+        """Forget what is known of slots whose content is gone."""
+        self._followers[slots] = 0
+        self._is_shared[slots] = False
+        for slot in slots.tolist() if self._later else ():
+            self._later.pop(slot, None)
 
     def describe(self, entry: int) -> EntryInfo:
         """Return the policy's data about a slot: the key of its last block."""
@@ -399,7 +474,15 @@ class SlotEviction:
         if len(gone):
             self._policy.discard(gone)
             self._is_in[gone] = False
-        self.enter(slots[~is_in & ~is_used & ~is_empty][::-1])
+        if self._hints is not None:
+            self._forget_hints(slots[is_empty])
+        entering = slots[~is_in & ~is_used & ~is_empty]
+        self.enter(entering[::-1])
+        if self._later:
+            hints = [self._later.pop(slot, None) for slot in entering.tolist()]
+            for hint in dict.fromkeys(hints):
+                if hint is not None:
+                    self._tell(entering[[each == hint for each in hints]], hint)
 
     def enter(self, slots: IndexArray) -> None:
         """Insert slots that have just come out of use; the first of them is evicted first."""
@@ -465,6 +548,8 @@ class SlotEviction:
             policy.put_back(np.concatenate(kept))
         result = np.concatenate(victims) if victims else index_array(())
         self._is_in[result] = False
+        if self._hints is not None:
+            self._forget_hints(result)
         if missing > 0:
             raise InvariantError(f"{missing} of {num_slots} slots to evict could not be found")
         return result

@@ -39,6 +39,7 @@ from kvcache.offload import (
 from kvcache.offload.disk_use import DiskUse
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.commands import Label
+from kvcache.requests.hints import CacheHint
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,
@@ -361,6 +362,19 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
         behind=BYTES.without(None),
         is_private=BOOL,
         namespace=NAMESPACE.without(None),
+    )
+    of.method(
+        "hint",
+        {
+            "keys": LABEL_KEYS,
+            "start": 0,
+            "end": 2,
+            "hint": CacheHint(priority=90),
+            "now_s": 1.0,
+        },
+        start=COUNT,
+        end=COUNT,
+        hint=instance_of(CacheHint),
     )
     of.method("plan_fetch", {"keys": LABEL_KEYS, "now_s": 1.0})
     of.method("plan_load", {"keys": LABEL_KEYS[:2], "now_s": 1.0})

@@ -37,6 +37,13 @@ TABLES = [list(range(10, 40))]
 ONE_GROUP = KVGroups((FullAttentionSpec(TOKENS, 1, 1),), TOKENS)
 DISK = {"directory": "/files", "capacity_per_rank": "1MiB"}
 
+SOME_HINTS: list[Any] = [
+    [{"is_over": True}],
+    [{"returns_in_s": 3}],
+    [{"priority": 90, "end": 8}, {"priority": 10, "start": 8, "duration_s": 4}],
+    [{"priority": 999}],
+    None,
+]
 Job = StoreCommand | LoadCommand | FileCommand
 
 
@@ -608,6 +615,46 @@ def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
     assert cluster.run(request_of("again", 49)) == NUM_SLOTS * TOKENS
 
 
+def test_hints_in_kv_transfer_params_order_evictions() -> None:
+    cluster = Cluster()
+    kept, plain = request_of("kept", 9, "k"), request_of("plain", 9, "p")
+    kept.kv_transfer_params = {"hints": [{"priority": 100, "duration_s": 60}]}
+    plain.kv_transfer_params = None
+    for request in (kept, plain):
+        cluster.run(request)
+    cluster.run(request_of("r", 21, "r"))  # one block has to go
+    cluster.settle()
+    assert cluster.store.num_matched(request_of("kept again", 9, "k"), 0) == 8
+    assert cluster.store.num_matched(request_of("plain again", 9, "p"), 0) == 4
+    cluster.store.check()
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"hints": "soon"}, "request r: hints is 'soon': pass a list or tuple"),
+        ({"hints": [{"priority": 101}]}, "hints[0]: priority of a hint is 101"),
+        ({"hints": [{"ttl": 3}]}, "hints[0] has 'ttl': it may have start, end"),
+        ({"hints": [{"is_over": True}] * 17}, "has 17 hints, at most 16"),
+        ({"hints": None}, ""),
+        ({"do_remote_decode": True}, ""),
+        ("hints", ""),
+    ],
+)
+def test_a_request_with_bad_hints_is_served_and_warned_of_once(
+    params: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster()
+    for name in ("r", "s"):
+        request = request_of(name, 9, name)
+        request.kv_transfer_params = params
+        cluster.run(request)
+        assert cluster.store.num_matched(request_of(f"{name} again", 9, name), 0) == 8
+    warned = [r.getMessage() for r in caplog.records if "kv_transfer_params" in r.getMessage()]
+    assert len(warned) == bool(message)
+    assert all(message in each for each in warned)
+
+
 @pytest.mark.seeds(20)
 def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     draw = random.Random(seed)
@@ -618,6 +665,8 @@ def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     for number in range(300):
         cluster.time_s += draw.random() * 3
         request = request_of(f"r{number}", draw.randrange(1, 30), draw.choice("abc"))
+        if seed % 2:
+            request.kv_transfer_params = {"hints": draw.choice(SOME_HINTS)}
         found = cluster.begin(request)
         cluster.obey(cluster.commands(*(() if found is None else (request,))))
         if draw.random() < 0.2:

@@ -10,6 +10,7 @@ import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError
+from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.offload import (
     Deadlines,
     HierarchyOptions,
@@ -25,8 +26,12 @@ from kvcache.offload import (
     make_tier,
 )
 from kvcache.offload.contents import label_rows
+from kvcache.offload.slots import NOTHING, READY
+from kvcache.policies import hinted
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.requests.hints import CacheHint
+from kvcache.requests.request_content import Namespace
 from tests.offload.label_chains import SIZE, chain_label
 
 NOW_S = 100.0
@@ -93,6 +98,114 @@ def test_a_request_finds_what_was_stored_and_loads_it() -> None:
     tiers.loaded(load.job_id, ok=True)
     tiers.check()
     assert tiers.num_open_jobs == 0
+
+
+ALL = (0, 100)
+
+
+def evict(tiers: TierHierarchy, num_keys: int, first: int = 200) -> list[OffloadKey]:
+    """Store other keys; return which keys of host memory they replace."""
+    before = set(tiers.host.keys())
+    store(tiers, make_keys(num_keys, first))
+    gone = before - set(tiers.host.keys())
+    return [key for key in make_keys(100) if key in gone]
+
+
+def test_a_tier_follows_priorities_while_they_last() -> None:
+    tiers, (a, b, c, d) = make_hierarchy(num_disk=0), make_keys(4)
+    for key in (a, b, c, d):
+        store(tiers, [key])
+    tiers.hint([a], *ALL, CacheHint(priority=90, duration_s=5.0), NOW_S)
+    tiers.hint([c], *ALL, CacheHint(priority=10), NOW_S)
+    assert evict(tiers, 1, 201) == [c]
+    assert evict(tiers, 1, 202) == [b]
+    tiers.expire(NOW_S + 6.0)
+    tiers.touch([d])
+    assert evict(tiers, 3, 203) == [a]
+    tiers.check()
+
+
+def test_files_follow_hints_too() -> None:
+    tiers, keys = make_hierarchy(2, 3), make_keys(5)
+    for key in keys[:3]:
+        store(tiers, [key])
+        spill(tiers)
+    store(tiers, keys[3:])
+    spill(tiers)
+    store(tiers, make_keys(2, 50))
+    spill(tiers)
+    assert tiers.disk is not None
+    held = [key for key in keys if tiers.disk.states_of([key])[0] == READY]
+    tiers.hint([held[0]], *ALL, CacheHint(priority=100), NOW_S)
+    store(tiers, make_keys(2, 60))
+    spill(tiers)
+    store(tiers, make_keys(2, 70))
+    spill(tiers)
+    assert tiers.disk.states_of(held).tolist() == [READY] + [NOTHING] * (len(held) - 1)
+    tiers.check()
+
+
+def test_blocks_that_are_being_stored_follow_a_hint_afterwards() -> None:
+    tiers, keys = make_hierarchy(num_disk=0), make_keys(4)
+    job = tiers.plan_store(keys, NOW_S)
+    assert job is not None
+    tiers.hint(keys, 3, 4, CacheHint(priority=90), NOW_S)
+    tiers.hint(make_keys(3, 90), *ALL, CacheHint(priority=0), NOW_S)  # they are not here
+    tiers.stored(job.job_id, ok=True)
+    assert evict(tiers, 2) == keys[1:3]  # of a chain, the last goes first
+    assert tiers.look_up(keys[3:]).num_ready == 1
+    tiers.check()
+
+
+def test_a_failed_store_leaves_no_hint_behind() -> None:
+    tiers, keys = make_hierarchy(num_disk=0), make_keys(4)
+    job = tiers.plan_store(keys, NOW_S)
+    assert job is not None
+    tiers.hint(keys, 1, 3, CacheHint(priority=0), NOW_S)
+    tiers.stored(job.job_id, ok=False)
+    for key in keys:
+        store(tiers, [key])
+    order = [tiers.host.slots.keys[slot] for slot in tiers.host.eviction.order()]
+    assert order == keys  # as without hints
+    tiers.check()
+
+
+def test_what_sessions_share_in_a_tier_does_not_end_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hinted, "_FEW_CLAIMS", 1)
+    tiers, shared = make_hierarchy(8, 0), make_keys(2)
+    first, second = [*shared, *make_keys(2, 10)], [*shared, *make_keys(2, 20)]
+    store(tiers, first)
+    tiers.hint(first, *ALL, CacheHint(returns_in_s=1.0), NOW_S)
+    tiers.expire(NOW_S + 1.0)
+    tiers.touch(first)  # as hinted: hints are trusted from now on
+    store(tiers, second)
+    soon, late = CacheHint(returns_in_s=1.0), CacheHint(returns_in_s=1000.0)
+    tiers.hint(first, *ALL, soon, NOW_S + 1.0)
+    tiers.hint(second, *ALL, late, NOW_S + 1.0)
+    order = [tiers.host.slots.keys[slot] for slot in tiers.host.eviction.order()]
+    assert order == [*second[:1:-1], *first[:1:-1], *shared[::-1]]
+    tiers.check()
+
+
+def test_hints_do_not_move_what_a_tenant_has_guaranteed() -> None:
+    tenants = TenantsConfig(named={"a": TenantConfig(guaranteed=0.5)})
+    tiers = TierHierarchy(
+        make_tier(TierOptions("host", 4, tenants=tenants)),
+        None,
+        itertools.count(1).__next__,
+        HierarchyOptions(spare_share=0.0),
+    )
+    keys = make_keys(6)
+    for chosen, tenant in ((keys[:2], "a"), (keys[2:4], "b"), (keys[4:], "b")):
+        job = tiers.plan_store(chosen, NOW_S, namespace=Namespace(0, None, None, tenant))
+        assert job is not None
+        tiers.stored(job.job_id, ok=True)
+        tiers.hint(keys[:2], *ALL, CacheHint(priority=0), NOW_S)
+        tiers.hint(chosen if tenant == "b" else [], *ALL, CacheHint(priority=100), NOW_S)
+    assert tiers.look_up(keys[:2]).num_ready == 2
+    tiers.check()
 
 
 def test_nothing_is_asked_and_nothing_comes_of_it() -> None:

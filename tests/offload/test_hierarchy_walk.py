@@ -26,6 +26,7 @@ from kvcache.offload import (
     make_tier,
 )
 from kvcache.policies import EVICTION_POLICIES
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request_content import Namespace
 from kvcache.tenants import TenantStatistics
 from tests.offload.byte_world import ByteWorld
@@ -52,6 +53,7 @@ class Walk:
     def __init__(self, seed: int, tenants: TenantsConfig | None = None) -> None:
         self.rng = rng = random.Random(seed)
         self.tenants = tenants
+        self.has_hints = seed % 2 == 1
         self.tenant_of: dict[OffloadKey, str] = {}
         self.world = ByteWorld(rng)
         self.now_s = 0.0
@@ -116,12 +118,23 @@ class Walk:
             self.reset: 1,
             self.mistake: 1,
         }
+        if self.has_hints:
+            operations[self.hint] = 2
         random_walk(title, self.rng, operations, NUM_STEPS, self.compare)
         self.finish()
 
     def request(self) -> list[OffloadKey]:
         chain = self.rng.choice(self.chains[1:])
         return chain[: self.rng.randrange(1, len(chain) + 1)]
+
+    def hint(self) -> None:
+        chain, start = self.rng.choice(self.chains[1:]), self.rng.choice([0, 2])
+        hints = [
+            CacheHint(is_over=True),
+            CacheHint(returns_in_s=self.rng.choice([2.0, 9.0])),
+            CacheHint(priority=self.rng.choice([0, 90]), duration_s=self.rng.choice([None, 5.0])),
+        ]
+        self.hierarchy.hint(chain, start, len(chain), self.rng.choice(hints), self.now_s)
 
     def store(self) -> None:
         keys = self.request()

@@ -14,13 +14,14 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
-from kvcache.coordinator.job_table import JobTable
+from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
+from kvcache.manager.step_plan import make_request
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.hits import Place, PlaceArray
@@ -33,6 +34,7 @@ from kvcache.protocol.label_agreement import NO_LABELS
 from kvcache.protocol.labels import LABEL_VERSION
 from kvcache.protocol.messages import LabelReport
 from kvcache.protocol.step import NewRequest, StepRequest
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace, namespace_name
 from tests.manager.managers_under_test import (
@@ -155,6 +157,36 @@ def test_a_step_may_seal_blocks_of_more_salts_than_python_calls_nest(by: str) ->
     assert len({b for store in stores for b in store.sources.tolist()}) == num_salts
     told_of = bench.offloading.tiers.host.statistics().tenants
     assert sum(one.num_held_blocks for one in told_of) == num_salts
+    bench.offloading.check()
+
+
+def test_hints_of_a_finished_request_order_the_tiers() -> None:
+    bench = Bench()
+    hosts = bench.offloading.tiers.host
+    first, last = CacheHint(priority=0), CacheHint(8, priority=100)
+    new = tuple(
+        NewRequest(name, int32_array(range(start, start + 13)), 13, hints=(hint,))
+        for name, start, hint in (("a", 100, last), ("b", 200, first))
+    )
+    stores: list[Store] = []
+    for step in (
+        StepRequest("c", 1, 1, new=new),
+        StepRequest("c", 2, 1, completed_step=1),
+        StepRequest("c", 3, 1, completed_step=2, finished=("a", "b")),
+    ):
+        result = bench.manager.step(step)
+        told = bench.offloading.commands(bench.manager.take_commands(), step, result)
+        stores += [command for command in told if isinstance(command, Store)]
+    for store in stores:  # the blocks are stored after the requests have finished
+        bench.offloading.on_ended(EndedJob(store.job_id, "", 0, 0, ()))
+    keys = [hosts.slots.keys[slot] for slot in hosts.eviction.order()]
+    chains = []
+    for each in new:
+        request = make_request(each, 0, bench.manager._hasher)
+        chains.append(TierHitFinder(make_config(FULL, 64), 4).keys_of(request, 0, range(3)))
+    of_a, of_b = chains
+    assert set(keys[:3]) == set(of_b)
+    assert keys[3:] == [of_a[1], of_a[0], of_a[2]]
     bench.offloading.check()
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.tier_hits import BoolArray
@@ -52,6 +52,7 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.requests.hash_algorithms import BlockHash
+from kvcache.requests.hints import blocks_in, hints_from_plain
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.sharing.messages import MAX_KEYS
 
@@ -165,6 +166,7 @@ class BlockStore:
         self._nodes = nodes
         self._adapters = AdapterRevisions()
         self._weights = b""  # in each key, once weights may have changed
+        self._has_warned_of_hints = False
         self._kept: set[str] = set()
         self._loaded_into: set[int] = set()
         self._next = StepCommands()
@@ -334,7 +336,9 @@ class BlockStore:
     def finished(self, request_id: str) -> bool:
         """Forget a request; say whether its blocks are still needed, until a rank is told that it
         is `released`."""
-        self._requests.pop(request_id, None)
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None:
+            self._follow_hints(tracked)
         self.counts.ended(request_id, self._now())
         if self._nodes is not None:
             self._nodes.forget(request_id)
@@ -345,6 +349,28 @@ class BlockStore:
             return False  # vLLM keeps the blocks until they are loaded, and stores end before
         self._kept.add(request_id)
         return True
+
+    def _follow_hints(self, tracked: _Tracked) -> None:
+        """Follow the hints of a request that ends, in every tier. Invalid ones are ignored."""
+        params = getattr(tracked.request, "kv_transfer_params", None)
+        if self._tiers is None or tracked.origin is None or not isinstance(params, Mapping):
+            return
+        if params.get("hints") is None:
+            return
+        try:
+            hints = hints_from_plain(f"request {tracked.request.request_id}", params["hints"])
+        except RequestError as error:
+            if not self._has_warned_of_hints:
+                self._has_warned_of_hints = True
+                logger.warning("ignored in kv_transfer_params, also of later requests: %s", error)
+            return
+        now_s = self._now()
+        for group, spec in enumerate(self._setting.groups.specs):
+            num_blocks = len(tracked.block_hashes) // self._hashes_per_block[group]
+            keys = self._finder.keys_of(tracked, group, range(num_blocks))
+            for hint in hints:
+                meant = blocks_in(hint, spec.block_size, num_blocks)
+                self._tiers.hint(keys, *meant, hint, now_s)
 
     # --- a step's way
 
