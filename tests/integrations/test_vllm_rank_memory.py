@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from kvcache.memory_service.process import end
 from kvcache.protocol.messages import JobReport
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvcache.worker.copies.runner import CopyThread
+from kvcache.worker.files import shared
 from tests.worker.delayed_engine import DelayedEngine
 from tests.worker.told_engine import ToldEngine
 
@@ -559,3 +563,63 @@ def test_memory_that_is_too_small_or_too_large_is_refused(name: str) -> None:
     with pytest.raises(NotEnoughMemoryError, match=r"lower offload\.host_memory_per_rank"):
         RankMemory(setting_of(name, host_memory_per_rank="900TiB"), 0, caches())
     RankMemory(small, 0, caches()).close()
+
+
+HOLDS_THE_LOCK = """
+import fcntl, os, signal, sys
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@contextmanager
+def stopped_with_the_lock(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that was stopped while it wrote to a rank's files."""
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, str(directory / "changes")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_stopped_process_with_the_lock_costs_a_write_and_no_block(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "LOCK_S", 0.1)
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1), (5, 6))
+    seal(memory, 0, 1)
+    directory = Path(memory.inventory().files_directory)
+    with stopped_with_the_lock(directory):
+        report = move(memory, "spills", (0, 1))
+        assert not report.ok and "does not go on: end it" in report.detail
+        assert load(memory, (0, 1), (8, 9)).ok
+        files = memory._jobs.statistics().files
+        assert files is not None and sum(files.problems.values()) >= 2
+    assert not list(tmp_path.rglob("*.kvb"))
+    assert move(memory, "spills", (0, 1), job=4).ok
+    memory.close()
+
+
+def test_loads_do_not_wait_for_a_write_that_waits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "LOCK_S", 60.0)
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    store(memory, (0, 1), (5, 6))
+    seal(memory, 0, 1)
+    with stopped_with_the_lock(Path(memory.inventory().files_directory)) as process:
+        memory.obey(StepCommands(spills=(FileCommand(3, (0, 1), b"".join(KEYS[:2])),)))
+        assert load(memory, (0, 1), (8, 9)).job_id == 2
+        assert memory.take_reports() is None
+        process.send_signal(signal.SIGCONT)  # it goes on, and ends
+        report = report_of(memory)
+    assert (report.job_id, report.ok) == (3, True)
+    memory.close()

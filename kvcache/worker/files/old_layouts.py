@@ -1,9 +1,10 @@
 """Removes files that no engine reads any more, because a rank's layout has changed.
 
 Each layout fingerprint has its own directories (tier.py). Another model, weight revision or
-number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes its
-own old files, and rank 0 also those of ranks that no longer exist. Other ranks may have
-other fingerprints, and other replicas may run, so theirs are not touched.
+number of ranks leaves its files behind, which nothing reads and no limit counts. So do earlier
+versions, in which replicas had directories of their own (`<fingerprint>/replica<n>/rank<k>`). A
+rank removes its own old files, and rank 0 also those of ranks that no longer exist. Other ranks may
+have other fingerprints, so theirs are not touched.
 
 A directory is first moved away, under its lock: an engine that starts at the same time with the
 old layout makes a new one.
@@ -33,6 +34,7 @@ MAX_DIRECTORIES = 64
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _RANK = re.compile(r"rank(\d+)")
+_REPLICA = re.compile(r"replica\d+")
 _REMOVED = "removed-"
 
 
@@ -79,15 +81,24 @@ def remove_in_background(place: RankPlace) -> threading.Thread:
 
 
 def _old_directories(place: RankPlace) -> Iterator[Path]:
-    for layout in sorted(place.root.iterdir()):
-        if layout.name == place.fingerprint or not _FINGERPRINT.fullmatch(layout.name):
-            continue
-        if layout.is_symlink() or not layout.is_dir():
-            continue
-        for directory in sorted(layout.iterdir()):
-            found = _RANK.fullmatch(directory.name)
-            if found and not directory.is_symlink() and place.may_remove(int(found[1])):
-                yield directory
+    for layout in _directories_in(place.root, _FINGERPRINT):
+        parents = _directories_in(layout, _REPLICA)
+        if layout.name != place.fingerprint:
+            parents.append(layout)
+        for parent in parents:
+            for directory in _directories_in(parent, _RANK):
+                if place.may_remove(int(directory.name.removeprefix("rank"))):
+                    yield directory
+
+
+def _directories_in(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the directories with names of this pattern; links are none."""
+    found = sorted(parent.iterdir())
+    return [
+        path
+        for path in found
+        if pattern.fullmatch(path.name) and not path.is_symlink() and path.is_dir()
+    ]
 
 
 def _remove(directory: Path, place: RankPlace) -> bool:
@@ -110,5 +121,7 @@ def _remove(directory: Path, place: RankPlace) -> bool:
         os.close(lock)
     with suppress(OSError):  # it is not empty
         directory.parent.rmdir()
+        if directory.parent.parent != place.root:
+            directory.parent.parent.rmdir()
     logger.info("rank %d: removed old files in %s", place.rank, directory)
     return True
