@@ -61,6 +61,9 @@ FAULTS_OF_RANKS = (*FAULTS, "kill worker", "stop worker")
 MODELS = ("llama", "llama", "gemma3")
 """Drawn from; the layers of the last one have sliding windows and full attention in turn."""
 
+CORE, WORKERS = 1, 2
+"""Generations of an engine's processes."""
+
 DEADLY = ("kill engine", "kill engine core", "kill worker")
 
 
@@ -141,7 +144,8 @@ class World:
         begun_s = time.monotonic()
         engine = self.living()
         engine.reset()
-        harm = threading.Timer(moment_s, self.harm, (fault, draw))
+        problems: list[Exception] = []
+        harm = threading.Timer(moment_s, self.harm, (fault, draw, problems))
         harm.start()
         is_restarted = False
         try:
@@ -150,6 +154,7 @@ class World:
             assert fault in DEADLY, f"seed {seed}: {fault} ends the engine"
             is_restarted = True
         harm.join()
+        assert not problems, f"seed {seed}: {fault} was not done: {problems}"
         if fault in DEADLY:
             engine.kill()
             self.engine = None
@@ -162,12 +167,12 @@ class World:
         wall_s = time.monotonic() - begun_s
         return Outcome(seed, self.model, fault, is_restarted, sum(answer.cached), wall_s)
 
-    def harm(self, fault: str, draw: random.Random) -> None:
-        """Execute the drawn action."""
+    def harm(self, fault: str, draw: random.Random, problems: list[Exception]) -> None:
+        """Execute the drawn action; append why it could not be done."""
         acts: dict[str, Callable[[], None]] = {
             "kill engine": lambda: self._signal_engine(signal.SIGKILL),
-            "kill engine core": lambda: self._kill_one("EngineCore", draw),
-            "kill worker": lambda: self._kill_one("Worker", draw),
+            "kill engine core": lambda: self._kill_one(CORE, draw),
+            "kill worker": lambda: self._kill_one(WORKERS, draw),
             "stop worker": lambda: self._stop_worker(draw),
             "stop engine": lambda: self._stop_engine(draw.random() * LONGEST_STOP_S),
             "kill memory service": lambda: self._signal_service(signal.SIGKILL),
@@ -176,7 +181,10 @@ class World:
             "damage files": lambda: self._damage(draw),
             "damage both": lambda: (self._flip(draw), self._damage(draw))[0],
         }
-        acts[fault]()
+        try:
+            acts[fault]()
+        except Exception as error:
+            problems.append(error)
 
     def close(self) -> None:
         """End everything."""
@@ -193,26 +201,30 @@ class World:
         for process in processes_of_session(self.engine.process.pid):
             _send(process, number)
 
-    def _kill_one(self, title: str, draw: random.Random) -> None:
+    def _kill_one(self, depth: int, draw: random.Random) -> None:
         """Kill one process, and the rest, which may wait for it, a moment later."""
-        _send(draw.choice(self._processes(title)), signal.SIGKILL)
+        _send(draw.choice(self._processes(depth)), signal.SIGKILL)
         time.sleep(LONGEST_STOP_S)
         self._signal_engine(signal.SIGKILL)
 
     def _stop_worker(self, draw: random.Random) -> None:
-        process = draw.choice(self._processes("Worker"))
+        process = draw.choice(self._processes(WORKERS))
         _send(process, signal.SIGSTOP)
         time.sleep(draw.random() * LONGEST_STOP_S)
         _send(process, signal.SIGCONT)
 
-    def _processes(self, title: str) -> list[int]:
-        """Return the engine's processes that vLLM has given this title."""
+    def _processes(self, depth: int) -> list[int]:
+        """Return the engine's processes of a generation: 1 is its core, 2 are the workers."""
         assert self.engine is not None
-        found = []
-        for process in processes_of_session(self.engine.process.pid):
-            if title in Path(f"/proc/{process}/cmdline").read_text(errors="replace"):
-                found.append(process)
-        return sorted(found)
+        parents = {self.engine.process.pid: 0}
+        for process in sorted(processes_of_session(self.engine.process.pid)):
+            with contextlib.suppress(OSError):  # it has just ended
+                tree = Path(f"/proc/{process}")
+                parent = int(tree.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+                is_python = b"resource_tracker" not in tree.joinpath("cmdline").read_bytes()
+                if is_python and parent in parents:
+                    parents[process] = parents[parent] + 1
+        return sorted(process for process, found in parents.items() if found == depth)
 
     def _stop_engine(self, seconds: float) -> None:
         self._signal_engine(signal.SIGSTOP)
