@@ -175,7 +175,7 @@ def _hinted(
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
     from kvcache.simulate.simulation_processes import SimulationTask
 
-    kinds = [kind for kind in KINDS_OF_HINTS if kind != SESSION_HINTS or trace.sessions]
+    kinds = [kind for kind in KINDS_OF_HINTS if kind != SESSION_HINTS or trace.hints]
     caches = {
         kind: SimulatedCache(cache.policy, cache.num_blocks, hints=kind) for kind in kinds
     } | {OPTIMUM: SimulatedCache(OPTIMUM, cache.num_blocks)}

@@ -26,7 +26,7 @@ from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MooncakeLine, MooncakeTrace
 from kvcache.simulate.tokens import block_token_ids
 from kvcache.simulate.trace_writing import TraceLine, trace_lines
-from kvcache.simulate.workload import SessionFacts, Workload, WorkloadRequest
+from kvcache.simulate.workload import Workload, WorkloadRequest
 
 _NO_PARENT = -1
 COMPACT_BLOCK_SIZE = 2
@@ -36,8 +36,8 @@ COMPACT_BLOCK_SIZE = 2
 @dataclass(frozen=True, eq=False)
 class BlockTrace:
     """`blocks[starts[i]:starts[i + 1]]` are the blocks of request `i`, numbered from 0 in order of
-    appearance, including a partial last one; `lines[i]` is its line in the file. `sessions[i]`
-    is what is known of its session; there are none if the trace does not know all."""
+    appearance, including a partial last one; `lines[i]` is its line in the file. `hints[i]` are its
+    hints; `hints` is empty if no request has any."""
 
     name: str
     block_size: int
@@ -47,7 +47,7 @@ class BlockTrace:
     output_lengths: NDArray[np.int64]
     arrivals_ms: NDArray[np.float64]
     lines: NDArray[np.int64]
-    sessions: tuple[SessionFacts, ...] = ()
+    hints: tuple[tuple[CacheHint, ...], ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -100,6 +100,7 @@ class BlockTrace:
                 output_length=int(self.output_lengths[i]),
                 block_ids=self.blocks_of(i).tolist(),
                 block_size=self.block_size,
+                hints=self.hints[i] if self.hints else (),
             )
 
     def place_of(self, request: int) -> str:
@@ -136,7 +137,7 @@ def _generated_lines(workload: SyntheticWorkload, block_size: int) -> Iterator[M
             line.input_length,
             line.output_length,
             tuple(line.block_ids),
-            session=line.session,
+            hints=line.hints,
         )
 
 
@@ -158,6 +159,7 @@ def _token_lines(workload: Workload, block_size: int) -> Iterator[MooncakeLine]:
             request.num_prompt_tokens,
             request.num_output_tokens,
             tuple(blocks),
+            hints=request.hints,
         )
 
 
@@ -199,7 +201,7 @@ class _Collection:
             output_lengths=np.array([line.output_length for line in kept], np.int64),
             arrivals_ms=np.array([line.timestamp_ms for line in kept], np.float64),
             lines=np.array([line.number for line in kept], np.int64),
-            sessions=_sessions(kept),
+            hints=tuple([line.hints for line in kept]) if any(line.hints for line in kept) else (),
         )
 
     def _number(self, line: MooncakeLine) -> list[int]:
@@ -233,11 +235,6 @@ class _Collection:
 
     def _fail(self, line: MooncakeLine, what: str) -> TraceError:
         return TraceError(f"{self._name}, line {line.number}: {what}")
-
-
-def _sessions(lines: Sequence[MooncakeLine]) -> tuple[SessionFacts, ...]:
-    known = tuple([line.session for line in lines if line.session is not None])
-    return known if len(known) == len(lines) else ()
 
 
 class _TraceWorkload(ABC):

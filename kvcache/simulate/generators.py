@@ -10,6 +10,9 @@ order of arrival:
 
 Each session is drawn from a source of its own, so a longer trace begins with the same requests.
 
+Requests carry hints of what an engine knows when they end: whether their session goes on, and when,
+to a factor of two.
+
 The shapes are invented: they show how policies and sizes treat kinds of traffic, and do not claim
 to be like any real one. Users can record their own load.
 """
@@ -22,12 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from math import exp, inf, log
+from math import exp, inf, isfinite, log
 from random import Random
 from types import MappingProxyType
 from typing import Protocol
 
 from kvcache.base.errors import TraceError
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE
 from kvcache.simulate.passages import Passage, ScriptedRequest
 from kvcache.simulate.tokens import answer_seed, token_seed
@@ -38,6 +42,11 @@ DEFAULT_NUM_REQUESTS = 5_000
 
 OUTPUT_TOKENS_PER_S = 40.0
 """The speed of answers, from which the arrival of a session's next request follows."""
+
+LARGEST_ERROR = 2.0
+"""The factor by which a hint may be off."""
+
+_SHORTEST_S = 0.001
 
 # --- draws: every function takes its random source
 
@@ -91,6 +100,14 @@ def draw_count(rng: Random, mean: float, most: int) -> int:
 def draw_pause_s(rng: Random, median_s: float, spread: float = 1.0) -> float:
     """Return a pause, log-normal around its median."""
     return median_s * exp(spread * rng.gauss(0.0, 1.0))
+
+
+def session_hint(wait_s: float, own_start: int = 0) -> CacheHint:
+    """Return the hint that a session goes on in `wait_s`, inf: never. What it shares with others,
+    up to token `own_start`, is then as before."""
+    if not isfinite(wait_s):
+        return CacheHint(own_start, is_over=True)
+    return CacheHint(returns_in_s=max(_SHORTEST_S, round(wait_s, 3)))
 
 
 # --- sessions become requests
@@ -168,7 +185,8 @@ class SyntheticWorkload:
             if not due or next_start_s <= due[0][0]:
                 rng = Random(token_seed("session", kind.name, kind.seed, num_sessions))
                 session = kind.session(num_sessions, next_start_s, rng)
-                for i, request in enumerate(_with_returns(session)):
+                rng = Random(token_seed("hints", kind.name, kind.seed, num_sessions))
+                for i, request in enumerate(_with_hints(session, rng)):
                     heapq.heappush(due, (request.arrival_s, num_sessions, i, request))
                 num_sessions += 1
                 next_start_s += starts.expovariate(1 / kind.pause_s)
@@ -177,13 +195,20 @@ class SyntheticWorkload:
                 num_yielded += 1
 
 
-def _with_returns(session: Sequence[ScriptedRequest]) -> list[ScriptedRequest]:
-    """Return the requests of a session, each with the arrival of the first that continues it."""
+def _with_hints(session: Sequence[ScriptedRequest], rng: Random) -> list[ScriptedRequest]:
+    """Return the requests of a session, each with the hint when the first arrives that continues
+    it, half or twice the true time at most."""
     returns_s: dict[str, float] = {}
     for request in reversed(session):
         if request.after is not None:
             returns_s[request.after] = request.arrival_s
-    return [replace(each, returns_s=returns_s.get(each.request_id, inf)) for each in session]
+    hinted = []
+    for request in session:
+        wait_s = returns_s.get(request.request_id, inf) - request.arrival_s
+        wait_s *= LARGEST_ERROR ** rng.uniform(-1.0, 1.0)
+        hint = session_hint(wait_s, request.num_common_tokens)
+        hinted.append(replace(request, hints=(hint,)))
+    return hinted
 
 
 @dataclass(frozen=True)

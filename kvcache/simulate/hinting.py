@@ -1,14 +1,15 @@
 """Hints for the requests of a trace: what an engine could have known when each of them ended.
 
 none      nothing
-session   whether the session goes on, and when, to a factor of two: what a generator knows
+session   those of the trace: in generated ones, whether the session goes on, and when, to a factor
+          of two
 oracle    the same for the last full block of a request, exactly, from the trace itself
 """
 
 from __future__ import annotations
 
-from math import inf, isfinite
-from random import Random
+from dataclasses import replace
+from math import inf
 from typing import TypeAlias
 
 import numpy as np
@@ -16,15 +17,12 @@ import numpy as np
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.requests.hints import CacheHint
 from kvcache.simulate.block_trace import BlockTrace
-from kvcache.simulate.tokens import token_seed
+from kvcache.simulate.generators import session_hint
 
 Hints: TypeAlias = "list[tuple[CacheHint, ...]]"
 
 NO_HINTS, SESSION_HINTS, ORACLE_HINTS = "none", "session", "oracle"
 KINDS_OF_HINTS = (NO_HINTS, SESSION_HINTS, ORACLE_HINTS)
-
-_SHORTEST_S = 0.001
-_LARGEST_ERROR = 2.0
 
 
 def require_hints(kind: str) -> str:
@@ -36,9 +34,9 @@ def require_hints(kind: str) -> str:
     return kind
 
 
-def require_sessions(trace: BlockTrace, kind: str) -> None:
+def require_known(trace: BlockTrace, kind: str) -> None:
     """Raise ConfigurationError if hints of this kind need what the trace does not say."""
-    if kind == SESSION_HINTS and not trace.sessions:
+    if kind == SESSION_HINTS and not trace.hints:
         raise ConfigurationError(
             f"{trace.name} does not say when its sessions go on: use hints of another kind, or a "
             "generated trace"
@@ -51,31 +49,32 @@ def hints_of(trace: BlockTrace, kind: str, block_size: int) -> Hints:
 
     Raises ConfigurationError if the trace does not say what the hints need.
     """
-    require_sessions(trace, kind)
+    require_known(trace, kind)
     if kind == NO_HINTS:
         return []
-    if kind == ORACLE_HINTS:
-        uses_ms = _next_uses_ms(trace)
-        return [
-            _hint(use_ms - now_ms, 0)
-            for use_ms, now_ms in zip(uses_ms, trace.arrivals_ms.tolist(), strict=True)
-        ]
-    draws = Random(token_seed("hints", trace.name))
+    if kind == SESSION_HINTS and block_size == trace.block_size:
+        return list(trace.hints)
+    if kind == SESSION_HINTS:
+        return [_for_blocks(hints, trace.block_size, block_size) for hints in trace.hints]
+    uses_ms = _next_uses_ms(trace)
     return [
-        _hint(
-            (session.returns_ms - now_ms) * _LARGEST_ERROR ** draws.uniform(-1.0, 1.0),
-            session.num_common_tokens // trace.block_size * block_size,
-        )
-        for session, now_ms in zip(trace.sessions, trace.arrivals_ms.tolist(), strict=True)
+        (session_hint((use_ms - now_ms) / 1000),)
+        for use_ms, now_ms in zip(uses_ms, trace.arrivals_ms.tolist(), strict=True)
     ]
 
 
-def _hint(wait_ms: float, own_start: int) -> tuple[CacheHint, ...]:
-    """Return the hint that a session goes on in `wait_ms`, inf: never. What it shares, up to token
-    `own_start`, is then as before."""
-    if not isfinite(wait_ms):
-        return (CacheHint(own_start, is_over=True),)
-    return (CacheHint(returns_in_s=max(_SHORTEST_S, wait_ms / 1000)),)
+def _for_blocks(
+    hints: tuple[CacheHint, ...], old_size: int, new_size: int
+) -> tuple[CacheHint, ...]:
+    """Return hints for the same blocks, with another number of tokens each."""
+    found = []
+    for hint in hints:
+        start = hint.start // old_size
+        end = None if hint.end is None else hint.end // old_size
+        if end is None or start < end:
+            end = None if end is None else end * new_size
+            found.append(replace(hint, start=start * new_size, end=end))
+    return tuple(found)
 
 
 def _next_uses_ms(trace: BlockTrace) -> list[float]:

@@ -3,9 +3,10 @@
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
 A hash id stands for a block of 512 tokens and all blocks before it; the last one of a line may be
-partial. Lines of our own recordings have the number of tokens (`"block_size": 16`), and may name a
-tenant. Token ids are made from the hash ids, so that two requests share exactly the blocks that the
-trace says. Reads line by line, keeps nothing, and refuses an inconsistent line by number.
+partial. Lines of our own have the number of tokens if it is another (`"block_size": 16`), and may
+name a tenant and hints (`"hints": [{"returns_in_s": 4.2}]`, the fields of `CacheHint`). Token ids
+are made from the hash ids, so that two requests share exactly the blocks that the trace says. Reads
+line by line, keeps nothing, and refuses an inconsistent line by number.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import BinaryIO, TypeAlias
 import numpy as np
 
 from kvcache.base.arrays import Int32Array
-from kvcache.base.errors import TraceError
+from kvcache.base.errors import RequestError, TraceError
+from kvcache.requests.hints import CacheHint, hints_from_plain
 from kvcache.simulate.tokens import block_token_ids
-from kvcache.simulate.workload import SessionFacts, WorkloadRequest
+from kvcache.simulate.workload import WorkloadRequest
 
 MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one hash id stands for."""
@@ -43,10 +45,7 @@ _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
 @dataclass(frozen=True)
 class MooncakeLine:
-    """One checked line; `number` counts from 1. `block_size` is None if the line has none.
-
-    Files have no `session`.
-    """
+    """One checked line; `number` counts from 1. `block_size` is None if the line has none."""
 
     number: int
     timestamp_ms: float
@@ -55,7 +54,7 @@ class MooncakeLine:
     hash_ids: tuple[int, ...]
     block_size: int | None = None
     tenant: str | None = None
-    session: SessionFacts | None = None
+    hints: tuple[CacheHint, ...] = ()
 
 
 class MooncakeTrace:
@@ -188,8 +187,14 @@ class MooncakeTrace:
         tenant = values.get("tenant")
         if tenant is not None and not (isinstance(tenant, str) and tenant):
             raise fail(f"has tenant {_shown(tenant)}, not a name")
+        hints: tuple[CacheHint, ...] = ()
+        if "hints" in values:
+            try:
+                hints = hints_from_plain("the line", values["hints"])
+            except RequestError as error:
+                raise fail(f"has hints that are not valid ({error})") from error
         return MooncakeLine(
-            number, timestamp, input_length, output_length, hash_ids, block_size, tenant
+            number, timestamp, input_length, output_length, hash_ids, block_size, tenant, hints
         )
 
     def _request(self, line: MooncakeLine) -> WorkloadRequest:
@@ -200,6 +205,7 @@ class MooncakeTrace:
             make_token_ids=partial(_prompt, line.hash_ids, line.input_length, self._block_size),
             arrival_s=line.timestamp_ms / 1000,
             tenant=line.tenant,
+            hints=line.hints,
         )
 
     def _broken(self, number: int, what: str) -> TraceError:

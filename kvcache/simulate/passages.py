@@ -17,8 +17,9 @@ from typing import TypeAlias
 import numpy as np
 
 from kvcache.base.arrays import Int32Array
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.tokens import token_stream
-from kvcache.simulate.workload import SessionFacts, WorkloadRequest
+from kvcache.simulate.workload import WorkloadRequest
 
 _NO_PARENT = -1
 
@@ -35,8 +36,7 @@ class Passage:
 class ScriptedRequest:
     """A request with a prompt of passages; otherwise like `WorkloadRequest`.
 
-    Other sessions may share the first `num_common` passages. `returns_s`: when the next request
-    arrives that continues it; inf: none does; None: not known.
+    Other sessions may share the first `num_common` passages.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class ScriptedRequest:
     num_output_tokens: int
     after: str | None = None
     num_common: int = 0
-    returns_s: float | None = None
+    hints: tuple[CacheHint, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -53,12 +53,9 @@ class ScriptedRequest:
         return sum(passage.num_tokens for passage in self.passages)
 
     @property
-    def session(self) -> SessionFacts | None:
-        """What is known of its session; None: nothing."""
-        if self.returns_s is None:
-            return None
-        num_common = sum(passage.num_tokens for passage in self.passages[: self.num_common])
-        return SessionFacts(self.returns_s * 1000, num_common)
+    def num_common_tokens(self) -> int:
+        """Tokens that other sessions may share."""
+        return sum(passage.num_tokens for passage in self.passages[: self.num_common])
 
     def to_workload_request(self) -> WorkloadRequest:
         """Return it for a player; its tokens are made on demand."""
@@ -69,6 +66,7 @@ class ScriptedRequest:
             make_token_ids=partial(passage_tokens, self.passages),
             arrival_s=self.arrival_s,
             after=self.after,
+            hints=self.hints,
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import EVICTION_POLICIES, require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
-from kvcache.simulate.hinting import NO_HINTS, require_hints, require_sessions
+from kvcache.simulate.hinting import NO_HINTS, require_hints, require_known
 from kvcache.simulate.running_counting import Pace, require_room_for_answers
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -99,7 +99,7 @@ class SimulatedCache:
         """Raise an error that names the line if a request does not fit: ConfigurationError for a
         prompt, OutOfBlocksError for it with its answer. With `groups`, only playing shows it. Raise
         ConfigurationError, too, if the trace lacks what the hints need."""
-        require_sessions(trace, self.hints)
+        require_known(trace, self.hints)
         if self.num_blocks is None or self.groups:
             return
         if trace.most_blocks <= self.num_blocks:

@@ -11,22 +11,22 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from kvcache.base.errors import TraceError
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS
 from kvcache.simulate.passages import BlockNames
-from kvcache.simulate.workload import SessionFacts
 
 
 @dataclass(frozen=True)
 class TraceLine:
     """One request of a trace. `block_ids` names its blocks, including a partial last one.
 
-    The line has a `block_size` unless it is the readers' default. `session` is not written.
+    The line has a `block_size` unless it is the readers' default, and `hints` if there are any.
     """
 
     timestamp_ms: int
@@ -35,7 +35,7 @@ class TraceLine:
     block_ids: Sequence[int]
     tenant: str | None = None
     block_size: int = MOONCAKE_BLOCK_SIZE
-    session: SessionFacts | None = None
+    hints: tuple[CacheHint, ...] = ()
 
     def to_json(self) -> bytes:
         """Return the line, with its line break."""
@@ -49,7 +49,17 @@ class TraceLine:
             values["block_size"] = self.block_size
         if self.tenant is not None:
             values["tenant"] = self.tenant
+        if self.hints:
+            values["hints"] = [_plain(hint) for hint in self.hints]
         return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+_NO_HINT = {field.name: field.default for field in fields(CacheHint)}
+
+
+def _plain(hint: CacheHint) -> dict[str, object]:
+    """Return the fields of a hint that it has."""
+    return {name: value for name, value in asdict(hint).items() if value != _NO_HINT[name]}
 
 
 def trace_lines(
@@ -64,7 +74,7 @@ def trace_lines(
             output_length=request.num_output_tokens,
             block_ids=names.name(request.passages),
             block_size=block_size,
-            session=request.session,
+            hints=request.hints,
         )
 
 

@@ -23,7 +23,8 @@ class WorkloadRequest:
     `make_token_ids` returns the prompt, `num_prompt_tokens` ids, at each call: a trace may have far
     more tokens than fit into memory. `num_output_tokens` are sampled, 0 for requests that only
     read. `arrival_s` counts from the start of the workload. The request can be sent only after
-    request `after` has been answered, because its prompt quotes that answer.
+    request `after` has been answered, because its prompt quotes that answer. `hints` are what an
+    engine knows when the request ends.
     """
 
     request_id: str
@@ -45,18 +46,6 @@ class WorkloadRequest:
     def token_ids(self) -> Int32Array:
         """The prompt, made now. Shape `(num_prompt_tokens,)`."""
         return self.make_token_ids()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFacts:
-    """What an engine knows of a request's session when the request ends.
-
-    `returns_ms` is when the next request arrives that continues it, from the start of the workload;
-    inf: none does. Other sessions may share its first `num_common_tokens`, such as a system prompt.
-    """
-
-    returns_ms: float
-    num_common_tokens: int
 
 
 class Workload(Protocol):

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import random
-from math import isinf
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
-from kvcache.requests.hints import CacheHint
+from kvcache.requests.hints import CacheHint, blocks_in
 from kvcache.simulate.block_trace import BlockTrace, CompactTrace, read_block_trace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-from kvcache.simulate.generators import generate
+from kvcache.simulate.generators import GENERATORS, generate
 from kvcache.simulate.hinting import hints_of
-from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
+from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_groups
 from kvcache.simulate.simulation import simulate
-from tests.simulate.traces import block_trace, random_requests
+from kvcache.simulate.trace_writing import write_trace
+from kvcache.specs import KVCacheGroupSpec
+from tests.simulate.traces import block_trace, random_requests, trace_line, write_lines
+
+Groups: TypeAlias = "tuple[KVCacheGroupSpec, ...]"
 
 SIZES = {"chat": 200, "agents": 500}
 
@@ -52,17 +58,55 @@ def test_random_hints_cost_nothing(name: str, num_blocks: int) -> None:
     assert count.hit_rate >= rate(trace, SimulatedCache("lru", num_blocks)) - 0.005
 
 
-def test_hints_of_a_session_are_known_to_a_factor_of_two() -> None:
-    trace = generated("agents")
-    for i, [hint] in enumerate(hints_of(trace, "session", 2)):
-        session = trace.sessions[i]
-        wait_s = (session.returns_ms - float(trace.arrivals_ms[i])) / 1000
-        if isinf(wait_s):
-            assert hint.is_over
-            assert hint.start == session.num_common_tokens // trace.block_size * 2
-        else:
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_a_request_is_hinted_when_it_is_continued_to_a_factor_of_two(name: str) -> None:
+    requests = list(generate(name, seed=3, num_requests=2_000).script())
+    num_continued = num_ended = 0
+    for i, request in enumerate(requests):
+        [hint] = request.hints
+        [same] = request.to_workload_request().hints
+        assert same is hint
+        following = [r.arrival_s for r in requests[i + 1 :] if r.after == request.request_id]
+        if following:
+            num_continued += 1
+            wait_s = following[0] - request.arrival_s
+            assert hint.returns_in_s is not None and not hint.is_over
+            assert wait_s / 2 - 0.001 <= hint.returns_in_s <= wait_s * 2 + 0.001
+        elif hint.is_over:
+            num_ended += 1
+            common = request.passages[: request.num_common]
+            assert hint.start == sum(passage.num_tokens for passage in common) > 0
+        else:  # goes on after the last request
             assert hint.returns_in_s is not None
-            assert wait_s / 2.001 <= hint.returns_in_s <= max(0.001, wait_s * 2.001)
+            assert request.arrival_s + 2 * hint.returns_in_s >= requests[-1].arrival_s - 0.001
+    assert min(num_continued, num_ended) > 100
+
+
+@pytest.mark.parametrize("groups", [(), window_groups(512, 4096)])
+def test_a_written_trace_has_the_hints(tmp_path: Path, groups: Groups) -> None:
+    trace, path = generated("chat"), tmp_path / "chat.jsonl"
+    write_trace(path, trace.to_lines())
+    read = read_block_trace(MooncakeTrace(path))
+    assert read.hints == trace.hints and len(trace.hints) == 800
+    cache = SimulatedCache("lru", 400, groups=groups, hints="session")
+    assert rate(trace, cache) == rate(read, cache) != rate(read, replace(cache, hints="none"))
+    assert [request.hints for request in MooncakeTrace(path)] == list(trace.hints)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_hints_are_for_the_same_blocks_in_any_size(tmp_path: Path, size: int) -> None:
+    """A block is hinted if its last token is in the range."""
+    hints = [(a, b) for a in range(14) for b in (None, *range(a + 1, 16))]
+    plain = [{"start": a, "priority": 9} | ({} if b is None else {"end": b}) for a, b in hints]
+    lines = [trace_line(16, [0, 1, 2, 3], hints=[each]) for each in plain]
+    path = write_lines(tmp_path / "trace.jsonl", *lines)
+    trace = read_block_trace(MooncakeTrace(path, block_size=4))
+    for (start, end), found in zip(hints, hints_of(trace, "session", size), strict=True):
+        lasts = [(i, 4 * i + 3) for i in range(4)]
+        expected = [i for i, last in lasts if start <= last and (end is None or last < end)]
+        ranges = [blocks_in(hint, size, 4) for hint in found]
+        assert [i for first, after in ranges for i in range(first, after)] == expected
+        assert all(hint.priority == 9 for hint in found)
 
 
 def test_an_oracle_knows_the_next_use_of_the_last_full_block(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
         ({**GOOD, "input_length": True}, "has input_length true, not a whole number"),
         ({**GOOD, "output_length": "7"}, 'has output_length "7", not a whole number'),
         ({**GOOD, "hash_ids": 7}, "has hash_ids 7, not a list"),
+        ({**GOOD, "hints": 7}, "has hints that are not valid (the line: hints is 7: pass "),
+        (
+            {**GOOD, "hints": [{"is_over": True}, {"over": 1}]},
+            "has hints that are not valid (the line: hints[1] has 'over': it may have start, ",
+        ),
+        (
+            {**GOOD, "hints": [{"returns_in_s": -3}]},
+            "has hints that are not valid (the line: hints[0]: returns_in_s of a hint ",
+        ),
         ({**GOOD, "hash_ids": [3, 4.5, 9]}, "has hash id 4.5, not a whole number"),
         (
             {**GOOD, "hash_ids": [3, -4, 9]},
