@@ -316,7 +316,8 @@ class TierHierarchy:
         """Plan to copy keys from another node to host memory: as many leading ones as fit.
 
         Skips keys that host memory has. None if there is nothing to copy, or no room. `labels` as
-        in `plan_store`; `spares` are not evicted for it.
+        in `plan_store`; `spares` are not evicted for it. They are evicted before other keys, until
+        they have been loaded twice: the other node has them, too.
         """
         now_s, in_host = as_number("now_s", now_s), self.host.states_of(keys)
         room = self.options.max_fetching_blocks - self.transfers.num_keys(JobKind.IMPORT)
@@ -330,6 +331,7 @@ class TierHierarchy:
             spares=spares,
             is_forced=True,
             drops_dirty=not self.is_disk_in_use,
+            are_copies=True,
         )
         if reserved is None:
             return None

@@ -47,6 +47,10 @@ FORGOTTEN: Final = 3
 
 NO_ADDRESS: Final = -1
 
+COPY_LOADS: Final = 2
+"""Loads of a copy of what another node holds, until it counts as this node's own: the first is for
+the request that it was copied for."""
+
 # Numbers of the counters' own type: `np.add.at` is then forty times as fast.
 _ONE: Final = np.int32(1)
 _MINUS_ONE: Final = np.int32(-1)
@@ -356,7 +360,11 @@ class _PlacesInSlots:
 class SlotEviction:
     """The eviction order of idle slots. Also the policy's `EntryBook`.
 
-    Invariant: a slot is in the policy exactly when it has members and no holds (writes or loads).
+    *Copies* of what another node holds go first, the oldest first, until they are loaded a second
+    time, or a hint comes: so the last copy in a group of nodes lives longer.
+
+    Invariant: a slot is in the policy, or among `_copies`, exactly when it has members and no holds
+    (writes or loads). `_copy_loads` is 0 for every slot that is no copy.
     """
 
     def __init__(
@@ -379,6 +387,10 @@ class SlotEviction:
             else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
         )
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
+        self._copies: dict[int, None] = {}
+        self._copy_loads: CountArray = np.zeros(table.num_slots, np.int32)
+        """After how many loads a copy is none any more."""
+        self._has_copies = False
         # Until the first hint, the rest is unused.
         self._hints: HintColumns | None = None
         self._later: dict[int, CacheHint] = {}
@@ -438,6 +450,7 @@ class SlotEviction:
 
     def _tell(self, slots: IndexArray, hint: CacheHint) -> None:
         if len(slots) and isinstance(self._policy, (HintedPolicy, TenantPolicy)):
+            self._end_copies(slots)
             self._policy.hint(slots, hint)
 
     def _forget_hints(self, slots: IndexArray) -> None:
@@ -472,10 +485,12 @@ class SlotEviction:
         self._leave(slots[is_in & is_used])
         gone = slots[is_in & is_empty]
         if len(gone):
-            self._policy.discard(gone)
+            self._policy.discard(self._without_copies(gone))
             self._is_in[gone] = False
         if self._hints is not None:
             self._forget_hints(slots[is_empty])
+        if self._has_copies:
+            self._copy_loads[slots[is_empty]] = 0
         entering = slots[~is_in & ~is_used & ~is_empty]
         self.enter(entering[::-1])
         if self._later:
@@ -487,8 +502,19 @@ class SlotEviction:
     def enter(self, slots: IndexArray) -> None:
         """Insert slots that have just come out of use; the first of them is evicted first."""
         if len(slots):
-            self._policy.insert(slots)
+            self._insert(slots)
             self._is_in[slots] = True
+
+    def mark_copies(self, slots: IndexArray) -> None:
+        """Note that these slots, which are being written, get copies of what another node holds."""
+        if self._tenants is None and self._table.blocks_per_slot == 1:
+            self._copy_loads[slots] = COPY_LOADS
+            self._has_copies = True
+
+    def note_loads(self, slots: IndexArray) -> None:
+        """Count a load of these slots, which are in use now."""
+        if self._has_copies:
+            self._copy_loads[slots] = np.maximum(self._copy_loads[slots] - 1, 0)
 
     def withhold(self, slots: IndexArray) -> None:
         """Remove those slots that are in the policy, until `update` inserts them again."""
@@ -500,14 +526,14 @@ class SlotEviction:
         slots = self._table.distinct(slots)
         waiting = slots[self._is_in[slots]]
         if len(waiting):
-            self._policy.remove(waiting)
-            self._policy.insert(waiting[::-1])
+            self._policy.remove(self._without_copies(waiting))
+            self._insert(waiting[::-1])
 
     def num_evictable(self, *, drops_dirty: bool) -> int:
         """Return how many slots `choose` can take."""
         table = self._table
         if not table.slot_spills.any() and (drops_dirty or not table.slot_dirty.any()):
-            return len(self._policy)
+            return len(self._policy) + len(self._copies)
         must_stay = table.slot_spills > 0
         if not drops_dirty:
             must_stay |= table.slot_dirty > 0
@@ -528,7 +554,9 @@ class SlotEviction:
         table, policy = self._table, self._policy
         victims: list[IndexArray] = []
         kept: list[IndexArray] = []
-        missing, num_kept = num_slots, 0
+        if self._copies:
+            victims.append(self._choose_copies(num_slots, drops_dirty=drops_dirty))
+        missing, num_kept = num_slots - sum(map(len, victims)), 0
         while missing > 0 and len(policy):
             chosen = index_array(policy.choose(missing + num_kept))
             if not len(chosen):
@@ -550,6 +578,7 @@ class SlotEviction:
         self._is_in[result] = False
         if self._hints is not None:
             self._forget_hints(result)
+        self._copy_loads[result] = 0
         if missing > 0:
             raise InvariantError(f"{missing} of {num_slots} slots to evict could not be found")
         return result
@@ -580,22 +609,64 @@ class SlotEviction:
 
     def order(self) -> list[int]:
         """Return all idle slots, the next victim first. For audits; changes nothing."""
-        return self._policy.order()
+        return [*self._copies, *self._policy.order()]
 
     def check(self) -> None:
         """Raise InvariantError unless the policy has exactly the idle slots."""
         table = self._table
         idle = np.flatnonzero((table.slot_members > 0) & (table.slot_holds == 0)).tolist()
-        found = sorted(self._policy.order())
-        if found != idle or len(self._policy) != len(idle):
+        found = sorted(self.order())
+        if found != idle or len(self._policy) + len(self._copies) != len(idle):
             raise InvariantError(
                 f"the policy has {len(found)} slots, {len(idle)} are idle; they differ in "
                 f"{sorted(set(found) ^ set(idle))[:5]}"
             )
         if np.flatnonzero(self._is_in).tolist() != idle:
             raise InvariantError("slots are noted as waiting that are not, or the reverse")
+        marked = np.flatnonzero(self._copy_loads)
+        if (
+            not self._copies.keys()
+            <= set(marked.tolist())
+            <= set(np.flatnonzero(table.slot_members))
+        ):
+            raise InvariantError("slots are noted as copies that are none, or the reverse")
 
     def _leave(self, slots: IndexArray) -> None:
         if len(slots):
-            self._policy.remove(slots)
+            self._policy.remove(self._without_copies(slots))
             self._is_in[slots] = False
+
+    def _insert(self, slots: IndexArray) -> None:
+        if self._has_copies:
+            is_copy = self._copy_loads[slots] > 0
+            self._copies.update(dict.fromkeys(slots[is_copy].tolist()))
+            slots = slots[~is_copy]
+        self._policy.insert(slots)
+
+    def _without_copies(self, slots: IndexArray) -> IndexArray:
+        """Take those slots that are among the copies out of them; return the others."""
+        if not self._copies:
+            return slots
+        is_copy = np.fromiter(map(self._copies.__contains__, slots.tolist()), np.bool_, len(slots))
+        for slot in slots[is_copy].tolist():
+            del self._copies[slot]
+        rest: IndexArray = slots[~is_copy]
+        return rest
+
+    def _end_copies(self, slots: IndexArray) -> None:
+        """Have the policy order those of these slots that are among the copies."""
+        copies = index_array([slot for slot in slots.tolist() if slot in self._copies])
+        if len(copies):
+            self._copy_loads[copies] = 0
+            self._without_copies(copies)
+            self._policy.insert(copies)
+
+    def _choose_copies(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
+        """Remove and return up to `num_slots` copies that may go."""
+        copies, table = index_array(list(self._copies)), self._table
+        must_stay = table.slot_spills[copies] > 0
+        if not drops_dirty:
+            must_stay |= table.slot_dirty[copies] > 0
+        chosen = copies[~must_stay][:num_slots]
+        self._without_copies(chosen)
+        return chosen

@@ -315,6 +315,7 @@ class TierManager(OffloadingManager):
         drops_dirty: bool = True,
         needs_all: bool = False,
         tenant: str = "",
+        are_copies: bool = False,
     ) -> ReservedPlaces | None:
         """Make room for the missing ones of `keys`, as many leading ones as fit.
 
@@ -329,6 +330,8 @@ class TierManager(OffloadingManager):
             drops_dirty: also evict keys that no lower tier has.
             needs_all: None instead of a part of them.
             tenant: of the keys, if there are tenants.
+            are_copies: another node has these keys, so they are evicted before others, until they
+                have been loaded twice.
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
@@ -364,6 +367,8 @@ class TierManager(OffloadingManager):
             tenants.refuse(tenants.served, num_refused, num_obtainable)
         evicted = self._make_room(placement.num_new_slots, drops_dirty=drops_dirty)
         places = self._occupy(keys, placement, labels)
+        if are_copies:
+            self.eviction.mark_copies(table.slots_of(places))
         self.eviction.update(here)
         return ReservedPlaces(
             int32_array(placement.positions), int32_array(places), evicted, num_refused
@@ -500,7 +505,9 @@ class TierManager(OffloadingManager):
 
     def _hold_at(self, addresses: IndexArray) -> Int32Array:
         self.slots.add_loads(addresses, 1)
-        self.eviction.update(self.slots.slots_of(addresses))
+        slots = self.slots.slots_of(addresses)
+        self.eviction.update(slots)
+        self.eviction.note_loads(slots)
         return int32_array(addresses)
 
     def _wanted(

@@ -245,6 +245,23 @@ def test_imported_blocks_are_not_written_to_files(
     assert second.store.statistics.disk.num_ready == 2  # what it has computed itself
 
 
+def test_what_came_from_another_node_is_evicted_before_what_is_only_here(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second = start(), start(num_slots=6)
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    second.run("b", 9)
+    assert second.run("a", 17) == 16
+    second.settle()
+    a, b, c = (set(request_of(0, 17, content).block_hashes) for content in "abc")
+    assert a <= second.held() and len(second.held() & b) == 2
+    second.run("c", 9)
+    second.settle()
+    assert len(second.held() & a) == 2
+    assert len(second.held() & b) == len(second.held() & c) == 2
+
+
 def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
     """The options of an engine that writes each block to a file at once."""
     directory.mkdir()

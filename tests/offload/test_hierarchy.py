@@ -549,6 +549,41 @@ def test_imported_keys_are_ready_and_clean_and_failed_ones_are_gone() -> None:
     tiers.check()
 
 
+def test_what_another_node_has_is_evicted_first_until_it_is_used_again() -> None:
+    tiers, own, copied = make_hierarchy(num_host=4, num_disk=0), make_keys(2), make_keys(2, 50)
+    store(tiers, own)
+    job = tiers.plan_import(copied, NOW_S)
+    assert job is not None
+    tiers.imported(job.job_id, ok=True)
+    for keys in (copied, copied[1:]):  # for its request; then for another one
+        load = tiers.plan_load(keys, NOW_S)
+        assert load is not None
+        tiers.loaded(load.job_id, ok=True)
+    store(tiers, make_keys(1, first=60))
+    assert places(tiers, [*own, *copied]) == [Place.HOST, Place.HOST, Place.NOWHERE, Place.HOST]
+    store(tiers, make_keys(2, first=70))
+    assert places(tiers, [*own, *copied]) == [*[Place.NOWHERE] * 2, Place.NOWHERE, Place.HOST]
+    tiers.check()
+
+
+def test_a_hint_makes_a_copy_follow_the_policy() -> None:
+    tiers, own, copied = make_hierarchy(num_host=8, num_disk=0), make_keys(6), make_keys(2, 50)
+    store(tiers, own)
+    job = tiers.plan_import(copied, NOW_S)
+    assert job is not None
+    tiers.hint(copied, 0, 1, CacheHint(priority=100), NOW_S)  # while it is written
+    tiers.imported(job.job_id, ok=True)
+    tiers.hint(copied, 1, 2, CacheHint(priority=100), NOW_S)
+    tiers.check()
+    store(tiers, make_keys(2, first=60))
+    assert places(tiers, [*own, *copied]) == [
+        *[Place.HOST] * 4,
+        *[Place.NOWHERE] * 2,
+        *[Place.HOST] * 2,
+    ]
+    tiers.check()
+
+
 def test_an_import_leaves_alone_what_its_request_needs() -> None:
     tiers, keys = make_hierarchy(num_host=3, num_disk=0), make_keys(5)
     store(tiers, keys[:2])

@@ -57,10 +57,15 @@ class Walk:
         place = chain.index(keys[0])
         behind = chain[place - 1] if place and self.rng.random() < 0.7 else None
         drops_dirty, needs_all = self.rng.random() < 0.5, self.rng.random() < 0.3
+        are_copies = self.size == 1 and self.rng.random() < 0.4
         reserved = self.tier.reserve(
-            keys, behind=behind, drops_dirty=drops_dirty, needs_all=needs_all
+            keys,
+            behind=behind,
+            drops_dirty=drops_dirty,
+            needs_all=needs_all,
+            are_copies=are_copies,
         )
-        expected = self.model.reserve(keys, behind, drops_dirty, needs_all)
+        expected = self.model.reserve(keys, behind, drops_dirty, needs_all, are_copies)
         if expected is None or reserved is None:
             assert reserved is None
             assert expected is None
@@ -88,6 +93,8 @@ class Walk:
         assert addresses.tolist() == [self.addresses[key] for key in keys]
         for key in keys:
             self.model.get(key).num_loads += 1
+        for key in set(keys):
+            self.model.get(key).copy_loads = max(0, self.model.get(key).copy_loads - 1)
         self.model.settle(self.model.slots_of(keys))
 
     def end_load(self) -> None:
@@ -168,7 +175,7 @@ class Walk:
             assert len(places) == 1 and places.pop() % self.size == 0
         order = [
             {self.addresses[each.key] // self.size for each in slot.places.values()}
-            for slot in self.model.idle
+            for slot in self.model.order
         ]
         assert [{slot} for slot in self.tier.eviction.order()] == order
         assert self.tier.statistics().num_free_slots == self.model.num_slots - len(self.model.slots)

@@ -17,6 +17,7 @@ class ModelKey:
     num_loads: int = 0
     num_spills: int = 0
     is_dirty: bool = False
+    copy_loads: int = 0
 
     @property
     def has_job(self) -> bool:
@@ -32,6 +33,10 @@ class ModelSlot:
     def is_used(self) -> bool:
         return any(each.is_written or each.num_loads for each in self.places.values())
 
+    @property
+    def is_copy(self) -> bool:
+        return any(each.copy_loads for each in self.places.values())
+
     def may_go(self, drops_dirty: bool) -> bool:
         return not any(
             each.num_spills or (each.is_dirty and not drops_dirty) for each in self.places.values()
@@ -39,12 +44,18 @@ class ModelSlot:
 
 
 class ModelTier:
-    """Evicts the slot that came out of use first; `idle` has them in that order."""
+    """Evicts the slot that came out of use first, copies before others; `idle` has them in the
+    order in which they came out of use."""
 
     def __init__(self, num_slots: int, blocks_per_slot: int) -> None:
         self.num_slots, self.size = num_slots, blocks_per_slot
         self.slots: list[ModelSlot] = []
         self.idle: list[ModelSlot] = []
+
+    @property
+    def order(self) -> list[ModelSlot]:
+        """Idle slots, the next victim first."""
+        return sorted(self.idle, key=lambda slot: not slot.is_copy)
 
     def find(self, key: OffloadKey) -> tuple[ModelSlot, int, ModelKey] | None:
         found = [
@@ -92,6 +103,7 @@ class ModelTier:
         behind: OffloadKey | None,
         drops_dirty: bool,
         needs_all: bool,
+        are_copies: bool = False,
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Return the stored positions and the evicted keys; None if not all fit."""
         wanted = [i for i, key in enumerate(keys) if self.find(key) is None and key not in keys[:i]]
@@ -99,7 +111,7 @@ class ModelTier:
         here = self.slots_of(keys) + [slot for slot, _ in targets if slot in self.slots]
         self.idle = [slot for slot in self.idle if slot not in here]
         new = list(dict.fromkeys(slot for slot, _ in targets if slot not in self.slots))
-        victims = [slot for slot in self.idle if slot.may_go(drops_dirty)]
+        victims = [slot for slot in self.order if slot.may_go(drops_dirty)]
         num_free = self.num_slots - len(self.slots)
         if needs_all and len(new) > num_free + len(victims):
             self.settle(here)
@@ -115,7 +127,7 @@ class ModelTier:
             if slot in new and slot not in had:
                 break
             positions.append(i)
-            slot.places[place] = ModelKey(keys[i])
+            slot.places[place] = ModelKey(keys[i], copy_loads=2 * are_copies)
             slot.next_place = max(slot.next_place, place + 1)
             if slot not in self.slots:
                 self.slots.append(slot)
