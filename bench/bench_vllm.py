@@ -1,6 +1,7 @@
 """What the vLLM connector costs and gains, in one run with a vLLM without it.
 
-    python -m bench.bench_vllm [--python .venv-vllm/bin/python] [--rounds 9] [--smoke]
+    python -m bench.bench_vllm [--python .venv-vllm/bin/python] [--rounds 9] [--host-memory 2GiB]
+                               [--smoke]
 
 Prints the throughput of a load that never hits, of both engines in turn; the time to the first
 token of a prompt of 4,000 tokens, cold, from vLLM's own prefix cache, and after SIGKILL and a
@@ -36,7 +37,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-TRANSFER = {
+TRANSFER: dict[str, Any] = {
     "kv_connector": "KVCacheConnector",
     "kv_connector_module_path": "kvcache.integrations.vllm",
     "kv_role": "kv_both",
@@ -44,7 +45,7 @@ TRANSFER = {
     "kv_connector_extra_config": {
         "name": NAME,
         "idle_memory_s": 600,
-        "offload": {"host_memory_per_rank": "2GiB"},
+        "offload": {},
     },
 }
 
@@ -57,6 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m bench.bench_vllm", description=__doc__)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-vllm" / "bin" / "python")
     parser.add_argument("--rounds", type=int, default=9, help="of each engine")
+    parser.add_argument("--host-memory", default="2GiB", help="of the engine with the connector")
     parser.add_argument("--smoke", action="store_true", help="the scheduler's part alone")
     options = parser.parse_args()
     for what, figure in scheduler_ms().items():
@@ -64,6 +66,8 @@ def main() -> int:
     if options.smoke:
         return 0
     python = options.python.absolute()
+    offload = TRANSFER["kv_connector_extra_config"]["offload"]
+    offload["host_memory_per_rank"] = options.host_memory
     with tempfile.TemporaryDirectory() as scratch:
         try:
             measure_engines(python, scratch, options.rounds)
