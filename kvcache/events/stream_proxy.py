@@ -32,7 +32,7 @@ from kvcache.events.answers import Answers
 from kvcache.events.codec import EventCodec
 from kvcache.events.decoding import MAX_PAYLOAD_BYTES
 from kvcache.events.feed_sender import MILLISECOND_NUMBERS
-from kvcache.events.publisher import END_MARK, SEQUENCE
+from kvcache.events.publisher import END_MARK, MAX_SEQUENCE, SEQUENCE
 from kvcache.events.subscription import ASK_FOR_ALL
 from kvcache.events.wire_events import ClearedEvent
 
@@ -64,9 +64,8 @@ class _Source:
         self.offset = 0
         self._last = -1
 
-    def shifted(self, number: bytes) -> bytes:
+    def shifted(self, own: int) -> bytes:
         """Return the followers' number for one of the live stream."""
-        (own,) = SEQUENCE.unpack(number)
         if self.first is None or own <= self._last:  # or another publisher at its address
             self.first = _present_number()
             self.offset = self.first - own
@@ -202,13 +201,19 @@ class StreamProxy:
                 frames = source.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 3 and frames[0] == topic.encode():
+            own = _number(frames[1]) if len(frames) == 3 else None
+            if own is None:
+                self._counts["malformed_batches"] += 1
+            elif frames[0] == topic.encode():
                 self._counts["batches"] += 1
-                frames[1] = source.shifted(frames[1])
+                frames[1] = source.shifted(own)
                 self._live.send_multipart(frames, zmq.NOBLOCK)
 
     def _take_requests(self) -> None:
-        """Pass requests on to their publishers: `[id, "", number, topic]`."""
+        """Pass requests on to their publishers: `[id, "", number, topic]`.
+
+        A request that is repeated gets the answer that is under way, however long that takes.
+        """
         while len(self._fetches) < MAX_FETCHES and self._answers.has_room:
             try:
                 request = self._replay.recv_multipart(zmq.NOBLOCK)
@@ -219,10 +224,15 @@ class StreamProxy:
                 continue
             client, topic = request[0], request[3].decode(errors="replace")
             self._counts["requests"] += 1
-            self._end_fetch((client, topic))
+            if (client, topic) in self._fetches:
+                continue
             source = self._sources.get(topic)
             if source is not None and source.first is not None:
-                socket = self._connected(zmq.DEALER, source.places[1])
+                try:
+                    socket = self._connected(zmq.DEALER, source.places[1])
+                except zmq.ZMQError as error:
+                    logger.warning("missed events of %s cannot be requested: %s", topic, error)
+                    continue
                 socket.send_multipart([b"", source.own(request[2])], zmq.NOBLOCK)
                 give_up_s = time.monotonic() + FETCH_S
                 self._fetches[client, topic] = _Fetch(socket, give_up_s, source.offset)
@@ -237,13 +247,14 @@ class StreamProxy:
                 frames = fetch.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) != 4 or len(frames[2]) != SEQUENCE.size:
-                continue
-            if frames[2] == END_MARK:
+            if len(frames) == 4 and frames[2] == END_MARK:
                 self._put([*fetch.messages, [asked[0], *frames]])
                 self._end_fetch(asked)
                 return
-            (own,) = SEQUENCE.unpack(frames[2])
+            own = _number(frames[2]) if len(frames) == 4 else None
+            if own is None or own + fetch.offset < 0:
+                self._counts["malformed_batches"] += 1
+                continue
             frames[2] = SEQUENCE.pack(own + fetch.offset)
             fetch.messages.append([asked[0], *frames])
 
@@ -282,6 +293,12 @@ class StreamProxy:
 
     def _end(self) -> None:
         self._context.destroy(0)
+
+
+def _number(frame: bytes) -> int | None:
+    """Return a batch's number, None for a frame that is none."""
+    number = int.from_bytes(frame, "big")
+    return number if len(frame) == SEQUENCE.size and number <= MAX_SEQUENCE else None
 
 
 def _present_number() -> int:

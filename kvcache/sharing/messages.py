@@ -17,6 +17,7 @@ message that exists is well-formed. Bounded: at most `MAX_KEYS` keys, `MAX_MESSA
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -53,8 +54,11 @@ def _require_keys(keys: bytes) -> None:
     _require(len(keys) <= MAX_KEYS * KEY_BYTES, f"more than {MAX_KEYS} keys")
 
 
+_ENDPOINT = re.compile(r"tcp://(\[[0-9A-Za-z:.%_-]+\]|[0-9A-Za-z_.-]+):[0-9]{1,5}")
+
+
 def _require_endpoint(endpoint: str) -> None:
-    is_right = endpoint.startswith("tcp://") and len(endpoint) <= MAX_ENDPOINT_LENGTH
+    is_right = len(endpoint) <= MAX_ENDPOINT_LENGTH and _ENDPOINT.fullmatch(endpoint) is not None
     _require(is_right, f"{shown(endpoint)} is no endpoint")
 
 

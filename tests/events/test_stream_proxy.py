@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kvcache.events import KVEventSubscriber, StoredEvent, SubscriptionSettings,
 from kvcache.events.feed_frames import pack_state
 from kvcache.events.feed_sender import FeedSender
 from kvcache.events.process_link import ProcessLink
-from kvcache.events.publisher import SEQUENCE, PublisherSettings
+from kvcache.events.publisher import END_MARK, SEQUENCE, PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.stream_proxy import StreamProxy
 from kvcache.events.translation import GroupKind
@@ -203,6 +204,82 @@ def test_wrong_requests_cost_a_count(world: World) -> None:
         dealer.send_multipart([b"", number, b"kv@a@m"])
         assert dealer.poll(10_000)
     assert world.proxy.statistics()["topics"] == ["kv@a@m"]
+
+
+class FakePublisher:
+    """The sockets of a publisher, without one behind them."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.live, self.replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        for each in (self.live, self.replay):
+            each.linger = 0
+            each.bind(ANYWHERE)
+
+    @property
+    def places(self) -> tuple[str, str]:
+        live, replay = self.live, self.replay
+        return tuple(each.getsockopt_string(zmq.LAST_ENDPOINT) for each in (live, replay))  # type: ignore[return-value]
+
+    def say(self, topic: bytes, number: bytes) -> None:
+        self.live.send_multipart([topic, number, b"payload"])
+
+
+@pytest.fixture
+def fakes() -> Iterator[tuple[StreamProxy, zmq.Context[Any], FakePublisher, FakePublisher]]:
+    """A proxy that follows topics a and b."""
+    context: zmq.Context[Any] = zmq.Context()
+    a, b = FakePublisher(context), FakePublisher(context)
+    proxy = StreamProxy(ANYWHERE, ANYWHERE)
+    proxy.follow({"a": a.places, "b": b.places})
+    proxy.start()
+    yield proxy, context, a, b
+    proxy.close()
+    context.destroy(0)
+
+
+def until_passed_on(proxy: StreamProxy, publisher: FakePublisher, topic: bytes) -> None:
+    """Publish numbers from 1 on until the proxy, which may not be connected yet, has got one."""
+    number, before = 0, proxy.statistics().get("num_batches", 0)
+
+    def is_passed_on() -> bool:
+        nonlocal number
+        number += 1
+        publisher.say(topic, SEQUENCE.pack(number))
+        return bool(proxy.statistics().get("num_batches", 0) > before)
+
+    wait_until(is_passed_on)
+
+
+def test_a_publisher_with_wrong_numbers_delays_no_other(
+    fakes: tuple[StreamProxy, zmq.Context[Any], FakePublisher, FakePublisher],
+) -> None:
+    proxy, _, a, b = fakes
+    until_passed_on(proxy, a, b"a")
+    until_passed_on(proxy, b, b"b")
+    for number in (b"", b"short", b"\xff" * SEQUENCE.size):
+        a.say(b"a", number)
+    wait_until(lambda: proxy.statistics().get("num_malformed_batches") == 3)
+    until_passed_on(proxy, b, b"b")
+    assert not proxy._loop.faults.count
+
+
+def test_a_repeated_request_does_not_begin_a_slow_answer_again(
+    fakes: tuple[StreamProxy, zmq.Context[Any], FakePublisher, FakePublisher],
+) -> None:
+    proxy, context, a, _ = fakes
+    until_passed_on(proxy, a, b"a")
+    with context.socket(zmq.DEALER) as follower:
+        follower.linger = 0
+        follower.connect(proxy.endpoints[1])
+        for _ in range(3):
+            follower.send_multipart([b"", SEQUENCE.pack(0), b"a"])
+        wait_until(lambda: proxy.statistics().get("num_requests") == 3)
+        client, *_ = a.replay.recv_multipart()
+        for number in (b"short", SEQUENCE.pack(1), END_MARK):
+            a.replay.send_multipart([client, b"", b"a", number, b"payload"])
+        assert follower.poll(10_000)
+        assert follower.recv_multipart()[3] == b"payload"
+        assert follower.recv_multipart()[2] == END_MARK
 
 
 def test_an_address_that_is_taken_is_named(world: World) -> None:

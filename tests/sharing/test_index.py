@@ -249,12 +249,13 @@ HELD = [source_of(1), MEMORIES[0], endpoint_of(1), 1, True, b"", b""]
         [2, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b"", "", "", ""],
         [2, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b"", "", "", ""],
         [2, "hold", *HELD, "kv@a@m", "ipc:///tmp/x", endpoint_of(1)],
+        [2, "hold", *HELD, "kv@a@m", endpoint_of(1), "tcp://*:5"],
         [2, "hold", *HELD, "k" * 401, endpoint_of(1), endpoint_of(1)],
         [2, "answer", 1, [endpoint_of(1)], bytes([1])],
         [2, "answer", 1, [7], bytes([0])],
         {"verb": "hold"},
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
     with pytest.raises(MalformedMessageError):
