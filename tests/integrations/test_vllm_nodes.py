@@ -628,6 +628,21 @@ EVENTS = {"enabled": True}
             {"coordinator": {"address": "tcp://[::1]:7"}, "offload": {"verify": "never"}},
             "other nodes could not use this memory",
         ),
+        (
+            {"coordinator": {"address": "tcp://127.0.0.1:7", "keys": "/k", "host": "0.0.0.0"}},
+            r"host '0\.0\.0\.0' is every address of this node",
+        ),
+        (
+            {"coordinator": {"address": "tcp://127.0.0.1:7", "keys": "/k", "host": "[::0]"}},
+            r"host '\[::0\]' is every address of this node",
+        ),
+        (
+            {
+                "coordinator": {"address": "tcp://127.0.0.1:7", "events": True},
+                "events": {"topic": "kv@all"},
+            },
+            r"events\.topic: 'kv@all': engines with the same options need different topics",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

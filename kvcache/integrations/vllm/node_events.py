@@ -48,8 +48,7 @@ def stream_of(
 
 
 def _topic(setting: EngineSetting, options: CoordinatorOptions, model: str) -> str:
-    own = setting.options
-    return own.events.topic or f"kv@{_host(options)}/{own.name}/{setting.replica}@{model}"
+    return f"kv@{_host(options)}/{setting.options.name}/{setting.replica}@{model}"
 
 
 def _host(options: CoordinatorOptions) -> str:

@@ -81,6 +81,11 @@ class CoordinatorOptions(Section):
     def _is_guarded(self) -> CoordinatorOptions:
         require_guarded(self.address, self.keys is not None)
         if self.host is not None:
+            if self.host == "0.0.0.0" or self.host.strip("[]0:") == "":
+                raise ValueError(
+                    f"host {self.host!r} is every address of this node: other nodes connect to it, "
+                    "so set one that they can reach"
+                )
             require_guarded(f"tcp://{self.host}:1", self.keys is not None)
         return self
 
@@ -140,6 +145,12 @@ class ConnectorOptions(Section):
                 raise ConfigurationError(
                     f"{source}: events.enabled: true: coordinator.events has the same published by "
                     "the coordinator: remove one of them"
+                )
+            if options.coordinator.events and options.events.topic is not None:
+                raise ConfigurationError(
+                    f"{source}: events.topic: {shown(options.events.topic)}: engines with the same "
+                    "options need different topics, and the coordinator tells engines apart by "
+                    "them: remove it"
                 )
             for key, value in (("keeps_memory", False), ("verify", "never")):
                 if getattr(options.offload, key) == value:
