@@ -333,6 +333,7 @@ class AsyncKVCacheClient(AsyncStepClient):
     begin_model_epoch = awaited(KVCacheClient.begin_model_epoch)
     evict_blocks = awaited(KVCacheClient.evict_blocks)
     pin_prefix = awaited(KVCacheClient.pin_prefix)
+    prefetch_prefix = awaited(KVCacheClient.prefetch_prefix)
     unpin_prefix = awaited(KVCacheClient.unpin_prefix)
     make_prefix_cache_stats = awaited(KVCacheClient.make_prefix_cache_stats)
 

@@ -172,18 +172,21 @@ class KVCacheClient(StepClient):
         tenant: str | None = None,
     ) -> Pin:
         """See `KVCacheManager.pin_prefix`."""
-        arguments: dict[str, Any] = {
-            "token_ids": pack_ids(as_token_ids(token_ids, "token id")),
-            "ttl_s": as_number("ttl_s", ttl_s, above=0, error=RequestError),
-        }
-        if lora is not None:
-            check_kind("lora", lora, LoRARequest, RequestError)
-        if cache_salt is not None:
-            cache_salt = as_text("cache salt", cache_salt, RequestError)
-        if tenant is not None:
-            tenant = as_text("tenant", tenant, RequestError)
-        arguments.update(pack_texts(lora, cache_salt, tenant))
+        arguments = _prefix(token_ids, lora, cache_salt, tenant)
+        arguments["ttl_s"] = as_number("ttl_s", ttl_s, above=0, error=RequestError)
         return self._run(RemoteCall("pin_prefix", arguments, _pin))
+
+    def prefetch_prefix(
+        self,
+        token_ids: TokenIds,
+        *,
+        lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> int:
+        """See `KVCacheManager.prefetch_prefix`."""
+        arguments = _prefix(token_ids, lora, cache_salt, tenant)
+        return self._run(RemoteCall("prefetch_prefix", arguments, int))
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """See `KVCacheManager.unpin_prefix`."""
@@ -204,6 +207,20 @@ class KVCacheClient(StepClient):
         session, arguments = self._connection.session, call.pack()
         number = self._submit(partial(session.call, call.method, arguments, NO_STEP), None)
         return call.answer(result_of_call(number, self._wait_answer(number, None)))
+
+
+def _prefix(
+    token_ids: TokenIds, lora: LoRARequest | None, cache_salt: str | None, tenant: str | None
+) -> dict[str, Any]:
+    """Return the checked arguments that name a prefix."""
+    if lora is not None:
+        check_kind("lora", lora, LoRARequest, RequestError)
+    if cache_salt is not None:
+        cache_salt = as_text("cache salt", cache_salt, RequestError)
+    if tenant is not None:
+        tenant = as_text("tenant", tenant, RequestError)
+    packed = pack_ids(as_token_ids(token_ids, "token id"))
+    return {"token_ids": packed, **pack_texts(lora, cache_salt, tenant)}
 
 
 def _blocks(packed: Sequence[bytes]) -> KVCacheBlocks:

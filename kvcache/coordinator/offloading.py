@@ -94,7 +94,7 @@ class Offloading:
         self._last_failure = ""
         hooks = RecordedHooks(self, loads, self._recorder)
         link.connect(hooks, hooks)
-        link.on_hints = self._follow_hints
+        link.on_hints, link.on_prefetch = self._follow_hints, hooks.prefetch
         self._finder = parts.finder
 
     # --- hooks of the manager
@@ -102,6 +102,10 @@ class Offloading:
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Return whether `request` must wait, because more of it is being loaded."""
         return self._loading.look_up(request, num_device_tokens, self._clock.now())
+
+    def prefetch(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Begin to load a prefix ahead of its requests; return whether it is being loaded."""
+        return self._loading.prefetch(request, num_device_tokens, self._clock.now())
 
     def on_swap_out(
         self,

@@ -3,7 +3,8 @@
 A look-up may find that tiers hold more of a request than the device. Then a *wish* of the request
 is fetched to host memory if it is on disk, loaded into blocks of a placeholder request, and kept
 until the request is admitted. If a load fails or takes too long, the tokens are computed; a request
-waits only once.
+waits only once. A prefetch is the wish of a request that may never come: once loaded, its blocks
+are cached, unused, and can be evicted.
 
     look_up ▶ WANTED ─▶ FETCHING ─▶ LOADING ─▶ LOADED ─▶ (request admitted) ▶ gone
                  └───────────┴───────────┴──▶ GIVEN_UP ─▶ (request admitted) ▶ gone
@@ -49,6 +50,9 @@ RETRY = OffloadHit(OffloadAnswer.RETRY)
 MAX_WISHES = 256
 """Most requests that wait at a time; others are computed."""
 
+MAX_PREFETCHES = 64
+"""Most of these that are prefetches."""
+
 READY_PLACES = (Place.HOST, Place.DISK)
 PENDING_PLACES = (Place.HOST_PENDING, Place.DISK_PENDING)
 
@@ -80,6 +84,7 @@ class _Wish:
     loaded: LoadedTokens = NOTHING_LOADED
     load: PrefixLoad | None = None
     tail: SwappedTail | None = None
+    is_prefetch: bool = False
 
     def is_of(self, request: Request) -> bool:
         """Return whether another object is the same request, sent again."""
@@ -141,7 +146,7 @@ class PrefixLoading:
     def num_waiting(self) -> int:
         """Requests that wait for a load."""
         waits = (_Stage.WANTED, _Stage.FETCHING, _Stage.LOADING)
-        return sum(wish.stage in waits for wish in self._wishes.values())
+        return sum(w.stage in waits and not w.is_prefetch for w in self._wishes.values())
 
     def look_up(self, request: Request, num_device_tokens: int, now_s: float) -> OffloadHit:
         """Return whether the request must wait; begin to load its prefix."""
@@ -179,6 +184,22 @@ class PrefixLoading:
             hit.keys,
         )
         return self._want(wish)
+
+    def prefetch(self, request: Request, num_device_tokens: int, now_s: float) -> OffloadHit:
+        """Begin to load a prefix ahead of its requests; `request` has one token more, and an id
+        that only this prefix has. Return whether it is being loaded, by this call or an earlier
+        one."""
+        request_id = request.request_id
+        if request_id not in self._wishes:
+            num_prefetches = sum(wish.is_prefetch for wish in self._wishes.values())
+            if num_prefetches >= MAX_PREFETCHES:
+                return MISS
+        answer = self.look_up(request, num_device_tokens, now_s)
+        wish = self._wishes.get(request_id)
+        if wish is None:
+            return MISS  # it is still being stored: ask later
+        wish.is_prefetch = True
+        return answer
 
     def _look_up_tail(
         self, request: Request, tail: SwappedTail, num_device_tokens: int, now_s: float
@@ -253,7 +274,13 @@ class PrefixLoading:
         num_fetched = num_tokens * min(wish.num_fetched, len(wish.keys)) // len(wish.keys)
         self.num_fetched_tokens += num_fetched
         wish.loaded = LoadedTokens(num_tokens, num_fetched)
+        self._loaded(wish, now_s)
+
+    def _loaded(self, wish: _Wish, now_s: float) -> None:
+        """Hold the prefix until its request has come; nobody waits for a prefetch."""
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
+        if wish.is_prefetch:
+            self._forget(wish.request.request_id)
 
     def on_overdue(self, job_id: int, now_s: float) -> None:
         """Stop the wait for an overdue job. Its blocks stay until the reports arrive."""
@@ -318,7 +345,7 @@ class PrefixLoading:
         wish.num_device_tokens = self._loads.num_device_tokens(wish.request)
         least = self._min_load_tokens if wish.tail is None else 1
         if wish.num_tokens - wish.num_device_tokens < least:
-            wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
+            self._loaded(wish, now_s)
             return []
         if (self._tiers.locate(wish.keys) == Place.DISK).any() and wish.num_fetches < MAX_FETCHES:
             fetch = self._tiers.plan_fetch(wish.keys, now_s)

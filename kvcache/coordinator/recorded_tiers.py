@@ -29,7 +29,10 @@ from kvcache.requests.request import Request
 
 
 class TierHooks(StepHooks, SwapHooks, Protocol):
-    """Both hooks of a manager."""
+    """Both hooks of a manager, and prefetches."""
+
+    def prefetch(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Begin to load a prefix ahead of its requests."""
 
 
 class RecordedLoads:
@@ -109,6 +112,12 @@ class RecordedHooks:
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Pass it on, and record the answer."""
         answer = self._tiers.look_up(request, num_device_tokens)
+        self._recorder.record(LookedUp(request.request_id, num_device_tokens, answer))
+        return answer
+
+    def prefetch(self, request: Request, num_device_tokens: int) -> OffloadHit:
+        """Pass it on, and record the answer as that of a look-up."""
+        answer = self._tiers.prefetch(request, num_device_tokens)
         self._recorder.record(LookedUp(request.request_id, num_device_tokens, answer))
         return answer
 

@@ -268,6 +268,12 @@ class RemoteCalls:
         arguments.require_empty()
         return self._manager.pin_prefix(tokens, ttl_s, lora=lora, cache_salt=salt, tenant=tenant)
 
+    def _prefetch_prefix(self, client_id: str, arguments: _Arguments) -> object:
+        tokens, lora = arguments.take_ids("token_ids"), arguments.take_lora()
+        salt, tenant = (arguments.take_optional_text(n) for n in ("cache_salt", "tenant"))
+        arguments.require_empty()
+        return self._manager.prefetch_prefix(tokens, lora=lora, cache_salt=salt, tenant=tenant)
+
     def _unpin_prefix(self, client_id: str, arguments: _Arguments) -> object:
         pin = Pin(arguments.take("pin_id", int), 0, 0, 0.0)
         arguments.require_empty()
@@ -352,6 +358,7 @@ METHODS: Mapping[str, _Method] = {
     "begin_model_epoch": RemoteCalls._begin_model_epoch,
     "evict_blocks": RemoteCalls._evict_blocks,
     "pin_prefix": RemoteCalls._pin_prefix,
+    "prefetch_prefix": RemoteCalls._prefetch_prefix,
     "unpin_prefix": RemoteCalls._unpin_prefix,
     "make_prefix_cache_stats": RemoteCalls._make_prefix_cache_stats,
     "statistics": RemoteCalls._statistics,

@@ -12,6 +12,7 @@ a drain waits until the last one is free. Only new weights empty the cache at on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import numpy as np
 
@@ -28,7 +29,13 @@ from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_plan import make_request
 from kvcache.protocol.commands import Command, Reset
 from kvcache.protocol.step import NewRequest, checked_new
-from kvcache.requests.request import BlockHasher, LoRARequest, Request, TokenIds
+from kvcache.requests.request import (
+    BlockHasher,
+    LoRARequest,
+    Request,
+    TokenIds,
+    copy_request,
+)
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)
@@ -197,6 +204,23 @@ def prefix_request(
     )
     request.append_output_token_ids([0])
     return request
+
+
+def prefetch_request(
+    tokens: TokenIds,
+    *,
+    lora: LoRARequest | None,
+    cache_salt: str | None,
+    tenant: str | None,
+    model_epoch: int,
+) -> Request:
+    """Return a `prefix_request` with an id that only requests for the same prefix have."""
+    request = prefix_request(
+        tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=model_epoch
+    )
+    digest = blake2b(request.all_token_ids.tobytes(), digest_size=16)
+    digest.update(repr((request.lora, request.namespace)).encode())
+    return copy_request(request, f"prefetch {digest.hexdigest()}")
 
 
 class PrefixHolds:

@@ -40,6 +40,7 @@ from kvcache.core import (
     CacheHit,
     EventSink,
     NewestState,
+    OffloadAnswer,
     OffloadHooks,
     Reservation,
     TableChange,
@@ -48,7 +49,12 @@ from kvcache.core import (
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
-from kvcache.manager.cache_control import CacheControl, PrefixHolds, prefix_request
+from kvcache.manager.cache_control import (
+    CacheControl,
+    PrefixHolds,
+    prefetch_request,
+    prefix_request,
+)
 from kvcache.manager.forks import require_continuation, seat_fork
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
@@ -620,6 +626,40 @@ class KVCacheManager:
         )
         request.attach_block_hasher(self._hasher)
         return self.control.pin(request, limit_s)
+
+    def prefetch_prefix(
+        self,
+        tokens: TokenIds,
+        *,
+        lora: LoRARequest | None = None,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+    ) -> int:
+        """Raise a prefix from the tiers to the device, ahead of a request that continues it.
+
+        Returns how many tokens behind those cached on the device are being loaded. The load takes
+        room as a request does; afterwards its blocks are cached, unused, and can be evicted. It
+        begins when the steps sent before are complete: an idle engine reports them by empty steps.
+        Repeat the call freely: a prefix is loaded once at a time. 0 if there is nothing to load,
+        no room for another load, or no tier, and after a failed load for some time.
+
+        Raises:
+            RequestError: there are no tokens.
+        """
+        self.control.refresh()
+        request = prefetch_request(
+            tokens,
+            lora=lora,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            model_epoch=self.control.model_epoch,
+        )
+        if self.tiers.on_prefetch is None:
+            return 0
+        request.attach_block_hasher(self._hasher)
+        num_device_tokens = self._core.look_up(request).num_tokens
+        hit = self.tiers.on_prefetch(request, num_device_tokens)
+        return hit.num_tokens if hit.answer is OffloadAnswer.HIT_PENDING else 0
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """End a pin; False if it has ended already."""

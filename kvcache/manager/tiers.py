@@ -109,6 +109,8 @@ class TierLink:
         self.swap: SwapHooks | None = None
         self.on_hints: Callable[[Request], None] | None = None
         """Called with each request that ends with hints, so that tiers follow them, too."""
+        self.on_prefetch: Callable[[Request, int], OffloadHit] | None = None
+        """Begins to load a prefix, the part behind so many device tokens."""
         self.loads = loads
         self.block_sizes = block_sizes
         self.none_hash = none_hash

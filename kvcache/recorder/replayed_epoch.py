@@ -81,6 +81,7 @@ class ReplayedEpoch:
             if self._head.has_tiers:
                 self._tiers = RepeatingTiers(manager.tiers.loads)
                 manager.tiers.connect(self._tiers, self._tiers)
+                manager.tiers.on_prefetch = self._tiers.look_up
             if record.label_sets:
                 manager.restore(record.label_sets)
         except KVCacheError as error:

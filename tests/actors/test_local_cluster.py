@@ -333,6 +333,7 @@ def test_requests_can_be_served_call_by_call(make_config: MakeConfig) -> None:
         pin = client.pin_prefix(list(range(16)), ttl_s=60.0)
         assert pin.num_tokens == 16
         client.unpin_prefix(pin)
+        assert client.prefetch_prefix(list(range(16))) == 0  # there are no tiers
         client.free(again)
         client.evict_blocks(new.get_block_ids()[0][:1])
         assert client.get_computed_blocks(Request("t", list(range(40))))[1] == 0

@@ -367,6 +367,16 @@ def manager_subject() -> Subject:
         },
         tokens=TOKENS.also([]),
     )
+    of.method(
+        "prefetch_prefix",
+        {
+            "tokens": list(range(8)),
+            "lora": LoRARequest("a", "b"),
+            "cache_salt": "s",
+            "tenant": "t",
+        },
+        tokens=TOKENS.also([]),
+    )
     step = Builder(StepRequest)
     step.handed_to(
         lambda world, request: world.manager.step(request),
@@ -633,6 +643,15 @@ def client_subject(is_async: bool) -> Subject:
             "tenant": "t",
         },
         ("ttl_s",),
+    )
+    of.method(
+        "prefetch_prefix",
+        {
+            "token_ids": list(range(8)),
+            "lora": LoRARequest("a", "b"),
+            "cache_salt": "s",
+            "tenant": "t",
+        },
     )
     step = instance_of(StepRequest).also(
         StepRequest(completed_step=True),  # type: ignore[arg-type]  # must be refused

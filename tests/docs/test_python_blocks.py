@@ -22,6 +22,7 @@ BLOCKS = {
     ("docs/engine-guide.md", "PrefixCachingBlockAllocator("): "here",
     ("docs/hints.md", "request.hints"): "here",
     ("docs/hints.md", "client.step("): "here",
+    ("docs/hints.md", "client.prefetch_prefix("): "tests/protocol/test_offloading.py",
     ("docs/index.md", "StepRequest(new="): "here",
     ("docs/routers.md", "KVEventSubscriber("): "here",
     ("docs/transformers.md", "PagedCacheStore("): "here",

@@ -254,6 +254,7 @@ WANTED = {
     "begin_model_epoch": (),
     "evict_blocks": ("block_ids",),
     "pin_prefix": ("token_ids", "ttl_s"),
+    "prefetch_prefix": ("token_ids",),
     "unpin_prefix": ("pin_id",),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
+from kvcache.coordinator import prefix_loading
 from kvcache.coordinator.job_table import EndedJob, JobTable
 from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.offloading import Offloading
@@ -29,10 +31,10 @@ from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
-from kvcache.protocol.commands import Discard, Label, Reset, Spill, Store
+from kvcache.protocol.commands import Discard, Label, Load, Reset, Spill, Store
 from kvcache.protocol.label_agreement import NO_LABELS
 from kvcache.protocol.labels import LABEL_VERSION
-from kvcache.protocol.messages import LabelReport
+from kvcache.protocol.messages import FailedForward, LabelReport
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
@@ -188,6 +190,113 @@ def test_hints_of_a_finished_request_order_the_tiers() -> None:
     assert set(keys[:3]) == set(of_b)
     assert keys[3:] == [of_a[1], of_a[0], of_a[2]]
     bench.offloading.check()
+
+
+class Prefetching(Bench):
+    """A bench whose host memory, or files, hold `TOKENS`, and whose device does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        new = (NewRequest("r", int32_array(TOKENS), 13),)
+        told = []
+        for step in (
+            StepRequest("c", 1, 1, new=new),
+            StepRequest("c", 2, 1, completed_step=1),
+            StepRequest("c", 3, 1, completed_step=2, finished=("r",)),
+        ):
+            result = self.manager.step(step)
+            told += self.offloading.commands(self.manager.take_commands(), step, result)
+        self.step = 3
+        self.end(*[command for command in told if isinstance(command, Store)])
+        self.manager.evict_blocks(range(1, 64))
+        self.offloading.commands(self.manager.take_commands())
+        assert self.num_cached() == 0
+
+    def end(self, *jobs: Store | Load, is_ok: bool = True) -> None:
+        for job in jobs:
+            failures = () if is_ok else (FailedForward(0, 0, "broken"),)
+            self.offloading.on_ended(
+                EndedJob(job.job_id, "", 0, 0, failures, is_wholly_failed=not is_ok)
+            )
+
+    def loads(self) -> list[Load]:
+        """Send an idle engine's step; return the loads that begin."""
+        self.step += 1
+        step = StepRequest("c", self.step, 1, completed_step=self.step - 1)
+        result = self.manager.step(step)
+        told = self.offloading.commands(self.manager.take_commands(), step, result)
+        told += self.offloading.commands([])
+        return [command for command in told if isinstance(command, Load)]
+
+    def prefetch(self, **more: Any) -> int:
+        """Call it as a client does; nothing begins before the client's last step is complete."""
+        count = self.manager.prefetch_prefix(TOKENS, **more)
+        assert not [c for c in self.offloading.commands([]) if isinstance(c, Load)]
+        return count
+
+    def num_cached(self) -> int:
+        return self.manager.get_computed_blocks(Request("probe", [*TOKENS, 1]))[1]
+
+
+def test_a_prefetched_prefix_is_cached_unused_and_evictable() -> None:
+    bench = Prefetching()
+    assert bench.prefetch(cache_salt="another") == 0
+    assert bench.prefetch() == 12
+    (load,) = bench.loads()
+    assert bench.prefetch() == 12  # the same load
+    assert bench.loads() == []
+    assert bench.num_cached() == 0
+    bench.end(load)
+    assert (bench.num_cached(), bench.manager.usage) == (12, 0.0)
+    assert bench.prefetch() == 0
+    assert not bench.offloading.statistics().num_waiting_requests
+    bench.manager.evict_blocks(range(1, 64))
+    assert bench.num_cached() == 0
+    bench.manager.check()
+    bench.offloading.check()
+
+
+def test_a_request_that_comes_during_its_prefetch_waits_for_the_same_load() -> None:
+    bench = Prefetching()
+    assert bench.prefetch() == 12
+    (load,) = bench.loads()
+    assert bench.look_up() is OffloadAnswer.HIT_PENDING
+    assert bench.loads() == []
+    bench.end(load)
+    assert bench.loads() == []
+    assert bench.look_up() is OffloadAnswer.MISS  # it is on the device
+    assert bench.num_cached() == 12
+
+
+def test_a_prefetch_that_fails_or_takes_too_long_leaves_nothing() -> None:
+    bench = Prefetching()
+    assert bench.prefetch() == 12
+    (load,) = bench.loads()
+    bench.end(load, is_ok=False)
+    assert (bench.prefetch(), bench.num_cached(), bench.manager.usage) == (0, 0, 0.0)
+    bench = Prefetching()
+    assert bench.prefetch() == 12
+    (load,) = bench.loads()
+    bench.clock.advance(1e4)
+    bench.offloading.on_tick()
+    assert bench.prefetch() == 0
+    bench.end(load)
+    bench.clock.advance(1e4)
+    bench.offloading.on_tick()
+    assert (bench.num_cached(), bench.manager.usage) == (0, 0.0)
+    bench.manager.check()
+    bench.offloading.check()
+
+
+def test_prefetches_are_few_and_without_tiers_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_loading, "MAX_PREFETCHES", 1)
+    bench = Prefetching()
+    assert bench.prefetch() == 12
+    assert bench.manager.prefetch_prefix(TOKENS[:8]) == 0
+    assert bench.prefetch() == 12
+    assert make_manager(FULL, 8).prefetch_prefix(TOKENS) == 0
 
 
 def test_host_memory_from_before_is_found_once_it_was_told() -> None:

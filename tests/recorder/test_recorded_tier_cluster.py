@@ -30,7 +30,13 @@ from kvcache.coordinator.step_recorder import Gone, LookedUp, SwappedOut
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Load
-from kvcache.protocol.step import NewRequest, ResumedRequest, StepRequest, StepResult
+from kvcache.protocol.step import (
+    NewRequest,
+    RequestHints,
+    ResumedRequest,
+    StepRequest,
+    StepResult,
+)
 from kvcache.recorder import RecordReplay, open_recording
 from kvcache.recorder.frames import frame
 from kvcache.recorder.records import (
@@ -40,6 +46,7 @@ from kvcache.recorder.records import (
     Record,
 )
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate import Conversations, ConversationShape
 from kvcache.worker.transfers import TransferJobs
 from tests.actors.tier_driver import (
@@ -162,6 +169,35 @@ def test_prompts_that_come_up_or_fail_to_replay_to_the_identical_state(
     assert replayed.manager is not None
     assert replayed.manager.dump_state() == state
     assert replayed.manager.statistics() == statistics
+
+
+def test_a_prefetched_prompt_is_hit_at_once_and_replays_with_its_hints(tmp_path: Path) -> None:
+    tokens = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    with LocalCluster(configured(tmp_path)) as cluster, cluster.client() as client:
+        assert play(cluster, client) == [0] * len(PROMPTS)
+        assert client.prefetch_prefix(tokens) == PROMPT_TOKENS
+        assert client.prefetch_prefix(tokens) == PROMPT_TOKENS
+        completed, give_up_s = -1, time.monotonic() + PATIENCE_S
+        while statistics_of(cluster).num_loaded_tokens < PROMPT_TOKENS:
+            completed = client.step(StepRequest(completed_step=completed)).step
+            client.wait_finished(completed)
+            assert time.monotonic() < give_up_s
+        assert client.prefetch_prefix(tokens) == 0
+        new = NewRequest("r", tokens, PROMPT_TOKENS, hints=(CacheHint(returns_in_s=60.0),))
+        result = client.step(StepRequest(new=(new,), completed_step=completed))
+        assert result.num_hit_tokens.tolist() == [FOUND]
+        client.wait_finished(result.step)
+        hints = (RequestHints("r", (CacheHint(0, 64, priority=90), CacheHint(64, is_over=True))),)
+        client.step(StepRequest(completed_step=result.step, finished=("r",), hints=hints))
+        play(cluster, client)
+        assert client.failures == ()
+        client.close()
+        for _ in range(100):
+            cluster.pump()
+        state = manager_of(cluster).dump_state()
+    replayed = replay(tmp_path)
+    assert replayed.manager is not None
+    assert replayed.manager.dump_state() == state
 
 
 def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(tmp_path: Path) -> None:

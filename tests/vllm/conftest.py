@@ -99,9 +99,15 @@ class Engine:
         max_tokens: int = 40,
         salts: Sequence[str] | None = None,
         adapter: str | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> Answer:
         told = self.ask(
-            do="generate", prompts=prompts, max_tokens=max_tokens, salts=salts, adapter=adapter
+            do="generate",
+            prompts=prompts,
+            max_tokens=max_tokens,
+            salts=salts,
+            adapter=adapter,
+            transfer=transfer,
         )
         return Answer(told["tokens"], told["cached"], told["first_token_s"])
 

@@ -38,8 +38,12 @@ def main(arguments: str) -> None:
         command = json.loads(line)
         begun_s = time.monotonic()
         if command["do"] == "generate":
+            transfer = command.get("transfer")
             sampling = SamplingParams(
-                temperature=0, max_tokens=command["max_tokens"], ignore_eos=True
+                temperature=0,
+                max_tokens=command["max_tokens"],
+                ignore_eos=True,
+                extra_args={"kv_transfer_params": transfer} if transfer else None,
             )
             salts = command["salts"] or [None] * len(command["prompts"])
             prompts = [

@@ -460,3 +460,24 @@ def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
         slept = engine.generate(PROMPTS)
         assert (slept.cached, slept.tokens) == (HITS, plain.tokens)
     engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_hinted_prompt_outlasts_others_in_host_memory(
+    start: Starter, new_name: Callable[[], str], expected: list[list[int]]
+) -> None:
+    first, second, _ = PROMPTS
+    engine = start(
+        {"name": new_name(), "offload": {"host_memory_per_rank": "1536KiB"}}
+    )  # 24 blocks
+    hints = [{"end": 200, "priority": 100, "duration_s": 600}]
+    assert engine.generate([first], transfer={"hints": hints}).tokens == expected[:1]
+    bad = {"hints": [{"priority": 1000}]}
+    assert engine.generate([second], transfer=bad).tokens == expected[1:2]
+    for k in range(3):
+        engine.generate([[(5 * i * i + 11 * i + k) % 500 + 4 for i in range(200)]], 1)
+    engine.reset()
+    again = engine.generate([first])
+    assert (again.tokens, again.cached) == (expected[:1], [FULL_BLOCKS * BLOCK])
+    assert engine.generate([second]).cached < [FULL_BLOCKS * BLOCK]
+    engine.kill()
