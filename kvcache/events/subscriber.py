@@ -15,7 +15,7 @@ from typing import Final
 
 import zmq
 
-from kvcache.base.arguments import as_int, as_number, as_text, check_kind, check_methods
+from kvcache.base.arguments import as_bool, as_int, as_number, as_text, check_kind, check_methods
 from kvcache.base.curve import CurveKeys, equip_peer
 from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.base.serving_loop import Faults
@@ -119,6 +119,7 @@ class KVEventSubscriber:
         endpoint = as_text("endpoint", endpoint, ConfigurationError)
         replay_endpoint = as_text("replay_endpoint", replay_endpoint, ConfigurationError)
         topic = as_text("topic", topic, ConfigurationError, may_be_empty=True)
+        is_shared = as_bool("is_shared", is_shared, ConfigurationError)
         if on_update is not None:
             check_methods("on_update", on_update, ("__call__",), ConfigurationError)
         check_kind("keys", keys, (CurveKeys, type(None)), ConfigurationError)

@@ -276,7 +276,9 @@ EXEMPTIONS: dict[str, str] = {
         Request.append_checked_token_ids Request.packed_block_hashes Request.token_bytes
     """,
     "of a block, for its allocator": "PrefixCachingBlock.attach",
-    "of a tier, for its hierarchy": "TierManager.adopt TierManager.join",
+    "of a tier, for its hierarchy": """
+        TierManager.adopt TierManager.join TierManager.reserve:are_copies
+    """,
     "of a hierarchy, for the connector that moves its bytes": """
         TierHierarchy.files_changed TierHierarchy.imported TierHierarchy.plan_import
     """,
