@@ -213,7 +213,7 @@ class HintedPolicy:
 
     def hint(self, entries: Entries, hint: CacheHint) -> None:
         """Follow a hint for these entries, at least one. All are inserted, of one session, and in
-        the order of its prefix."""
+        the order of its prefix. Of several claims about the last of them, the first counts."""
         self._settle()
         present = index_array(entries).tolist()[::-1]
         now_s = self._columns.now_s
@@ -225,6 +225,8 @@ class HintedPolicy:
                     self._columns.lasting[entry] = hint.priority, until_s
                 self._take_out(entry)
                 self._prioritise(entry, hint.priority, until_s)
+            return
+        if present[0] in self._claims:  # to be counted once
             return
         is_trusted = self.trust.in_ends if hint.is_over else self.trust.in_returns
         self._num_claims += 1

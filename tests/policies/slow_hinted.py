@@ -79,6 +79,8 @@ class SlowHinted:
                 since_s = self.leave(entry).since_s
                 self.seats.append(self.ranked(entry, since_s, hint.priority, until_s))
             return
+        if backwards[0] in self.claims:
+            return
         is_trusted = self.trust.in_ends if hint.is_over else self.trust.in_returns
         self.num_claims += 1
         is_audited = not is_trusted or self.num_claims % 16 == 0
