@@ -444,10 +444,12 @@ def _policy_sentence(advice: _Advice) -> str:
         )
     if most.saved <= stays.saved + AS_GOOD:
         return f"Policy: with this memory, no policy saves notably more than {usual}."
+    found = f"{other} saves {most.saved:.1%} of prefill time, {usual} only {stays.saved:.1%}"
+    if not num_parts:
+        return f"Policy: {found}, but the trace is too short to tell: {usual} is safer."
     return (
-        f"Policy: {other} saves {most.saved:.1%} of prefill time, {usual} only {stays.saved:.1%}, "
-        f"but {other} has fewer hits in {advice.num_parts_behind(most)} of {num_parts} parts of "
-        f"the trace: {usual} is safer."
+        f"Policy: {found}, but {other} has fewer hits in {advice.num_parts_behind(most)} of "
+        f"{num_parts} parts of the trace: {usual} is safer."
     )
 
 

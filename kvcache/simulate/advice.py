@@ -217,13 +217,15 @@ def choose(candidates: Sequence[MeasuredCandidate]) -> MeasuredCandidate:
 
 def choose_policy(rivals: Sequence[MeasuredCandidate], usual: str) -> MeasuredCandidate:
     """Return which of the policies to use, simulated with the same sizes: the one that saves most
-    of those that may take the place of `usual`, which is one of them."""
+    of those that may take the place of `usual`, which is one of them. It stays if the trace is too
+    short for parts."""
     (stays,) = [rival for rival in rivals if rival.result.cache.policy == usual]
     num_parts = len(stays.result.hit_rates_over_time)
     better = [
         rival
         for rival in rivals
-        if rival.saved > stays.saved + AS_GOOD
+        if num_parts
+        and rival.saved > stays.saved + AS_GOOD
         and 2 * num_parts_behind(rival.result, stays.result) <= num_parts
     ]
     return max(better, key=lambda rival: rival.saved, default=stays)

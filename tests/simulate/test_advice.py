@@ -161,10 +161,10 @@ def test_prices_that_cannot_be_meant_are_refused(prices: tuple[float, ...], mess
     assert str(caught.value).startswith(message)
 
 
-def rival(policy: str, *hits: int) -> MeasuredCandidate:
+def rival(policy: str, *hits: int, saved: float | None = None) -> MeasuredCandidate:
     """A policy that has these hits of 1,000 references in the parts of a trace."""
     cache = SimulatedCache(policy, 500)
-    saved = sum(hits) / (1_000 * len(hits))
+    saved = sum(hits) / (1_000 * len(hits)) if saved is None else saved
     trace = open_block_trace("chat", limit=1)
     result = replace(
         simulate(trace, cache, VirtualClock()),
@@ -186,6 +186,7 @@ def test_a_policy_is_advised_if_it_wins_as_a_whole_and_does_not_lose_most_parts(
     assert advised(usual, rival("arc", 299, 299, 299, 900)) == "lru"  # won once
     assert advised(usual, rival("arc", 302, 302, 302, 302)) == "lru"  # no notable gain
     assert advised(usual, rival("arc", 200, 310, 310, 310)) == "lru"  # less as a whole
+    assert advised(rival("lru", saved=0.3), rival("arc", saved=0.4)) == "lru"  # too short
     late, steady = rival("arc", 299, 299, 299, 900), rival("lru2", 305, 305, 305, 305)
     assert advised(late, usual, steady, rival("s3fifo", 304, 304, 304, 304)) == "lru2"
 
