@@ -15,10 +15,11 @@ Works on whole arrays where possible. A policy chooses the slot to evict.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Final
 
 import numpy as np
@@ -387,7 +388,7 @@ class SlotEviction:
             else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
         )
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
-        self._copies: dict[int, None] = {}
+        self._copies: OrderedDict[int, None] = OrderedDict()
         self._copy_loads: CountArray = np.zeros(table.num_slots, np.int32)
         """After how many loads a copy is none any more."""
         self._has_copies = False
@@ -663,10 +664,11 @@ class SlotEviction:
 
     def _choose_copies(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
         """Remove and return up to `num_slots` copies that may go."""
-        copies, table = index_array(list(self._copies)), self._table
-        must_stay = table.slot_spills[copies] > 0
-        if not drops_dirty:
-            must_stay |= table.slot_dirty[copies] > 0
-        chosen = copies[~must_stay][:num_slots]
+        table = self._table
+
+        def may_go(slot: int) -> bool:
+            return not table.slot_spills[slot] and (drops_dirty or not table.slot_dirty[slot])
+
+        chosen = index_array(list(islice(filter(may_go, self._copies), num_slots)))
         self._without_copies(chosen)
         return chosen
