@@ -20,13 +20,11 @@ from kvcache.protocol.step import (
     NO_SLOT,
     NO_STEP,
     NewRequest,
-    RequestHints,
     ResumedRequest,
     RunningRequests,
     StepRequest,
     StepResult,
 )
-from kvcache.requests.hints import CacheHint
 
 MAX_IDLE_STEPS = 2
 
@@ -91,7 +89,6 @@ class Engine:
         self._swap_share = swap_share
         self._swapping = random.Random(sum(len(one.prompt) for one in sequences))
         self._delaying = random.Random(sum(sum(one.prompt) for one in sequences))
-        self._hinting = random.Random(sum(len(one.prompt) ** 2 for one in sequences))
         self._num_lookahead = num_lookahead
         self._withdrawn: set[str] = set()
         self._sent: Planned | None = None
@@ -225,24 +222,12 @@ class Engine:
                     num_external_computed_tokens=s.num_external,
                     num_lookahead_tokens=self._num_lookahead,
                     delay_cache_blocks=self._delaying.random() < 0.2,
-                    hints=self._hints(),
                 )
                 for s in new
             ),
-            hints=tuple(RequestHints(name, self._hints()) for name in finished),
         )
         planned = [(s, num_new, drafts) for s, num_new, drafts, _, _ in rows]
         return Planned(step, request, planned, [*resumed, *new])
-
-    def _hints(self) -> tuple[CacheHint, ...]:
-        draw = self._hinting
-        kinds = (
-            (),
-            (CacheHint(is_over=True),),
-            (CacheHint(returns_in_s=draw.choice([0.1, 1.0])),),
-            (CacheHint(0, 8, priority=90), CacheHint(8, priority=10, duration_s=0.5)),
-        )
-        return draw.choice(kinds)
 
     def _plan_row(self, step: int, s: Sequence) -> tuple[Sequence, int, list[int], int, list[int]]:
         """Settle drafts, sample for finished rows, and choose what to compute."""
