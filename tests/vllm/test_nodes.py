@@ -19,7 +19,7 @@ from kvcache.metrics.engine_socket import ask_engine
 from kvcache.sharing.index_server import ask_status
 from tests.sharing.test_index import free_port
 from tests.vllm.conftest import ROOT, Engine, Segment, Starter, made_model
-from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS
+from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS, damage
 
 pytestmark = pytest.mark.vllm
 
@@ -167,6 +167,39 @@ def test_ranks_and_groups_are_shared_and_damage_and_kills_change_no_token(
     assert time.monotonic() - begun_s < 60
     assert "the checksum of its bytes is wrong" in second.errors()
     second.kill()
+
+
+def test_blocks_that_are_only_in_files_of_a_node_are_loaded_by_another_one(
+    start: Starter, new_name: Callable[[], str], coordinator: Coordinator, tmp_path: Path
+) -> None:
+    names = new_name(), new_name()
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "64MiB", "write": "on_store"}
+    small = {"host_memory_per_rank": "1MiB", "disk": disk}
+    first = start({**options_of(names[0], coordinator), "offload": small})
+    second = start({**options_of(names[1], coordinator), "adopt_after_reset": True})
+    expected = [first.generate([prompt]).tokens[0] for prompt in PROMPTS]  # memory has no room
+    first.generate(FAMILIES[:8], 1)
+    for probe in OTHERS:  # steps, in which blocks go on to files
+        first.generate([probe[:40]], 1)
+    coordinator.await_blocks(2)
+    loaded = second.generate(PROMPTS)
+    assert (loaded.cached, loaded.tokens) == (HITS, expected)
+    deadline_s = time.monotonic() + 20
+    while not given_from_files(names[0]):
+        first.generate([PROMPTS[0][:20]], 1)  # a step looks at the counts
+        assert time.monotonic() < deadline_s, "nothing was read from files"
+        time.sleep(0.2)
+
+    damage(list(tmp_path.rglob("*.kvb"))[::2])
+    second.reset(connector=True)
+    assert second.generate(PROMPTS).tokens == expected
+    first.kill()
+    second.kill()
+
+
+def given_from_files(name: str) -> int:
+    status = ask_engine(name, 0, {"do": "status"})
+    return int(status["nodes"]["given_blocks"].get("given_from_files", 0))
 
 
 def test_a_router_knows_what_each_node_holds_through_kills(
