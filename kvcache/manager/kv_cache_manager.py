@@ -659,7 +659,8 @@ class KVCacheManager:
         request.attach_block_hasher(self._hasher)
         num_device_tokens = self._core.look_up(request).num_tokens
         hit = self.tiers.on_prefetch(request, num_device_tokens)
-        return hit.num_tokens if hit.answer is OffloadAnswer.HIT_PENDING else 0
+        # Since an earlier call, requests may have cached more than it loads.
+        return max(0, hit.num_tokens) if hit.answer is OffloadAnswer.HIT_PENDING else 0
 
     def unpin_prefix(self, pin: Pin) -> bool:
         """End a pin; False if it has ended already."""

@@ -256,6 +256,16 @@ def test_a_prefetched_prefix_is_cached_unused_and_evictable() -> None:
     bench.offloading.check()
 
 
+def test_a_prefetch_counts_no_tokens_that_a_request_has_computed_meanwhile() -> None:
+    bench = Prefetching()
+    longer = [*TOKENS[:12], *range(5)]
+    assert bench.manager.prefetch_prefix(longer) == 12
+    request = NewRequest("q", int32_array(longer), 17, skip_reading_prefix_cache=True)
+    bench.manager.step(StepRequest("c", 4, 1, new=(request,)))
+    bench.manager.step(StepRequest("c", 5, 1, completed_step=4))
+    assert bench.manager.prefetch_prefix(longer) == 0
+
+
 def test_a_request_that_comes_during_its_prefetch_waits_for_the_same_load() -> None:
     bench = Prefetching()
     assert bench.prefetch() == 12
