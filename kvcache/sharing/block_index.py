@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvcache.sharing.messages import (
-    MAX_HOLDERS,
+    MAX_ANSWER_NODES,
     NO_NODE,
     Answer,
     Holding,
@@ -91,7 +91,7 @@ class BlockIndex:
         held.sort(key=lambda each: -len(each[1]))
         chosen = bytearray([NO_NODE]) * len(keys)
         endpoints: list[str] = []
-        for endpoint, places in held[:MAX_HOLDERS]:
+        for endpoint, places in held[:MAX_ANSWER_NODES]:
             new = [place for place in places if chosen[place] == NO_NODE]
             for place in new:
                 chosen[place] = len(endpoints)

@@ -31,8 +31,8 @@ KEY_BYTES = 36
 
 MAX_KEYS = 8192
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_HOLDERS = 32
-"""Holders in one answer."""
+MAX_ANSWER_NODES = 32
+"""Nodes in one answer."""
 
 NO_NODE = 255
 """In the places of an answer: no node holds the block."""
@@ -124,13 +124,13 @@ class Answer:
     places: bytes
 
     def __post_init__(self) -> None:
-        _require(len(self.endpoints) <= MAX_HOLDERS, f"{len(self.endpoints)} holders")
+        _require(len(self.endpoints) <= MAX_ANSWER_NODES, f"{len(self.endpoints)} nodes")
         _require(len(self.places) <= MAX_KEYS, f"{len(self.places)} places")
         for endpoint in self.endpoints:
             _require(isinstance(endpoint, str), "an endpoint that is no text")
             _require_endpoint(endpoint)
         known = {NO_NODE, *range(len(self.endpoints))}
-        _require(set(self.places) <= known, "a place that is no holder's")
+        _require(set(self.places) <= known, "a place that is no node's")
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ MAX_QUESTIONS = 64
 
 REST_S = 5.0
 
-Holders = Mapping[bytes, str]
+NodeOfKey = Mapping[bytes, str]
 """By key, the endpoint of a node that holds it."""
 
-_NO_HOLDERS: Holders = {}
+_NO_NODES: NodeOfKey = {}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Questions:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._connected()
         self._open: dict[str, _Open] = {}
-        self._answers: dict[str, Holders] = {}
+        self._answers: dict[str, NodeOfKey] = {}
         self._names: dict[int, str] = {}
         self._rest_until_s = 0.0
         self._number = 0
@@ -81,7 +81,7 @@ class Questions:
         now_s, keys = self._now(), keys[:MAX_KEYS]
         self.forget(request_id)
         if now_s < self._rest_until_s or len(self._open) >= MAX_QUESTIONS:
-            self._answers[request_id] = _NO_HOLDERS
+            self._answers[request_id] = _NO_NODES
             return
         self.num_asked += 1
         self._number += 1
@@ -89,22 +89,22 @@ class Questions:
         try:
             self._socket.send(pack(question), zmq.NOBLOCK)
         except zmq.Again:
-            self._answers[request_id] = _NO_HOLDERS
+            self._answers[request_id] = _NO_NODES
             self._rest(now_s)
             return
         self._open[request_id] = _Open(self._number, keys, now_s + self._answer_s)
         self._names[self._number] = request_id
 
-    def answer_of(self, request_id: str) -> Holders | None:
+    def answer_of(self, request_id: str) -> NodeOfKey | None:
         """Return, once, who holds a request's blocks; None if the answer is awaited."""
         self._receive()
         opened = self._open.get(request_id)
         if opened is None:
-            return self._answers.pop(request_id, _NO_HOLDERS)
+            return self._answers.pop(request_id, _NO_NODES)
         if self._now() < opened.deadline_s:
             return None
         self._rest(self._now())
-        return self._answers.pop(request_id, _NO_HOLDERS)
+        return self._answers.pop(request_id, _NO_NODES)
 
     def forget(self, request_id: str) -> None:
         """Forget a request."""

@@ -15,12 +15,12 @@ import zmq
 from kvcache.base.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
 from kvcache.sharing import block_index, questions
 from kvcache.sharing.access import make_keys, read_keys, require_guarded
-from kvcache.sharing.announcer import HEARTBEAT_S, REPEAT_S, Announcer
 from kvcache.sharing.block_index import SILENCE_S, BlockIndex
 from kvcache.sharing.index_server import IndexServer
+from kvcache.sharing.index_updates import HEARTBEAT_S, REPEAT_S, IndexUpdates
 from kvcache.sharing.messages import (
     KEY_BYTES,
-    MAX_HOLDERS,
+    MAX_ANSWER_NODES,
     MAX_KEYS,
     NO_NODE,
     Answer,
@@ -69,13 +69,13 @@ class Source:
     def restart(self) -> None:
         self.held.clear()
         self.name = random.randbytes(16)
-        self.announcer = Announcer(
+        self.updates = IndexUpdates(
             self.name, MEMORIES[self.memory], endpoint_of(self.number), self.held
         )
 
     def change(self, keys: set[bytes]) -> None:
         self.held.symmetric_difference_update(keys)
-        self.announcer.changed(keys)
+        self.updates.changed(keys)
 
 
 def test_a_walk_with_lost_messages_and_restarts_ends_in_an_exact_index() -> None:
@@ -93,20 +93,20 @@ def test_a_walk_with_lost_messages_and_restarts_ends_in_an_exact_index() -> None
                 each.restart()
             elif action < 0.54:
                 index = BlockIndex()
-            told = each.announcer.next(now_s)
+            told = each.updates.next(now_s)
             if told is None or random.random() < 0.2:
                 continue
             for _ in range(random.choice([1, 1, 2])):  # some messages come twice
                 answer = index.hold(unpacked(told, Holding), now_s)
             if answer is not None and random.random() < 0.8:
-                each.announcer.taken(answer)
+                each.updates.taken(answer)
         for _ in range(20):
             now_s += REPEAT_S
             index.expire(now_s)
             for each in sources:
-                told = each.announcer.next(now_s)
+                told = each.updates.next(now_s)
                 if told is not None and (answer := index.hold(told, now_s)) is not None:
-                    each.announcer.taken(answer)
+                    each.updates.taken(answer)
         for memory in (0, 1):
             found = index.find(question_of(*range(12), memory=memory))
             of_memory = [each for each in sources if each.memory == memory]
@@ -169,7 +169,7 @@ def test_the_index_is_bounded() -> None:
     for number in range(4, 60):
         index = block_index.BlockIndex() if number == 4 else index
         index.hold(told(number, 1, key_of(number), is_first=True), 0.0)
-    assert len(index.find(question_of(*range(60))).endpoints) == MAX_HOLDERS
+    assert len(index.find(question_of(*range(60))).endpoints) == MAX_ANSWER_NODES
 
 
 def test_events_are_those_of_the_last_source_of_a_topic() -> None:
@@ -189,18 +189,18 @@ def test_events_are_those_of_the_last_source_of_a_topic() -> None:
     assert list(index.streams()) == ["kv@a@m"]
 
 
-def test_an_announcer_says_much_in_several_messages() -> None:
+def test_a_source_says_much_in_several_messages() -> None:
     held = {key_of(i) for i in range(2 * MAX_KEYS + 5)}
-    announcer, index = Announcer(source_of(1), MEMORIES[0], endpoint_of(1), held), BlockIndex()
+    updates, index = IndexUpdates(source_of(1), MEMORIES[0], endpoint_of(1), held), BlockIndex()
     for _ in range(3):
-        message = announcer.next(0.0)
+        message = updates.next(0.0)
         assert message is not None and len(pack(message)) < 1 << 20
         answer = index.hold(message, 0.0)
         assert answer is not None
-        announcer.taken(answer)
-    assert announcer.is_known and announcer.next(0.0) is None
+        updates.taken(answer)
+    assert updates.is_known and updates.next(0.0) is None
     assert index.statistics()["num_blocks"] == len(held)
-    assert announcer.next(HEARTBEAT_S) == told(1, 4)
+    assert updates.next(HEARTBEAT_S) == told(1, 4)
 
 
 MESSAGES: list[Message] = [

@@ -43,7 +43,7 @@ from kvcache.integrations.vllm.step_messages import PeerMemory
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.offload.keys import OffloadKey
 from kvcache.sharing.access import read_keys, require_address
-from kvcache.sharing.announcer import Announcer
+from kvcache.sharing.index_updates import IndexUpdates
 from kvcache.sharing.messages import MAX_MESSAGE_BYTES, Given, Taken, Wanted, pack, unpack
 from kvcache.worker.files.format import FileHead, pack_head
 from kvcache.worker.host_memory.segment import SegmentShape
@@ -154,7 +154,7 @@ class BlockServer:
             ) from error
         self._files = self._open_files(settings)
         self.endpoint = self._requests.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._announcer = Announcer(
+        self._updates = IndexUpdates(
             bytes.fromhex(settings.source),
             bytes.fromhex(settings.memory),
             self.endpoint,
@@ -170,7 +170,7 @@ class BlockServer:
     @property
     def is_known(self) -> bool:
         """Whether the coordinator knows all that was held at the last look."""
-        return self._announcer.is_known
+        return self._updates.is_known
 
     def turn(self) -> None:
         """Do what there is to do, without waiting."""
@@ -180,12 +180,12 @@ class BlockServer:
             self._index.refresh()
             changed = self._index.changed
             if self._files is not None:
-                self._announcer.changed(self._files.refresh())
+                self._updates.changed(self._files.refresh())
             if changed:
-                self._announcer.changed(changed)
+                self._updates.changed(changed)
                 changed.clear()
         self._take_answers()
-        told = self._announcer.next(now_s)
+        told = self._updates.next(now_s)
         if told is not None:
             self._send(self._coordinator, [pack(told)])
         self._give_files()
@@ -226,7 +226,7 @@ class BlockServer:
             except ProtocolError:
                 continue
             if isinstance(answer, Taken):
-                self._announcer.taken(answer)
+                self._updates.taken(answer)
 
     def _serve(self, frames: list[bytes]) -> None:
         try:

@@ -65,8 +65,8 @@ logger = get_logger(__name__)
 class _Tracked:
     """A request that vLLM has told of. `origin`: which adapter and weights compute its blocks, None
     if they are not kept. `next_hash`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files. `holders`: where other
-    nodes hold its blocks, None before the coordinator has answered. `is_computed`: nothing is
+    `wait_until_s`: until when it waits for what is pending or in files. `node_of`: by key, another
+    node that holds the block, None before the coordinator has answered. `is_computed`: nothing is
     loaded for it any more."""
 
     request: Any
@@ -76,7 +76,7 @@ class _Tracked:
     num_local_tokens: int = 0
     wait_until_s: float | None = None
     is_asked_about: bool = False
-    holders: dict[bytes, str] | None = None
+    node_of: dict[bytes, str] | None = None
     has_fetched: bool = False
     is_computed: bool = False
     hits: TierHits | None = None
@@ -256,10 +256,10 @@ class BlockStore:
         if tracked.origin is None or self._held:  # while a copy hangs, others would wait behind it
             return 0
         self._follow_files(tiers)
-        if self._nodes is not None and not self._knows_holders(self._nodes, tracked):
+        if self._nodes is not None and not self._knows_nodes(self._nodes, tracked):
             self.counts.for_files.begin(request.request_id, self._now())
             return None
-        locate = self._locate if not tracked.holders else partial(self._locate_for, tracked.holders)
+        locate = self._locate if not tracked.node_of else partial(self._locate_for, tracked.node_of)
         hit = find(tracked, num_computed_tokens, locate, _is_coming)
         keys = [] if hit is None else hit.keys
         places = locate(keys)
@@ -543,23 +543,23 @@ class BlockStore:
 
     # --- other nodes
 
-    def _knows_holders(self, nodes: Nodes, tracked: _Tracked) -> bool:
+    def _knows_nodes(self, nodes: Nodes, tracked: _Tracked) -> bool:
         """Ask, once, which other nodes hold what this one lacks of a request; say whether that is
         known."""
-        if tracked.holders is not None:
+        if tracked.node_of is not None:
             return True
         request_id = tracked.request.request_id
         if not tracked.is_asked_about:
             tracked.is_asked_about = True
             keys = self._missing(tracked)
             if not keys:
-                tracked.holders = {}
+                tracked.node_of = {}
                 return True
             nodes.ask(request_id, keys)
         answer = nodes.answer_of(request_id)
         if answer is None:
             return False
-        tracked.holders = dict(answer)
+        tracked.node_of = dict(answer)
         return True
 
     def _missing(self, tracked: _Tracked) -> list[OffloadKey]:
@@ -577,21 +577,21 @@ class BlockStore:
             keys += self._finder.keys_of(tracked, group, range(start // size, end // size))
         return list(compress(keys, self._locate(keys) == Place.NOWHERE))
 
-    def _locate_for(self, holders: Mapping[bytes, str], keys: Sequence[OffloadKey]) -> PlaceArray:
-        """Return the places of keys of a request whose other blocks `holders` hold."""
+    def _locate_for(self, node_of: Mapping[bytes, str], keys: Sequence[OffloadKey]) -> PlaceArray:
+        """Return the places of a request's keys; `node_of` names other nodes that hold some."""
         places: PlaceArray = self._locate(keys).copy()
         absent = np.flatnonzero(places == Place.NOWHERE).tolist()
-        places[[place for place in absent if keys[place] in holders]] = Place.NODE
+        places[[place for place in absent if keys[place] in node_of]] = Place.NODE
         return places
 
     def _import(self, tracked: _Tracked, keys: Sequence[OffloadKey], places: PlaceArray) -> bool:
         """Have blocks copied from other nodes, each once for a request; say whether any are."""
-        tiers, holders = self._tiers, tracked.holders
-        if tiers is None or not holders:
+        tiers, node_of = self._tiers, tracked.node_of
+        if tiers is None or not node_of:
             return False
         wanted: dict[str, list[OffloadKey]] = {}
         for place in np.flatnonzero(places == Place.NODE).tolist():
-            wanted.setdefault(holders[keys[place]], []).append(keys[place])
+            wanted.setdefault(node_of[keys[place]], []).append(keys[place])
         has_begun = False
         for endpoint, of_node in wanted.items():
             labels = block_labels(int32_array(range(len(of_node))), of_node)
@@ -600,7 +600,7 @@ class BlockStore:
                 continue
             has_begun = True
             for key in job.keys:
-                del holders[key]
+                del node_of[key]
             self._kinds[job.job_id] = JobKind.IMPORT
             self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
             slots = tuple(job.destinations.tolist())

@@ -22,7 +22,7 @@ from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.block_server import ServerSettings
 from kvcache.integrations.vllm.options import CoordinatorOptions, EngineSetting
 from kvcache.sharing.access import read_keys
-from kvcache.sharing.questions import Holders, Questions
+from kvcache.sharing.questions import NodeOfKey, Questions
 from kvcache.worker.host_memory.segment import SegmentShape
 
 logger = get_logger("vllm.kvcache.nodes")  # below vLLM's own, which shows lines of level INFO
@@ -82,8 +82,8 @@ class Nodes:
         if self._questions is not None:
             self._questions.ask(request_id, keys)
 
-    def answer_of(self, request_id: str) -> Holders | None:
-        """Return, once, the endpoint of each block's holder; None if the answer is awaited."""
+    def answer_of(self, request_id: str) -> NodeOfKey | None:
+        """Return, once, a node's endpoint for each block; None if the answer is awaited."""
         return {} if self._questions is None else self._questions.answer_of(request_id)
 
     def forget(self, request_id: str) -> None:

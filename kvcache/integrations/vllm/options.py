@@ -100,7 +100,7 @@ class ConnectorOptions(Section):
     stored after a reset. `offload`: as in a cluster's configuration; without
     `host_memory_per_rank`, the ranks of an engine take an eighth of the node's memory together.
     `idle_memory_s`: how long the memory is kept when no engine uses it. `is_asynchronous`: loads
-    and stores run in another thread, beside the steps; otherwise in the steps. `events`: a
+    and stores run in another thread while steps go on; otherwise in the steps. `events`: a
     publisher of what the tiers hold, as in a cluster's configuration. `record`: a directory for
     traces of the requests that the engine serves. `coordinator`: engines on several nodes share
     what their memories hold.

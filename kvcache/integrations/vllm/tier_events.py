@@ -140,8 +140,8 @@ def open_publisher(
     """Return the sender of a publisher that has bound its sockets.
 
     `topic` is used unless `events` has one. `replica`, of several engines of a name, is added to
-    the ports. With `keys`, only their holders can follow. Raises ConfigurationError if the ports
-    cannot be bound, ClusterError if the publisher does not start.
+    the ports. With `keys`, only followers that have them can connect. Raises ConfigurationError if
+    the ports cannot be bound, ClusterError if the publisher does not start.
     """
     settings = replace(PublisherSettings.of(events, topic), data_parallel_rank=replica)
     sockets = SocketSettings(

@@ -15,8 +15,8 @@ REPEAT_S = 0.5
 HEARTBEAT_S = 1.0
 
 
-class Announcer:
-    """Announces one source's blocks. `held` is the live collection of its keys."""
+class IndexUpdates:
+    """The messages about one source's blocks. `held` is the live collection of its keys."""
 
     def __init__(
         self,
