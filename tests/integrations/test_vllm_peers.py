@@ -223,7 +223,7 @@ def load_from(memory: RankMemory, peer: PeerMemory, *slots: int) -> Any:
 
 def blocks_of(memory: RankMemory) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of both layers, as bytes."""
-    first, second = memory._rows
+    first, second = memory._jobs._pool.rows
     return first, second
 
 
