@@ -56,7 +56,7 @@ class CountingOptions:
 
     `block_size` None: the workload's. `groups` are those of a model, which share the blocks; none:
     one group of full attention. With several kinds, or block sizes other than the workload's, only
-    hit tokens are meaningful.
+    hit tokens are meaningful. `follows_hints`: with the hints of the workload's requests.
     """
 
     num_blocks: int | None = None
@@ -64,6 +64,7 @@ class CountingOptions:
     eviction_policy: str = "lru"
     hash_algorithm: str = "sha256"
     groups: tuple[KVCacheGroupSpec, ...] = ()
+    follows_hints: bool = False
 
 
 def count_prefill_hits(
@@ -107,7 +108,8 @@ def count_prefill_hits(
                 f"request {arrived.request_id} of {workload.name} needs {num_references} blocks of "
                 f"{block_size} tokens, the cache has {num_blocks}: count with more blocks"
             )
-        request.hints = arrived.hints
+        if options.follows_hints:
+            request.hints = arrived.hints
         manager.free(request)
         count = PrefillCount(
             workload=workload.name,

@@ -233,6 +233,7 @@ def _count(
         eviction_policy=cache.policy,
         hash_algorithm=_HASH_ALGORITHM,
         groups=cache.groups,
+        follows_hints=True,
     )
     tiers = None
     if cache.host_blocks:

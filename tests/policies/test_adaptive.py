@@ -12,7 +12,6 @@ from kvcache.base.clock import VirtualClock
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.policies.adaptive import DELAYS, AdaptivePolicy, classify
 from kvcache.simulate import MooncakeTrace, Workload, generate
-from kvcache.simulate.block_trace import CompactTrace, read_block_trace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload
 from tests.policies.books import WrittenBook, evict
@@ -126,5 +125,5 @@ def test_hit_rates_on_the_conversation_trace(num_blocks: int, expected: float) -
 
 @pytest.mark.parametrize(("kind", "least_gain"), [("chat", -0.002), ("retrieval", 0.02)])
 def test_hits_on_generated_loads(kind: str, least_gain: float) -> None:
-    workload = CompactTrace(read_block_trace(generate(kind, seed=3, num_requests=1_000)))
+    workload = generate(kind, seed=3, num_requests=1_000)
     assert hit_rate(workload, 800) >= hit_rate(workload, 800, "lru") + least_gain

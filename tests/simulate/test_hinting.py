@@ -54,8 +54,21 @@ def test_random_hints_cost_nothing(name: str, num_blocks: int) -> None:
         for _ in range(trace.num_requests)
     ]
     played = CompactTrace(trace, hints)
-    count = count_prefill_hits(played, CountingOptions(num_blocks), VirtualClock())
+    count = count_prefill_hits(
+        played, CountingOptions(num_blocks, follows_hints=True), VirtualClock()
+    )
     assert count.hit_rate >= rate(trace, SimulatedCache("lru", num_blocks)) - 0.005
+
+
+def test_a_plain_count_does_not_follow_the_hints_of_a_load() -> None:
+    load = generate("chat", seed=3, num_requests=300)
+    assert any(request.hints for request in load)
+    plain, hinted = (
+        count_prefill_hits(load, CountingOptions(200, follows_hints=follows), VirtualClock())
+        for follows in (False, True)
+    )
+    assert plain.hit_rate == rate(read_block_trace(load), SimulatedCache("lru", 200))
+    assert hinted.hit_rate > plain.hit_rate
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
