@@ -13,7 +13,7 @@ from kvcache.protocol.messages import JobReport
 
 class NoisyMemory(RankMemory):
     def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
-        for rows in self._rows:
+        for rows in self._jobs._pool.rows:
             floats = rows.view(torch.float32)
             for block in load.command.blocks:
                 floats[block] = torch.randn(floats.shape[1])
