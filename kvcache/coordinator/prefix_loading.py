@@ -277,7 +277,7 @@ class PrefixLoading:
         self._loaded(wish, now_s)
 
     def _loaded(self, wish: _Wish, now_s: float) -> None:
-        """Hold the prefix until its request has come; nobody waits for a prefetch."""
+        """Hold the prefix until its request has come; a prefetch has no request that waits."""
         wish.stage, wish.until_s = _Stage.LOADED, now_s + self._hold_s
         if wish.is_prefetch:
             self._forget(wish.request.request_id)
