@@ -21,6 +21,14 @@ from rich.table import Table
 
 from actors.cli.command import JsonOption, NameOption, VllmOption, command
 from actors.cli.tables import print_json, print_table, say
+from kvcache.base.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ExhaustedError,
+    NotRunningError,
+    RequestError,
+    shown,
+)
 
 if TYPE_CHECKING:
     from actors.clusters.cluster import KVCacheCluster
@@ -57,7 +65,6 @@ def pin(
 ) -> None:
     """Protect the cached part of a prefix from eviction for a while."""
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import RequestError
     from kvcache.requests.request import LoRARequest
 
     token_ids = read_tokens(tokens, token_file, text, tokenizer)
@@ -88,7 +95,6 @@ def unpin(
 ) -> None:
     """End a pin early."""
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import RequestError
     from kvcache.manager.pins import Pin
 
     with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
@@ -142,8 +148,6 @@ def clear(
     as_json: JsonOption = False,
 ) -> None:
     """Empty the prefix cache of a running cluster; asks first."""
-    from kvcache.base.errors import ConfigurationError, ExhaustedError
-
     if vllm is not None:
         from actors.cli.engines import clear_engine
 
@@ -192,8 +196,6 @@ def read_tokens(
     tokens: str | None, token_file: Path | None, text: Path | None, tokenizer: str | None
 ) -> Int32Array:
     """Return the token ids; raises ConfigurationError unless exactly one source is given."""
-    from kvcache.base.errors import ConfigurationError
-
     given = [value for value in (tokens, token_file, text) if value is not None]
     if len(given) != 1:
         raise ConfigurationError(
@@ -208,8 +210,6 @@ def read_tokens(
 
 def _numbers(text: str, where: str) -> list[int]:
     """Return integers separated by commas or white space, or a JSON list of them."""
-    from kvcache.base.errors import ConfigurationError, shown
-
     text = text.strip()
     if text.startswith("[") != text.endswith("]"):
         raise ConfigurationError(
@@ -227,7 +227,6 @@ def _numbers(text: str, where: str) -> list[int]:
 def _checked(numbers: list[int], where: str) -> Int32Array:
     import numpy as np
 
-    from kvcache.base.errors import ConfigurationError
     from kvcache.config.sections import MAX_COUNT
 
     wrong = [number for number in numbers if not 0 <= number <= MAX_COUNT]
@@ -238,8 +237,6 @@ def _checked(numbers: list[int], where: str) -> Int32Array:
 
 
 def _tokenized(path: Path, tokenizer: str | None) -> Int32Array:
-    from kvcache.base.errors import ConfigurationError
-
     if tokenizer is None:
         raise ConfigurationError(
             f"{path} is text and needs the model's tokenizer: pass --tokenizer, "
@@ -261,8 +258,6 @@ def _tokenized(path: Path, tokenizer: str | None) -> Int32Array:
 
 
 def _read(path: Path) -> str:
-    from kvcache.base.errors import ConfigurationError
-
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -279,8 +274,6 @@ def _table(pins: tuple[PinStatus, ...]) -> Table:
 
 
 def _manager(cluster: KVCacheCluster) -> ManagerStatistics:
-    from kvcache.base.errors import NotRunningError
-
     statistics = cluster.coordinator_statistics()
     if statistics is None or statistics.manager is None:
         raise NotRunningError(f"{cluster.name} has no cache at the moment: wait until it is ready")
@@ -296,8 +289,6 @@ def confirm(name: str, manager: ManagerStatistics, *, begins_epoch: bool) -> Non
 
 def ask_on_terminal(name: str, what: str) -> None:
     """Ask whether to drop `what`. Raises ConfigurationError as `confirm` does."""
-    from kvcache.base.errors import ConfigurationError
-
     if not sys.stdin.isatty():
         raise ConfigurationError(
             f"clearing {name} drops {what}, and there is no terminal to ask on: pass --yes"
@@ -310,8 +301,6 @@ def ask_on_terminal(name: str, what: str) -> None:
 
 def _await_drained(cluster: KVCacheCluster, epoch_before: int, timeout_s: float) -> None:
     """Wait until the running requests have left, and the cache is empty."""
-    from kvcache.base.errors import DeadlineError
-
     say(f"{cluster.name} drains: requests find no cached prefix, and running requests finish")
     give_up_s = time.monotonic() + timeout_s
     while (manager := _manager(cluster)).is_draining or manager.model_epoch == epoch_before:

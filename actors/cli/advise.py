@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import JsonOption, NoProgressOption, command
+from actors.cli.command import JsonOption, NoProgressOption, command, parse_size
 from actors.cli.simulate import (
     BlockSizeOption,
     PlotOption,
@@ -25,6 +25,7 @@ from actors.cli.simulate import (
     SeedOption,
 )
 from actors.cli.tables import bytes_text, print_json, print_note, print_table
+from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from kvcache.simulate.advice import (
@@ -77,7 +78,6 @@ def advise(
 ) -> None:
     """Recommend memory of each kind, and a policy, for a load and a budget."""
     from actors.cli.simulations import parse_policies, play, read_traces, require_plots
-    from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.advice import (
         GIB,
         Memory,
@@ -208,9 +208,7 @@ def _curves(
 
 def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
     """Return the bytes of a token on all ranks together. Raises ConfigurationError."""
-    from kvcache.base.errors import ConfigurationError
     from kvcache.config import load_config
-    from kvcache.config.sections import parse_bytes
     from kvcache.planner import plan_cluster, report_plan
 
     if (token_size is None) == (config is None):
@@ -219,12 +217,7 @@ def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
             "128KiB, or --config, but not both"
         )
     if token_size is not None:
-        size_bytes = parse_bytes(token_size)
-        if not isinstance(size_bytes, int) or size_bytes < 1:
-            raise ConfigurationError(
-                f"--token-size {token_size!r} is not a size: give one such as 128KiB"
-            )
-        return float(size_bytes)
+        return float(parse_size("--token-size", token_size, "128KiB"))
     assert config is not None
     plan = plan_cluster(load_config(config))
     groups = plan.model_groups

@@ -65,18 +65,24 @@ _TOKEN_PLACES = (
 
 
 @contextmanager
-def open_cluster(name: str | None, *, must_serve: bool = True) -> Iterator[KVCacheCluster]:
+def open_cluster(
+    name: str | None,
+    *,
+    must_serve: bool = True,
+    otherwise: str = "call the same from there, or `kvcache status`",
+) -> Iterator[KVCacheCluster]:
     """Connect to Ray and yield a running cluster whose coordinator answers.
 
     Raises NotRunningError if no Ray or no such cluster runs, or if its coordinator is embedded in
-    an engine's process, which alone can ask it. With `must_serve` also raises as `require_plan`.
+    an engine's process, which alone can ask it; `otherwise` is the remedy. With `must_serve` also
+    raises as `require_plan`.
     """
     with ray_session(may_start=False):
         cluster = named_cluster(name)
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(
                 f"the coordinator of {cluster.name} is in a process of its engine, which alone can "
-                "ask it: call the same from there, or `kvcache status`"
+                f"ask it: {otherwise}"
             )
         if must_serve:
             require_plan(cluster.status())

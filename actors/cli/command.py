@@ -1,6 +1,6 @@
 """What all commands share: options, exit codes, and one line per error.
 
-Modules that declare commands import nothing slow at the top (numpy, torch, ray, `kvcache`), so
+Modules that declare commands import nothing slow at the top (numpy, torch, ray, pydantic), so
 `--help` appears at once. A command imports what it needs when it runs.
 
 The exit code tells scripts whether bytes are wrong, the input is wrong, or the cluster is gone.
@@ -20,6 +20,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvcache.base.errors import (
+    ClusterError,
+    ConfigurationError,
+    ExhaustedError,
+    InvalidInputError,
+    WrongBytesError,
+)
 
 EXIT_WRONG_BYTES = 1
 EXIT_DIFFERENT = 1
@@ -86,6 +94,19 @@ def command(work: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def parse_size(option: str, text: str, example: str) -> int:
+    """Return the bytes that the text of an option names; raises ConfigurationError."""
+    from kvcache.config.sections import parse_bytes
+
+    try:
+        size_bytes = parse_bytes(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise ConfigurationError(f"{option} {text!r}: {error}") from error
+    if not isinstance(size_bytes, int) or size_bytes < 1:
+        raise ConfigurationError(f"{option} {text!r} is not a size: give one such as {example}")
+    return size_bytes
+
+
 def run_command(work: Callable[[], None], verbose: bool) -> None:
     """Run a command. An error becomes one line and an exit code, a bug also its traceback."""
     try:
@@ -109,8 +130,6 @@ def run_command(work: Callable[[], None], verbose: bool) -> None:
 
 def outcome_of(error: Exception) -> tuple[int, str]:
     """Return the exit code for an error, and the line that says what happened."""
-    from kvcache.base.errors import ClusterError, ExhaustedError, InvalidInputError, WrongBytesError
-
     if isinstance(error, WrongBytesError):
         return EXIT_WRONG_BYTES, str(error)
     if isinstance(error, (InvalidInputError, ExhaustedError)):

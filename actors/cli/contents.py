@@ -22,8 +22,9 @@ from rich.table import Table
 from rich.tree import Tree
 
 from actors.cli.command import JsonOption, NameOption, VllmOption, command
-from actors.cli.status import tenant_usage_table, tenants_of
-from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.status import tenant_usage_table, tenants_of, tier_table
+from actors.cli.tables import print_facts, print_json, print_table
+from kvcache.base.errors import ConfigurationError, NotRunningError, legible
 
 if TYPE_CHECKING:
     from kvcache.coordinator.settings import CoordinatorStatistics
@@ -49,7 +50,6 @@ def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption 
         show_usage(vllm, as_json)
         return
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import NotRunningError
 
     with open_cluster(name) as cluster:
         statistics = cluster.coordinator_statistics()
@@ -65,7 +65,7 @@ def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption 
     print_table(console, "sealed blocks by group", _groups(found))
     print_table(console, "sealed blocks by namespace", _namespaces(found))
     if found.tiers:
-        print_table(console, "tiers below the device", _tiers(found))
+        print_table(console, "tiers below the device", tier_table(found.tiers))
     if found.tenants:
         print_table(console, "tenants", tenant_usage_table(found.tenants))
 
@@ -83,7 +83,6 @@ def prefixes(
 ) -> None:
     """Show which prefixes a running cluster has cached, and who uses them."""
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import ConfigurationError
 
     if sort not in SORTS:
         raise ConfigurationError(f"--sort {sort} is not known: choose {', '.join(SORTS)}")
@@ -129,8 +128,6 @@ def usage_of(
 
     Raises NotRunningError while there is no cache, before an epoch begins.
     """
-    from kvcache.base.errors import NotRunningError
-
     manager, offload = statistics.manager, statistics.offload
     if manager is None:
         raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")
@@ -159,8 +156,6 @@ def usage_of(
 
 def namespace_text(namespace: Namespace) -> str:
     """Describe a namespace in words."""
-    from kvcache.base.errors import legible
-
     parts = {
         "tenant": namespace.tenant,
         "adapter": namespace.lora,
@@ -200,16 +195,6 @@ def _namespaces(usage: Usage) -> Table:
     rest = usage.namespaces[MAX_NAMESPACES:]
     if rest:
         table.add_row(f"{len(rest):,} others", "", f"{sum(use.num_blocks for use in rest):,}")
-    return table
-
-
-def _tiers(usage: Usage) -> Table:
-    table = Table("tier", "blocks", "ready", "being stored", "being read", "stored", "loaded")
-    for name, tier in usage.tiers.items():
-        capacity = tier.num_slots * tier.blocks_per_slot
-        counts = (capacity, tier.num_ready, tier.num_pending, tier.num_held)
-        moved = (bytes_text(tier.stored_bytes), bytes_text(tier.loaded_bytes))
-        table.add_row(name, *(f"{count:,}" for count in counts), *moved)
     return table
 
 

@@ -29,6 +29,7 @@ from rich.table import Table
 
 from actors.cli.command import EXIT_PREVENTED, JsonOption, command
 from actors.cli.tables import bytes_text, print_facts, print_json, print_note, print_table
+from kvcache.base.errors import KVCacheError, NotRunningError
 
 if TYPE_CHECKING:
     from kvcache.base.clock import Clock
@@ -159,7 +160,6 @@ class Examination:
 def examine(config: ClusterConfig | None) -> Examination:
     """Examine and measure this machine; takes a few seconds."""
     from kvcache.base.clock import SystemClock
-    from kvcache.base.errors import KVCacheError
     from kvcache.config.sections import Location
     from kvcache.planner import plan_cluster
     from kvcache.worker.copies.measurement import measure_cpu
@@ -371,8 +371,6 @@ def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) ->
 
 def look_at_ray() -> RayStatistics:
     """Join this machine's Ray cluster, if any, read its facts, and leave. Never raises."""
-    from kvcache.base.errors import KVCacheError, NotRunningError
-
     try:
         import ray
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from actors.cli.status import tier_table
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table, say
+from kvcache.base.errors import ClusterError, ConfigurationError, NotRunningError
 
 if TYPE_CHECKING:
     from kvcache.memory_service.client import KeptMemory
@@ -30,8 +32,6 @@ def show_status(which: str, as_json: bool) -> None:
     `NAME` alone has the memory of all its replicas, unless one runs. Raises NotRunningError if
     there is neither.
     """
-    from kvcache.base.errors import NotRunningError
-
     try:
         found = _statistics(which)
     except NotRunningError:
@@ -61,12 +61,7 @@ def show_usage(which: str, as_json: bool) -> None:
         whole = {"name": found.name, "replica": found.replica, "tiers": plain}
         print_json(json.dumps(whole, indent=2))
         return
-    table = Table("tier", "blocks", "ready", "being stored", "being read", "stored", "loaded")
-    for name, tier in held.items():
-        counts = (tier.num_slots, tier.num_ready, tier.num_pending, tier.num_held)
-        moved = (bytes_text(tier.stored_bytes), bytes_text(tier.loaded_bytes))
-        table.add_row(name, *(f"{count:,}" for count in counts), *moved)
-    print_table(Console(file=sys.stdout), f"{which}: tiers below the device", table)
+    print_table(Console(file=sys.stdout), f"{which}: tiers below the device", tier_table(held))
 
 
 def watch(
@@ -216,7 +211,6 @@ def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:
 
 
 def _kept(which: str) -> list[KeptMemory]:
-    from kvcache.base.errors import ClusterError
     from kvcache.memory_service.client import kept_memory, service_address
     from kvcache.metrics.engine_socket import running_engines
 
@@ -245,8 +239,6 @@ def _ask(which: str, verb: str) -> dict[str, Any]:
 
 def _parsed(which: str) -> tuple[str, int]:
     """Return name and replica of `NAME` or `NAME/REPLICA`; raises ConfigurationError."""
-    from kvcache.base.errors import ConfigurationError
-
     name, _, replica = which.partition("/")
     if not name or (replica and not replica.isdigit()):
         raise ConfigurationError(f"--vllm {which}: write NAME, or NAME/REPLICA with a number")

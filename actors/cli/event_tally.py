@@ -1,6 +1,7 @@
 """Add up cache events: rates, positions, prefixes, and whether the state equals the publisher's.
 
-Used by `kvcache watch` and the dashboard. State machines: the caller passes the time in. Prefixes
+Used by `kvcache watch` and the dashboard. State machines, except `EventFollower`, which has the
+socket and the clock. Prefixes
 are blocks of group 0, by hash, each with its parent. They are shown by hash and length, never by
 tokens. States are compared only at equal sequence numbers.
 """
@@ -8,11 +9,13 @@ tokens. States are compared only at equal sequence numbers.
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from actors.routing.event_endpoints import EventEndpoints, moved, subscribe
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.events.subscription import SubscriptionStatistics, Update
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
@@ -176,6 +179,39 @@ class EventTally:
         if before is None or asked < before[0]:  # a new coordinator
             before = (0, 0)
         return _share(hit, asked), _share(hit - before[1], asked - before[0])
+
+
+class EventFollower:
+    """Follows a publisher, wherever it moves, and adds up its events. One thread uses it."""
+
+    def __init__(self, endpoints: EventEndpoints) -> None:
+        """Begin to follow. Raises ConfigurationError for invalid addresses."""
+        self._endpoints = endpoints
+        self._subscriber = subscribe(endpoints)
+        self._tally = EventTally(time.monotonic())
+
+    def receive(self, timeout_s: float) -> None:
+        """Take what arrives; wait for it at most `timeout_s`."""
+        for update in self._subscriber.poll(timeout_s):
+            self._tally.take(update)
+        self._tally.note(self._subscriber.last_seq, self._subscriber.checksum)
+
+    def look(
+        self, statistics: CoordinatorStatistics | None, host: str, *, problem: str = ""
+    ) -> Look:
+        """Return the present state, and begin the next interval. If the publisher on `host` has
+        restarted at another address, follow it there; it sends a snapshot."""
+        if statistics is not None:
+            endpoints = moved(self._endpoints, statistics.events, host)
+            if endpoints != self._endpoints:
+                self._subscriber.close()
+                self._subscriber, self._endpoints = subscribe(endpoints), endpoints
+        known = self._subscriber.statistics()
+        return self._tally.look(time.monotonic(), known, statistics, problem=problem)
+
+    def close(self) -> None:
+        """Stop following."""
+        self._subscriber.close()
 
 
 def hex_digits(value: int) -> str:

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from actors.cli.command import SecondsOption, command
 from actors.cli.tables import facts_table
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 
 if TYPE_CHECKING:
     from actors.cli.event_tally import Look, PrefixRow
@@ -126,7 +127,6 @@ def open_source(
     events, NotRunningError if no cluster runs or its coordinator cannot be asked.
     """
     from actors.routing.event_endpoints import EventEndpoints
-    from kvcache.base.errors import ConfigurationError
 
     if endpoint is None and replay_endpoint is None:
         with _cluster_source(name) as source:
@@ -146,19 +146,10 @@ def open_source(
 
 @contextmanager
 def _cluster_source(name: str | None) -> Iterator[EventSource]:
-    from actors.cli.clusters import named_cluster, ray_session, require_plan
-    from actors.clusters.cluster import KVCacheCluster
+    from actors.cli.clusters import open_cluster
     from actors.routing.event_endpoints import cluster_endpoints, publisher_host
-    from kvcache.base.errors import NotRunningError
 
-    with ray_session(may_start=False):
-        cluster = named_cluster(name)
-        if not isinstance(cluster, KVCacheCluster):
-            raise NotRunningError(
-                f"the coordinator of {cluster.name} is in a process of its engine, which alone "
-                "knows its statistics: pass --endpoint and --replay-endpoint"
-            )
-        require_plan(cluster.status())
+    with open_cluster(name, otherwise="pass --endpoint and --replay-endpoint") as cluster:
         yield EventSource(
             cluster.name,
             cluster_endpoints(cluster),
@@ -174,17 +165,14 @@ class _Watch:
     """Follows a source, wherever its publisher moves."""
 
     def __init__(self, source: EventSource) -> None:
-        from actors.cli.event_tally import EventTally
-        from actors.routing.event_endpoints import subscribe
+        from actors.cli.event_tally import EventFollower
         from kvcache.base.serving_loop import ServingLoop
 
         self._source = source
         self._reader = ServingLoop("figure-reader", self._ask)
         self._coordinator: CoordinatorStatistics | None = None
         self._problem = ""
-        self._subscriber = subscribe(source.endpoints)
-        self._endpoints = source.endpoints
-        self._tally = EventTally(time.monotonic())
+        self._follower = EventFollower(source.endpoints)
 
     def __enter__(self) -> _Watch:
         if self._source.look is not None:
@@ -194,7 +182,7 @@ class _Watch:
     def __exit__(self, *error: object) -> None:
         self._reader.stop()
         self._reader.join()
-        self._subscriber.close()
+        self._follower.close()
 
     def run(self, show: Show, seconds: float | None) -> None:
         """Show the state once per interval, and once more after `seconds`."""
@@ -202,45 +190,24 @@ class _Watch:
         end_s = None if seconds is None else now_s + seconds
         next_s = now_s + _INTERVAL_S
         while True:
-            for update in self._subscriber.poll(_POLL_S):
-                self._tally.take(update)
-            self._tally.note(self._subscriber.last_seq, self._subscriber.checksum)
+            self._follower.receive(_POLL_S)
             now_s = time.monotonic()
             is_over = end_s is not None and now_s >= end_s
             if is_over or now_s >= next_s:
                 next_s = max(next_s + _INTERVAL_S, now_s)
-                show(self._look(now_s))
+                host, problem = self._source.host, self._problem
+                show(self._follower.look(self._coordinator, host, problem=problem))
             if is_over:
                 return
 
-    def _look(self, now_s: float) -> Look:
-        from actors.routing.event_endpoints import moved
-
-        coordinator = self._coordinator
-        if coordinator is not None:
-            self._follow_to(moved(self._endpoints, coordinator.events, self._source.host))
-        statistics = self._subscriber.statistics()
-        return self._tally.look(now_s, statistics, coordinator, problem=self._problem)
-
     def _ask(self) -> None:
         """Ask the coordinator once. Runs in its own thread."""
-        from kvcache.base.errors import DeadlineError, NotRunningError
-
         assert self._source.look is not None
         try:
             self._coordinator, self._problem = self._source.look(), ""
         except (DeadlineError, NotRunningError) as error:
             self._problem = str(error)
         self._reader.pause(_ASK_S)
-
-    def _follow_to(self, endpoints: EventEndpoints) -> None:
-        """Follow a publisher that restarted at another address; it sends a snapshot."""
-        from actors.routing.event_endpoints import subscribe
-
-        if endpoints != self._endpoints:
-            self._subscriber.close()
-            self._subscriber = subscribe(endpoints)
-            self._endpoints = endpoints
 
 
 @contextmanager
@@ -368,8 +335,6 @@ def _lines(updates: Iterator[Update]) -> Iterator[str]:
 
 def _updates(subscriber: KVEventSubscriber, follows: bool) -> Iterator[Update]:
     """Yield a snapshot, then new updates if `follows`."""
-    from kvcache.base.errors import DeadlineError
-
     give_up_s = time.monotonic() + _STATE_S
     while not (found := subscriber.poll(_POLL_S)):
         if time.monotonic() > give_up_s:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from actors.cli.command import ConfigOption, NameOption, command
 from actors.cli.tables import say
+from kvcache.base.errors import DeadlineError, KVCacheError, NotRunningError
 
 if TYPE_CHECKING:
     from actors.clusters.cluster import KVCacheCluster
@@ -57,7 +57,8 @@ def launch(
         except KeyboardInterrupt:
             say(f"stopping {settings.name}")
         finally:
-            with undisturbed():
+            # A shutdown has its own deadlines.
+            with handling(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT):
                 launched.stop()
     say(f"{settings.name} has stopped")
 
@@ -69,7 +70,6 @@ def stop(name: NameOption = None) -> None:
     from actors.clusters.shutdown import ClusterParts, take_down
     from actors.connect import is_actor_known
     from actors.names import coordinator_name
-    from kvcache.base.errors import DeadlineError
 
     with ray_session(may_start=False):
         name = name or only_cluster()
@@ -87,8 +87,6 @@ def stop(name: NameOption = None) -> None:
 
 def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
     """Print the paths of the coordinators' logs, if known."""
-    from kvcache.base.errors import KVCacheError
-
     for cluster in clusters:
         with suppress(KVCacheError):
             status = cluster.status()
@@ -99,8 +97,6 @@ def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
 def _watch(clusters: list[KVCacheCluster]) -> str:
     """Wait until a cluster ends by itself, and return why. A restarting coordinator has not
     ended."""
-    from kvcache.base.errors import DeadlineError, NotRunningError
-
     while True:
         time.sleep(_WATCH_INTERVAL_S)
         for cluster in clusters:
@@ -114,28 +110,18 @@ def _watch(clusters: list[KVCacheCluster]) -> str:
                 raise NotRunningError(f"{cluster.name} has failed: {status.problem}")
 
 
-@contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
+def interrupted_by_sigterm() -> AbstractContextManager[None]:
     """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does. Use it inside `ray_session`, which sets
     its own handler."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    return handling(signal.default_int_handler, signal.SIGTERM)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore SIGTERM and Ctrl-C during a shutdown, which has its own deadlines."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """Handle these signals with `handler` during the `with` block. Main thread only."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

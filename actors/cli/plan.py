@@ -12,6 +12,7 @@ from rich.table import Table
 
 from actors.cli.command import JsonOption, OptionalConfigOption, command
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from kvcache.planner import PlanReport
@@ -55,7 +56,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Show the plan of a configuration or a model: blocks, bytes, tokens and concurrency."""
-    from kvcache.base.errors import ConfigurationError
     from kvcache.config import load_config
     from kvcache.planner import HFChoices, cluster_from_hf_config, plan_cluster, report_plan
 

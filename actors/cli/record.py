@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from actors.cli.command import JsonOption, NameOption, NoProgressOption, command
+from actors.cli.command import JsonOption, NameOption, NoProgressOption, command, parse_size
+from actors.cli.launch import handling
 from actors.cli.simulate import RequestsOption
 from actors.cli.tables import bytes_text, print_facts, print_json, say
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 
 if TYPE_CHECKING:
     from kvcache.base.clock import Clock
@@ -51,11 +51,8 @@ def record(
     """Record the requests of a running cluster, without tokens, until Ctrl-C."""
     import secrets
 
-    from actors.cli.clusters import only_cluster, ray_session, require_plan
-    from actors.clusters.cluster import KVCacheCluster
-    from actors.embedded.site import find_cluster
+    from actors.cli.clusters import open_cluster
     from kvcache.base.clock import SystemClock
-    from kvcache.base.errors import ConfigurationError, NotRunningError
     from kvcache.recorder import SALT_BYTES
     from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
@@ -64,21 +61,18 @@ def record(
             f"--seconds {seconds:g} records nothing: give a number above 0, such as 600, "
             "or omit it and end the recording with Ctrl-C"
         )
-    options = RecordingOptions(_parse_size(max_size), tenants)
-    with ray_session(may_start=False):
-        cluster = find_cluster(name or only_cluster())
-        if not isinstance(cluster, KVCacheCluster):
-            raise NotRunningError(
-                f"the coordinator of {cluster.name} is in a process of its engine, which cannot be "
-                "asked: record a cluster whose coordinator is an actor"
-            )
-        require_plan(cluster.status())
+    options = RecordingOptions(parse_size("--max-size", max_size, "256MiB"), tenants)
+    with open_cluster(name, otherwise="record a cluster whose coordinator is an actor") as cluster:
         listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
 
         def take(is_last: bool) -> RecordedBatch:
             return cluster.record_requests(listener, salt, is_last=is_last)
 
-        with ended_by_signals() as ended, RequestRecording(file, options) as recording:
+        ended = threading.Event()
+        with (
+            handling(lambda number, frame: ended.set(), signal.SIGINT, signal.SIGTERM),
+            RequestRecording(file, options) as recording,
+        ):
             limits = RecordingLimits(cluster.config.deadlines.return_s, seconds, requests)
             follower = RecordingFollower(
                 recording, take, SystemClock(), limits, is_shown=not no_progress
@@ -167,8 +161,6 @@ class RecordingFollower:
         )
 
     def _ask(self) -> RecordedBatch | None:
-        from kvcache.base.errors import DeadlineError, NotRunningError
-
         try:
             batch = self._take(False)
         except (DeadlineError, NotRunningError):
@@ -184,8 +176,6 @@ class RecordingFollower:
     def _finish(self, *, is_wanted: bool) -> None:
         """End the recording in the coordinator. If `is_wanted`, write the requests that waited
         there."""
-        from kvcache.base.errors import DeadlineError, NotRunningError
-
         try:
             batch = self._take(True)
         except (DeadlineError, NotRunningError):
@@ -226,33 +216,3 @@ class RecordingFollower:
     def _say(self, text: str) -> None:
         if self._is_shown:
             say(text)
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set during the `with` block. Main thread only."""
-    ended = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended.set()
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    previous = {kind: signal.signal(kind, end) for kind in kinds}
-    try:
-        yield ended
-    finally:
-        for kind, handler in previous.items():
-            signal.signal(kind, handler)
-
-
-def _parse_size(text: str) -> int:
-    from kvcache.base.errors import ConfigurationError
-    from kvcache.config.sections import parse_bytes
-
-    try:
-        size_bytes = parse_bytes(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise ConfigurationError(f"--max-size {text!r}: {error}") from error
-    if not isinstance(size_bytes, int) or size_bytes < 1:
-        raise ConfigurationError(f"--max-size {text!r} is not a size: give one such as 256MiB")
-    return size_bytes

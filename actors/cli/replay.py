@@ -23,6 +23,7 @@ from actors.cli.command import (
     command,
 )
 from actors.cli.tables import WorkProgress, bytes_text, print_facts, print_json
+from kvcache.base.errors import ConfigurationError, TraceError, WrongBytesError
 
 if TYPE_CHECKING:
     from kvcache.recorder import Recording, RecordReplayReport
@@ -78,7 +79,6 @@ def replay(
     """Play a workload on a cluster, check every byte, and report hits and evictions."""
     from actors.cli.playground import open_playground
     from kvcache.base.clock import SystemClock
-    from kvcache.base.errors import WrongBytesError
     from kvcache.config import load_config
     from kvcache.replay.engine import ReplayEngine
     from kvcache.simulate.opening import open_workload
@@ -170,8 +170,6 @@ def measure_workload(workload: Workload, max_num_tokens: int | None = None) -> W
     Finds errors in the workload before anything is started. Raises TraceError if it has no
     request to play.
     """
-    from kvcache.base.errors import TraceError
-
     num_requests = num_input_tokens = num_output_tokens = num_skipped = 0
     longest: WorkloadRequest | None = None
     for request in workload:
@@ -197,7 +195,6 @@ def _counting_options(blocks: str, block_size: int | None, skip_too_long: bool) 
     """Raises ConfigurationError for `--skip-too-long`: a count has no model and no longest
     request."""
     from actors.cli.simulations import parse_capacity
-    from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.counting import CountingOptions
 
     if skip_too_long:

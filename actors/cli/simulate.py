@@ -14,6 +14,7 @@ from rich.table import Table
 
 from actors.cli.command import JsonOption, NoProgressOption, command
 from actors.cli.tables import print_json, print_note, print_table
+from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from kvcache.simulate.block_trace import BlockTrace
@@ -128,7 +129,6 @@ def simulate(
         read_traces,
         require_plots,
     )
-    from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.hinting import NO_HINTS
     from kvcache.simulate.regret import require_parts
     from kvcache.simulate.running_counting import Pace
@@ -201,7 +201,6 @@ def _model(
 
     Raises ConfigurationError if `--window` and `--config` contradict each other or the traces.
     """
-    from kvcache.base.errors import ConfigurationError
     from kvcache.simulate.simulated_cache import window_groups
 
     if config is not None and window_tokens is not None:
@@ -231,7 +230,6 @@ def _capacities(
 ) -> list[int | None]:
     """Return the given capacities, the configuration's, or a range."""
     from actors.cli.simulations import capacity_range, parse_capacity
-    from kvcache.base.errors import ConfigurationError
 
     if blocks:
         return list(dict.fromkeys(parse_capacity(text) for text in blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +14,14 @@ from rich.table import Table
 
 from actors.cli.command import EXIT_STUCK, JsonOption, NameOption, VllmOption, command
 from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from kvcache.base.errors import legible
 
 if TYPE_CHECKING:
     from actors.reports import ClusterStatus
     from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics
     from kvcache.coordinator.watchdog import PendingWork
     from kvcache.manager.statistics import ManagerStatistics
+    from kvcache.offload.statistics import TierStatistics
     from kvcache.tenants import TenantStatistics
 
 _UNNAMED = "(none)"
@@ -78,17 +80,9 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
 
     Raises NotRunningError if no cluster runs, or its coordinator cannot be asked.
     """
-    from actors.cli.clusters import named_cluster, ray_session
-    from actors.clusters.cluster import KVCacheCluster
-    from kvcache.base.errors import NotRunningError
+    from actors.cli.clusters import open_cluster
 
-    with ray_session(may_start=False):
-        cluster = named_cluster(name)
-        if not isinstance(cluster, KVCacheCluster):
-            raise NotRunningError(
-                f"the coordinator of {cluster.name} is in a process of its engine, which alone "
-                "knows what it waits for: look there"
-            )
+    with open_cluster(name, must_serve=False, otherwise="look there for what it waits") as cluster:
         state, problem = cluster.status().state, cluster.status().problem
         pending = cluster.pending()
     stuck = [work for work in pending if work.is_stuck]
@@ -208,6 +202,17 @@ def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
     return facts
 
 
+def tier_table(tiers: Mapping[str, TierStatistics]) -> Table:
+    """Return a table of the contents of tiers, by name."""
+    table = Table("tier", "blocks", "ready", "being stored", "being read", "stored", "loaded")
+    for name, tier in tiers.items():
+        capacity = tier.num_slots * tier.blocks_per_slot
+        counts = (capacity, tier.num_ready, tier.num_pending, tier.num_held)
+        moved = (bytes_text(tier.stored_bytes), bytes_text(tier.loaded_bytes))
+        table.add_row(name, *(f"{count:,}" for count in counts), *moved)
+    return table
+
+
 def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatistics, ...]:
     """Return the statistics of all tenants in all tiers; empty without tenants."""
     if statistics is None or statistics.manager is None:
@@ -260,8 +265,6 @@ def tenant_usage_table(tenants: Sequence[TenantStatistics]) -> Table:
 
 def refusal_lines(tenants: Sequence[TenantStatistics]) -> list[str]:
     """Return the last refusal of each refused tenant, with its numbers and the remedy."""
-    from kvcache.base.errors import legible
-
     return [
         legible(f"{each.name or _UNNAMED} ({each.tier}): {each.last_refusal}")
         for each in tenants

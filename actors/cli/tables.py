@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from kvcache.base.errors import legible
+
 if TYPE_CHECKING:
     from kvcache.base.clock import Clock
 
@@ -40,8 +42,6 @@ def print_note(console: Console, text: str, style: str | None = None) -> None:
 def print_table(console: Console, title: str, table: Table) -> None:
     """Print a table below its title, which may be wider. In a narrow terminal cells wrap, so that
     no number is cut off. Names in cells are printed literally and `legible`, not as markup."""
-
-    from kvcache.base.errors import legible
 
     for column in table.columns:
         if not column.no_wrap:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.cli.command import NameOption, SecondsOption, VllmOption, command
-from actors.cli.tables import bytes_text
+from actors.cli.tables import bytes_text, facts_table
+from kvcache.base.errors import ConfigurationError, DeadlineError
 
 if TYPE_CHECKING:
     from actors.clusters.access import ClusterStatistics
@@ -47,7 +48,6 @@ def top(
         watch(vllm, interval, lambda elapsed_s: elapsed_s >= limit_s, as_json)
         return
     from actors.cli.clusters import open_cluster
-    from kvcache.base.errors import DeadlineError
 
     with (
         open_cluster(name, must_serve=False) as cluster,
@@ -93,7 +93,6 @@ def dashboard(
 
     from actors.cli.clusters import open_cluster
     from actors.endpoints import is_loopback
-    from kvcache.base.errors import ConfigurationError
 
     if not is_loopback(host):
         raise ConfigurationError(
@@ -144,52 +143,47 @@ class Look:
 
 @dataclass(frozen=True)
 class Rates:
-    """Events per second between two looks; `hit_rate` covers the tokens looked up then."""
+    """Events per second between two looks."""
 
-    steps: float
-    evictions: float
-    preemptions: float
-    asked_tokens: float
-    hit_rate: float | None
-    stored_bytes: float
-    loaded_bytes: float
+    steps: float = 0.0
+    evictions: float = 0.0
+    preemptions: float = 0.0
+    asked_tokens: float = 0.0
+    hit_tokens: float = 0.0
+    stored_bytes: float = 0.0
+    loaded_bytes: float = 0.0
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of the tokens looked up then that were hit, None if there were none."""
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else None
 
 
 def rates(before: Look, now: Look) -> Rates:
     """Return the rates between two looks, or since the start of an epoch that began between
     them."""
-    from kvcache.coordinator.settings import CoordinatorStatistics
+    return rates_of(before.coordinator, now.coordinator, now.at_s - before.at_s)
 
-    seconds = max(1e-9, now.at_s - before.at_s)
-    is_same = before.coordinator.epoch == now.coordinator.epoch
-    old, new = (
-        _counts(before.coordinator if is_same else CoordinatorStatistics()),
-        _counts(now.coordinator),
-    )
-    grown = {key: max(0, count - old.get(key, 0)) for key, count in new.items()}
-    steps = max(0, now.coordinator.num_steps - before.coordinator.num_steps)
-    asked = grown.get("asked", 0)
-    return Rates(
-        steps / seconds,
-        grown.get("evicted", 0) / seconds,
-        grown.get("preempted", 0) / seconds,
-        asked / seconds,
-        grown["hit"] / asked if asked else None,
-        grown.get("stored", 0) / seconds,
-        grown.get("loaded", 0) / seconds,
-    )
+
+def rates_of(before: CoordinatorStatistics, now: CoordinatorStatistics, seconds: float) -> Rates:
+    """Return the rates between two moments, as `rates` does."""
+    old = _counts(before) if before.epoch == now.epoch else {}
+    grown = {key: max(0, count - old.get(key, 0)) for key, count in _counts(now).items()}
+    grown["steps"] = max(0, now.num_steps - before.num_steps)
+    return Rates(**{key: count / max(1e-9, seconds) for key, count in grown.items()})
 
 
 def _counts(statistics: CoordinatorStatistics) -> dict[str, int]:
     counts: dict[str, int] = {}
-    if statistics.manager is not None:
-        counts["evicted"] = statistics.manager.core.num_evictions
-        counts["preempted"] = statistics.manager.num_preemptions
-        counts["asked"] = statistics.manager.num_asked_tokens
-        counts["hit"] = statistics.manager.num_hit_tokens
-    if statistics.offload is not None:
-        counts["stored"] = statistics.offload.tiers.host.stored_bytes
-        counts["loaded"] = statistics.offload.tiers.host.loaded_bytes
+    manager, offload = statistics.manager, statistics.offload
+    if manager is not None:
+        counts["evictions"] = manager.core.num_evictions
+        counts["preemptions"] = manager.num_preemptions
+        counts["asked_tokens"] = manager.num_asked_tokens
+        counts["hit_tokens"] = manager.num_hit_tokens
+    if offload is not None:
+        counts["stored_bytes"] = offload.tiers.host.stored_bytes
+        counts["loaded_bytes"] = offload.tiers.host.loaded_bytes
     return counts
 
 
@@ -220,13 +214,8 @@ def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
         "problem": look.problem or ("" if look.status is None else look.status.problem),
         "epoch": statistics.epoch,
         "num_clients": statistics.num_clients,
-        "steps_per_s": rate.steps,
-        "evictions_per_s": rate.evictions,
-        "preemptions_per_s": rate.preemptions,
-        "asked_tokens_per_s": rate.asked_tokens,
+        **{f"{name}_per_s": count for name, count in asdict(rate).items() if name != "hit_tokens"},
         "hit_rate": rate.hit_rate,
-        "stored_bytes_per_s": rate.stored_bytes,
-        "loaded_bytes_per_s": rate.loaded_bytes,
     }
     if manager is not None:
         core = manager.core
@@ -247,11 +236,7 @@ def screen(name: str, look: Look, rate: Rates) -> RenderableType:
     state = "no answer" if status is None else status.state
     problem = look.problem or ("" if status is None else status.problem)
     title = f"{name}: {state}, epoch {statistics.epoch}, {statistics.num_clients:,} clients"
-    facts = Table(show_header=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    for what, value in _facts(statistics, rate).items():
-        facts.add_row(what, value)
+    facts = facts_table(_facts(statistics, rate))
     parts: list[RenderableType] = [Text(title, style="italic"), facts, _ranks(look)]
     if problem:
         parts.append(Text(problem, style="red"))

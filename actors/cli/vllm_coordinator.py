@@ -13,6 +13,7 @@ from rich.console import Console
 
 from actors.cli.command import JsonOption, command
 from actors.cli.tables import print_facts, print_json, say
+from kvcache.base.errors import ConfigurationError
 
 ASK_MS = 5000
 
@@ -55,7 +56,6 @@ def vllm_coordinator(  # noqa: PLR0917
 
     Its state is soft: after a restart, engines tell it again within seconds.
     """
-    from kvcache.base.errors import ConfigurationError
     from kvcache.events.stream_proxy import StreamProxy
     from kvcache.sharing.access import make_keys, read_keys
     from kvcache.sharing.index_server import IndexServer, ask_status

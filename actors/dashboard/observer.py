@@ -13,41 +13,23 @@ import json
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 from actors.cli.contents import prefix_roots
-from actors.cli.event_tally import EventTally
+from actors.cli.event_tally import EventFollower
+from actors.cli.top import rates_of
 from actors.clusters.cluster import KVCacheCluster
 from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture
-from actors.routing.event_endpoints import (
-    EventEndpoints,
-    cluster_endpoints,
-    moved,
-    publisher_host,
-    subscribe,
-)
+from actors.routing.event_endpoints import cluster_endpoints, publisher_host
 from kvcache.base.errors import KVCacheError
 from kvcache.base.serving_loop import ServingLoop
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.events import KVEventSubscriber
 
 INTERVAL_S = 1.0
 LABELS_EVERY_S = 3.0
 POLL_S = 0.1
 MAX_SAMPLES = 300
 """Five minutes of traffic."""
-
-
-@dataclass(frozen=True)
-class _Counters:
-    """Counters at one moment, for rates."""
-
-    at_s: float
-    asked_tokens: int
-    hit_tokens: int
-    evictions: int
-    steps: int
 
 
 class Observer:
@@ -60,12 +42,10 @@ class Observer:
         self._text = json.dumps({"name": cluster.name, "problem": "waiting for the first look"})
         self._number = 0
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
-        self._before: _Counters | None = None
+        self._before: tuple[float, CoordinatorStatistics] | None = None
         self._tree: dict[str, Any] = {}
         self._labels_s = float("-inf")
-        self._subscriber: KVEventSubscriber | None = None
-        self._endpoints: EventEndpoints | None = None
-        self._tally = EventTally(time.monotonic())
+        self._follower: EventFollower | None = None
         self._next_look_s = 0.0
         self._loop = ServingLoop("dashboard", self._turn)
 
@@ -100,9 +80,9 @@ class Observer:
             self._publish(self._look())
 
     def _stop_following(self) -> None:
-        subscriber, self._subscriber = self._subscriber, None
-        if subscriber is not None:
-            subscriber.close()
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
 
     def _publish(self, picture: dict[str, Any]) -> None:
         text = json.dumps(picture)
@@ -152,27 +132,18 @@ class Observer:
 
     def _sample(self, statistics: CoordinatorStatistics, events: dict[str, Any]) -> None:
         """Append a second of traffic to the series."""
-        manager = statistics.manager
-        if manager is None:
-            return
-        now = _Counters(
-            time.monotonic(),
-            manager.num_asked_tokens,
-            manager.num_hit_tokens,
-            manager.core.num_evictions,
-            manager.num_steps,
-        )
-        before, self._before = self._before, now
-        if before is None or now.steps < before.steps:
+        now_s = time.monotonic()
+        before, self._before = self._before, (now_s, statistics)
+        if before is None or statistics.num_steps < before[1].num_steps:
             return  # the first look, or a new coordinator
-        passed_s = max(1e-3, now.at_s - before.at_s)
+        rate = rates_of(before[1], statistics, now_s - before[0])
         self._samples.append(
             {
                 "time_s": round(time.time(), 2),
-                "asked": round((now.asked_tokens - before.asked_tokens) / passed_s, 1),
-                "hit": round((now.hit_tokens - before.hit_tokens) / passed_s, 1),
-                "evicted": round((now.evictions - before.evictions) / passed_s, 1),
-                "steps": round((now.steps - before.steps) / passed_s, 1),
+                "asked": round(rate.asked_tokens, 1),
+                "hit": round(rate.hit_tokens, 1),
+                "evicted": round(rate.evictions, 1),
+                "steps": round(rate.steps, 1),
                 "stored": round(events.get("stored_per_s", 0.0), 1),
                 "removed": round(events.get("removed_per_s", 0.0), 1),
             }
@@ -182,28 +153,18 @@ class Observer:
 
     def _follow(self) -> None:
         """Receive events for a moment; without events, wait that long."""
-        subscriber = self._subscriber
-        if subscriber is None:
+        if self._follower is None:
             self._loop.pause(POLL_S)
-            return
-        for update in subscriber.poll(POLL_S):
-            self._tally.take(update)
-        self._tally.note(subscriber.last_seq, subscriber.checksum)
+        else:
+            self._follower.receive(POLL_S)
 
     def _events_picture(self, statistics: CoordinatorStatistics) -> dict[str, Any]:
         """Return the picture of the events; follow a publisher that has moved."""
         if statistics.events is None:
             return {"problem": "the cluster publishes no events: set events.enabled"}
-        if self._subscriber is None:
-            self._endpoints = cluster_endpoints(self._cluster)
-            self._subscriber = subscribe(self._endpoints)
-        elif self._endpoints is not None:
-            host = publisher_host(self._cluster)
-            endpoints = moved(self._endpoints, statistics.events, host)
-            if endpoints != self._endpoints:
-                self._subscriber.close()
-                self._subscriber, self._endpoints = subscribe(endpoints), endpoints
-        look = self._tally.look(time.monotonic(), self._subscriber.statistics(), statistics)
+        if self._follower is None:
+            self._follower = EventFollower(cluster_endpoints(self._cluster))
+        look = self._follower.look(statistics, publisher_host(self._cluster))
         return {
             "seq": look.subscription.last_seq,
             "is_exact": look.subscription.is_exact,

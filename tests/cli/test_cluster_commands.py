@@ -212,7 +212,7 @@ def test_an_embedded_coordinator_cannot_be_asked_from_elsewhere(
     monkeypatch.setattr(EmbeddedSite, "name", NAME, raising=False)
     monkeypatch.setattr(clusters, "named_cluster", lambda name: site)
     assert "is in a process of its engine" in run("usage", exit_code=3)
-    assert "which alone knows what it waits for" in run("status", "--stuck", exit_code=3)
+    assert "look there for what it waits" in run("status", "--stuck", exit_code=3)
 
 
 def run_any(*arguments: str) -> str:

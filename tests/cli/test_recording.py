@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
-from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSummary, ended_by_signals
+from actors.cli.launch import handling
+from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSummary
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError
 from kvcache.recorder import RecordedBatch, RecordedRequest
@@ -181,7 +182,8 @@ def test_signals_end_it_in_order() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     for kind in (signal.SIGINT, signal.SIGTERM):
-        with ended_by_signals() as ended:
+        ended = threading.Event()
+        with handling(lambda number, frame: ended.set(), signal.SIGINT, signal.SIGTERM):  # noqa: B023
             assert not ended.is_set()
             os.kill(os.getpid(), kind)
             assert ended.wait(10)
