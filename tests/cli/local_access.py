@@ -60,6 +60,9 @@ class LocalAccess(KVCacheCluster):
     def inspect(self) -> CacheInspection:
         return inspect_cache(self.local.coordinator.manager, self.local._clock.now(), None)
 
+    def event_keys(self) -> None:
+        return None
+
     def _dialer(self) -> LocalCluster:
         return self.local
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from actors import KVCacheClient
 from actors.cli import app
+from actors.dashboard import observer
 from actors.local import LocalCluster
 from kvcache import NewRequest, StepRequest
 from kvcache.config import load_config, parse_config
@@ -27,6 +28,7 @@ from kvcache.events.mirror import CacheMirror
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 from tests.cli.commands import KVCACHE
+from tests.cli.local_access import LocalAccess
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BLOCKS = 6
@@ -253,3 +255,21 @@ def test_choices_that_contradict_each_other_are_refused(command: tuple[str, ...]
     _, error = run(*command, "--endpoint", "x", "--replay-endpoint", "y", exit_code=2)
     assert "is not an address" in error
     assert len(error.splitlines()) == 1
+
+
+def test_the_dashboard_sees_the_pool_the_tree_and_the_events(
+    cluster: LocalCluster, client: KVCacheClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer, "INTERVAL_S", 0.05)
+    with observer.Observer(LocalAccess(cluster)) as watching:
+        number, picture = 0, dict[str, Any]()
+        give_up_s = time.monotonic() + PATIENCE_S
+        while not (picture.get("traffic") and picture["events"].get("is_exact")):
+            assert time.monotonic() < give_up_s, picture
+            number, text = watching.wait_newer(number, 10.0)
+            picture = json.loads(text)
+    assert picture["state"] == "ready" and picture["facts"]["running"] == 0
+    assert picture["tree"]["num_prefixes"] >= 3
+    assert sum(picture["pool"]["counts"].values()) == picture["pool"]["num_blocks"] > 0
+    assert sum(picture["events"]["blocks"].values()) > 0
+    assert picture["traffic"][-1]["asked"] == 0
