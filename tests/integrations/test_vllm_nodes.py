@@ -495,6 +495,22 @@ def test_a_right_answer_is_taken_and_a_late_one_before_it_is_not() -> None:
         assert read(endpoint) == b"".join(PARTS)
 
 
+def test_a_block_that_two_jobs_copy_is_read_once_for_each() -> None:
+    connections = NodeConnections(SHAPE, None, 10.0)
+    store = RemoteStore(connections, SHAPE)
+    memory = bytearray(64)
+    right = given(head_of(), *PARTS)
+    with node(right) as first, node(right) as second:
+        for endpoint in (first, second, second):
+            store.place([KEY], endpoint, time.monotonic() + 60.0)
+        store.forget([KEY])  # the last job was refused
+        for _ in range(2):
+            memory[:] = bytes(64)
+            store.read(KEY, [memoryview(memory)[:48], memoryview(memory)[48:]])
+            assert memory == b"".join(PARTS)
+    connections.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

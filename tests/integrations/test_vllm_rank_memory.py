@@ -418,6 +418,23 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
+def test_adopted_files_are_evicted_from_the_end_of_a_prompt(name: str, tmp_path: Path) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    slots, order = (0, 1, 2, 3), (2, 0, 3, 1)  # of the keys, whose files are read by name
+    keys = tuple(KEYS[place] for place in order)
+    parents = (bytes(32), *(DIGESTS[place] for place in order[:-1]))
+    memory.store(StepCommands(store=StoreCommand(1, slots, (5, 6, 7, 8), keys, parents)))
+    assert report_of(memory).ok
+    memory.obey(StepCommands(spills=(FileCommand(2, slots, b"".join(keys)),)))
+    assert report_of(memory).ok
+    memory.close()
+    end(service_address(name).address)
+    after = RankMemory(setting_of(name, disk=disk), 0, caches())
+    assert after.inventory().file_keys == keys[::-1]
+    after.close()
+
+
 def test_a_processor_with_other_instructions_starts_cold(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -257,6 +257,21 @@ def test_blocks_of_a_replica_that_is_gone_are_loaded_and_stored_no_second_time(
     assert again.run("a", 17) == 16
 
 
+def test_the_next_engine_evicts_what_the_one_before_used_least_lately(start: Start) -> None:
+    first = start(0)
+    for content, num_tokens in (("a", 13), ("b", 13), ("c", 9), ("d", 9), ("a", 13)):
+        first.run(content, num_tokens)  # "d" takes the slots of a tail of "a", "a" those of "b"
+    first.settle()
+    first.close()
+    again = start(0)
+    assert again.num_adopted == 8
+    again.settle()
+    again.run("e", 9)
+    again.settle()
+    found = {content: again.run(content, num) for content, num in (("a", 13), ("d", 9), ("c", 9))}
+    assert found == {"a": 12, "d": 8, "c": 4}  # the head of "b" has gone, and the tail of "c"
+
+
 @pytest.mark.parametrize("weights_stay", [False, True])
 def test_after_a_reset_replicas_share_only_if_weights_never_change(
     start: Start, weights_stay: bool

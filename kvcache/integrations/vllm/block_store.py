@@ -870,11 +870,11 @@ def _own(hits: TierHits) -> TierHits:
 
 
 def _agreed(slot_keys: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:
-    """Return what all ranks have in the same slots, each key once, by slot."""
+    """Return what all ranks have in the same slots, each key once, in the first rank's order."""
     first, *others = slot_keys
     agreed: dict[int, bytes] = {}
     seen: set[bytes] = set()
-    for slot, key in sorted(first.items()):
+    for slot, key in first.items():
         if key not in seen and all(other.get(slot) == key for other in others):
             agreed[slot] = key
             seen.add(key)

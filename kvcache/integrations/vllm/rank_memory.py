@@ -34,6 +34,7 @@ from kvcache.integrations.vllm.block_labels import (
     DIGEST_BYTES,
     MAX_BLOCK_TOKENS,
     block_labels,
+    first_victims_first,
     labelled_keys,
 )
 from kvcache.integrations.vllm.layer_rows import LayerRows, layer_rows
@@ -55,6 +56,7 @@ from kvcache.memory_service.client import (
 )
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
+from kvcache.offload.keys import OffloadKey, unpack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable
@@ -66,6 +68,7 @@ from kvcache.worker.copies.engine import CopyEngine
 from kvcache.worker.copies.measurement import make_copy_engine
 from kvcache.worker.copies.runner import CopyRunner, CopyThread, InlineCopies
 from kvcache.worker.files.file_pool import FilePool
+from kvcache.worker.files.format import FileHead
 from kvcache.worker.files.old_layouts import RankPlace, remove_in_background
 from kvcache.worker.files.shared import position_in
 from kvcache.worker.files.store import NUM_DIRECTORIES
@@ -206,18 +209,21 @@ class RankMemory:
     def inventory(self) -> Inventory:
         """Return what was adopted. Reads the heads of all files."""
         labels = self._host.labels
-        slots = int32_array(range(self._host.num_slots))
-        held = slots[labels.are_labelled(slots)]
-        slot_keys = labelled_keys(labels.labels_of(held))
+        every_slot = int32_array(range(self._host.num_slots))
+        held = every_slot[labels.are_labelled(every_slot)]
+        held = held[np.argsort(labels.generations(held))[::-1]]  # the newest first
+        told = labels.labels_of(held)
+        keys, slots = labelled_keys(told), held.tolist()
+        order = first_victims_first(keys, unpack_keys(told.parent_digests, DIGEST_BYTES))
         tier = self._tiers.file_tier
         directory = "" if tier is None else str(tier.directory)
         position = position_in(directory) if directory else 0  # what follows is looked at again
-        keys, problem = self._scan_files()
+        file_keys, problem = self._scan_files()
         return Inventory(
             self._host.num_slots,
-            dict(zip(held.tolist(), slot_keys, strict=True)),
+            {slots[place]: keys[place] for place in order},
             self._num_files,
-            keys,
+            file_keys,
             problem,
             self._host.segment.shape,
             directory,
@@ -442,16 +448,18 @@ class RankMemory:
             return (), self._tiers.files_problem
         pool = self._tiers.files
         pool.scan()
-        keys: list[bytes] = []
+        heads: list[FileHead] = []
         num_read, give_up_s = 0, time.monotonic() + SCAN_S
         while num_read < NUM_DIRECTORIES:
             for directory in pool.take_scanned():
                 num_read += 1
-                keys += [head.key for head in directory.heads]
+                heads += directory.heads
             if time.monotonic() > give_up_s:
                 return (), f"rank {self.rank} has not read what files there are after {SCAN_S:g} s"
             time.sleep(0.001)
-        return tuple(keys), ""
+        keys = [OffloadKey(head.key) for head in heads]
+        order = first_victims_first(keys, [head.parent_digest for head in heads])
+        return tuple(keys[place] for place in order), ""
 
 
 def find_peers(setting: EngineSetting) -> Peers | None:

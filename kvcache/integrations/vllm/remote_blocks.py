@@ -150,16 +150,20 @@ class RemoteStore(FileStore):
         """Read blocks of `shape`; `place` says from where."""
         super().__init__(DirectoryFiles(_NO_DIRECTORY), shape, StoreLimits(), "")
         self._nodes = nodes
-        self._places: dict[bytes, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        self._places: dict[bytes, list[tuple[str, float]]] = {}
 
     def place(self, keys: Sequence[bytes], endpoint: str, give_up_s: float) -> None:
-        """Read these blocks next from this node, once, unless it is later than `give_up_s`."""
-        self._places.update(dict.fromkeys(keys, (endpoint, give_up_s)))
+        """Read each of these blocks once from this node, behind the reads before, unless it is
+        later than `give_up_s`."""
+        with self._lock:
+            for key in keys:
+                self._places.setdefault(key, []).append((endpoint, give_up_s))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forget the places of blocks that are not read."""
+        """Forget the last places of blocks that are not read."""
         for key in keys:
-            self._places.pop(key, None)
+            self._take_place(key, -1)
 
     def read(self, key: bytes, payload: Sequence[memoryview]) -> FileHead:
         """Fetch a block into `payload`; return its head.
@@ -167,7 +171,7 @@ class RemoteStore(FileStore):
         Raises FileTierError; `payload` may hold anything then.
         """
         self._require_whole(payload)
-        endpoint, give_up_s = self._places.pop(key)
+        endpoint, give_up_s = self._take_place(key, 0)
         if time.monotonic() > give_up_s:
             raise FileTierError("io", f"node {endpoint} has given other blocks for too long")
         data, *parts = self._nodes.fetch(endpoint, key) or [b""]
@@ -180,6 +184,14 @@ class RemoteStore(FileStore):
         if checksum_of(payload) != head.checksum:
             raise FileTierError("damaged", "the checksum of its bytes is wrong")
         return head
+
+    def _take_place(self, key: bytes, which: int) -> tuple[str, float]:
+        with self._lock:
+            places = self._places[key]
+            found = places.pop(which)
+            if not places:
+                del self._places[key]
+            return found
 
 
 class Imports:

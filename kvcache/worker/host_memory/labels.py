@@ -58,7 +58,8 @@ class SlotState(IntEnum):
 
 
 def row_type(digest_bytes: int, max_block_tokens: int) -> np.dtype[Any]:
-    """Return the layout of a row. `group` is -1 if the bytes have no label."""
+    """Return the layout of a row. `group` is -1 if the bytes have no label. `generation` is higher
+    the later the slot was written or withdrawn."""
     return np.dtype(
         [
             ("state", "u1"),
@@ -159,6 +160,7 @@ class CellChains:
 
 
 NO_CHECKSUM = -1
+_MAX_GENERATION = 2**32 - 1
 
 Int64Array = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint32]
@@ -198,6 +200,7 @@ class HostLabels:
         self.num_damaged_rows = 0
         self.num_without_room = 0
         self.num_seals_refused = 0
+        self._generation = int(self._rows["generation"].max(initial=0))
         self._adopt()
 
     @property
@@ -249,6 +252,11 @@ class HostLabels:
     def checksums(self, slots: Int32Array) -> Int64Array:
         """Return the checksum of each slot's bytes, `NO_CHECKSUM` if there is none."""
         found: Int64Array = self._rows["checksum"][slots].astype(np.int64)
+        return found
+
+    def generations(self, slots: Int32Array) -> Generations:
+        """Return the generation of each slot: higher the later it was written."""
+        found: Generations = self._rows["generation"][slots]
         return found
 
     def are_awaited(self, slots: Int32Array, generations: Generations) -> npt.NDArray[np.bool_]:
@@ -312,8 +320,9 @@ class HostLabels:
 
     def withdraw(self, slots: Int32Array) -> None:
         """Forget the content of slots."""
+        self._generation = (self._generation + 1) & _MAX_GENERATION
         self._rows["state"][slots] = SlotState.EMPTY
-        self._rows["generation"][slots] += np.uint32(1)
+        self._rows["generation"][slots] = self._generation
         if self._chains:
             for slot in slots.tolist():
                 self._cells.release(self._chains.pop(slot, ()))
