@@ -88,7 +88,8 @@ def start(coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch) -> Iterator
         service = HostMemoryService(service_address(name).address, max_segments=9, max_bytes=2**30)
         service.serve()
         services.append(service)
-        options.setdefault("coordinator", {"address": coordinator.endpoint, "answer_s": 10})
+        sharing = {"address": coordinator.endpoint, "answer_s": 10, "silence_s": 20}
+        options.setdefault("coordinator", sharing)
         started.append(Replica(name, 0, **options))
         return started[-1]
 
@@ -602,7 +603,7 @@ def test_a_node_far_away_needs_the_keys(
     path = str(tmp_path / "keys")
     guarded = IndexServer(f"tcp://127.0.0.1:{free_port()}", make_keys(path))
     guarded.start()
-    options = {"address": guarded.endpoint, "answer_s": 10, "keys": path}
+    options = {"address": guarded.endpoint, "answer_s": 10, "silence_s": 20, "keys": path}
     first, second = start(coordinator=options), start(coordinator=options)
     first.run("a", 17)
     await_index(guarded, first, second)
