@@ -53,7 +53,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kv_cache_manager",),
     ),
     "core": (
-        ("machine", "free_queue"),
+        ("machine", "names", "free_queue"),
         ("kinds",),
         ("columns",),
         ("interface",),

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from numba import types
 
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.compiled import array_type, compiled
+from kvcache.core.machine import family_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -166,3 +168,17 @@ def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None
     assert [name for name, _ in written[0]] == ["adding.add_one", "adding.add_two"]
     assert written[1] == written[0]  # the second process has loaded the first one's code
     assert not kept(source, "nb?")
+
+
+@pytest.mark.parametrize("name", ["rows", "names", "columns", "kinds/rule"])
+def test_kernels_are_compiled_again_when_what_they_contain_has_changed(
+    tmp_path: Path, name: str
+) -> None:
+    package = tmp_path / "core"
+    shutil.copytree(
+        ROOT / "kvcache" / "core", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    before = family_of(package)
+    path = package / f"{name}.py"
+    path.write_text(path.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert family_of(package) != before

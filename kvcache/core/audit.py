@@ -14,42 +14,9 @@ import numpy as np
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import InvariantError
-from kvcache.core.columns import (
-    BLANK,
-    BLOCK,
-    CHILD,
-    CHILDREN,
-    COLUMNS,
-    DUPLICATES,
-    ENDS,
-    FLAGS,
-    FREE,
-    HAS_GAPS,
-    HAS_POLICY,
-    KEPT,
-    KEYS,
-    LAST,
-    NEXT,
-    NEXT_NODE,
-    NO_CACHING,
-    NODE,
-    NUM_CHANGES,
-    NUM_GONE,
-    NUM_INDEXED,
-    NUM_MOVED,
-    NUM_NOTES,
-    NUM_SPARE,
-    OWNER,
-    PARENT,
-    PREV,
-    REF,
-    ROOT,
-    ROWS,
-    SPARE_NODE,
-    UNITS,
-    ColumnStore,
-)
+from kvcache.core.columns import ColumnStore
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
+from kvcache.core.names import *
 from kvcache.core.prefix_tree import child_of
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import UNOWNED

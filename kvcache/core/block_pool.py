@@ -42,17 +42,7 @@ from kvcache.base.errors import (
     RequestError,
 )
 from kvcache.core.audit import check_list, check_nodes
-from kvcache.core.columns import (
-    BLANK,
-    EVICTED,
-    FREE,
-    KEYS,
-    LOGS_GONE,
-    NODE,
-    NUM_GONE,
-    REF,
-    ColumnStore,
-)
+from kvcache.core.columns import ColumnStore
 from kvcache.core.eviction import PolicyOrder
 from kvcache.core.forgetting import forget
 from kvcache.core.interface import (
@@ -62,6 +52,7 @@ from kvcache.core.interface import (
     CacheEvent,
     ReferenceKind,
 )
+from kvcache.core.names import *
 from kvcache.core.pool import acquire_all, first_free, release_all, take_blocks, take_listed
 from kvcache.core.prefix_tree import get_or_add_child, new_root, put_block
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory, make_eviction_policy

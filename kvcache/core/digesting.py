@@ -19,7 +19,7 @@ import numpy as np
 import xxhash  # noqa: F401 - its module is looked up by name
 
 from kvcache.base.compiled import IS_PLAIN, array_type
-from kvcache.core.columns import BLOCK, KEYS, PARENT, ColumnStore, columns_of, logs_of, search_of
+from kvcache.core.columns import ColumnStore, columns_of, logs_of, search_of
 from kvcache.core.machine import (
     CORE,
     INT,
@@ -35,6 +35,7 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
+from kvcache.core.names import *
 from kvcache.requests.hash_algorithms import (
     BlockHash,
     ExtraKeys,

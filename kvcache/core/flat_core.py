@@ -23,44 +23,7 @@ import numpy as np
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError, RequestError
 from kvcache.core.audit import check_core, dump_core, free_list
-from kvcache.core.columns import (
-    ACCEPTED,
-    BLOCK,
-    CAPACITY,
-    CHILDREN,
-    COLUMNS,
-    ENDS,
-    EVICTED,
-    FIRST_KEYS,
-    FLAGS,
-    FREE,
-    GENERATION,
-    HAS_GAPS,
-    HAS_ITEMS,
-    HAS_POLICY,
-    IS_FULL,
-    IS_OPEN,
-    KEYS,
-    LOGS_GONE,
-    NEXT_NODE,
-    NO_CACHING,
-    NODE,
-    NUM_CHANGES,
-    NUM_GONE,
-    NUM_IDS,
-    NUM_INDEXED,
-    NUM_NOTES,
-    NUM_STEPS,
-    OTHER_KEYS,
-    OWNER,
-    PARENT,
-    ROOM,
-    ROWS,
-    SEALED_BELOW,
-    SKIP_AT,
-    UNITS,
-    ColumnStore,
-)
+from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import count_sealed, forget
@@ -80,6 +43,7 @@ from kvcache.core.interface import (
     release_order,
 )
 from kvcache.core.kinds.rule import SIZE
+from kvcache.core.names import *
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all
 from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index

@@ -10,30 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.core.columns import (
-    BLOCK,
-    COLUMNS,
-    DISCARDED,
-    DUPLICATES,
-    FLAGS,
-    HAS_POLICY,
-    IS_OPEN,
-    KEPT,
-    LAST,
-    NEXT_NODE,
-    NO_CACHING,
-    NODE,
-    NUM_STEPS,
-    OWNER,
-    PARENT,
-    REF,
-    SEALED_BELOW,
-    UNITS,
-    columns_of,
-    search_of,
-)
+from kvcache.core.columns import columns_of, search_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, kernel, routine
+from kvcache.core.names import *
 from kvcache.core.pool import make_blank, note_move
 from kvcache.core.prefix_tree import forget_content, is_sealed
 from kvcache.core.rows import rewind

@@ -15,17 +15,10 @@ import numpy as np
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import RequestError
-from kvcache.core.columns import (
-    COLUMNS,
-    FLAGS,
-    IS_SHARING,
-    NODE,
-    OWN_END,
-    REF,
-    ColumnStore,
-)
+from kvcache.core.columns import ColumnStore
 from kvcache.core.interface import NewestState, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
+from kvcache.core.names import *
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all, take_blocks
 from kvcache.core.rows import note_row_limits, replace_block, share_row

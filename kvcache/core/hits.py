@@ -13,23 +13,12 @@ import numpy as np
 from numba import types
 
 from kvcache.base.errors import RequestError
-from kvcache.core.columns import (
-    BLOCK,
-    CHILD,
-    IS_EAGLE,
-    KEYS,
-    NUM_PREFIX_GROUPS,
-    OPENED,
-    OWNER,
-    SEALED_BELOW,
-    STEP_TOKENS,
-    columns_of,
-    search_of,
-)
+from kvcache.core.columns import columns_of, search_of
 from kvcache.core.interface import CacheHit
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
 from kvcache.core.machine import CORE, INT, INTS, address_of, inner, kernel, routine
+from kvcache.core.names import *
 from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_visible
 from kvcache.requests.request import Request
 

@@ -50,15 +50,16 @@ _OPTIONS = {
 }
 
 
-def _family() -> str:
-    """Return a hash of the text of all modules of this package that have compiled functions."""
-    texts = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    marks = (b"\n@inner\n", b"\n@routine\n", b"\n@kernel(")
+def family_of(package: Path) -> str:
+    """Return a hash of the text of all modules of a package on which compiled code depends: those
+    with compiled functions, with numbers that they contain, or with the order of the columns."""
+    texts = [path.read_bytes() for path in sorted(package.rglob("*.py"))]
+    marks = (b"\n@inner\n", b"\n@routine\n", b"\n@kernel(", b" = range(", b"\nclass Columns(")
     texts = [text for text in texts if any(mark in text for mark in marks)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
-_FAMILY = _family()
+_FAMILY = family_of(Path(__file__).parent)
 
 INT = types.intp
 CORE = INT

@@ -13,31 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.core.columns import (
-    AGE_BOUNDS,
-    AT_EVICTION,
-    AT_HIT,
-    BLANK,
-    BLANKED,
-    BLOCK,
-    CHILDREN,
-    EVICTED,
-    FREE,
-    HAS_POLICY,
-    INSERTED,
-    IS_FULL,
-    NEXT,
-    NODE,
-    NUM_MOVED,
-    OWNER,
-    PREV,
-    REF,
-    REMOVED,
-    columns_of,
-    logs_of,
-)
+from kvcache.core.columns import columns_of, logs_of
 from kvcache.core.kinds.rule import FULL, KIND
 from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
+from kvcache.core.names import *
 from kvcache.core.prefix_tree import forget_content, is_sealed
 
 

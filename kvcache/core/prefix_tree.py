@@ -17,29 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.compiled import IS_PLAIN
-from kvcache.core.columns import (
-    BLOCK,
-    CHILD,
-    CHILDREN,
-    IS_FULL,
-    KEYS,
-    LOGS_GONE,
-    NEXT_NODE,
-    NODE,
-    NUM_GONE,
-    NUM_INDEXED,
-    NUM_SPARE,
-    NUM_STEPS,
-    OWNER,
-    PARENT,
-    ROWS,
-    SEALED_BELOW,
-    SEED,
-    SPARE_NODE,
-    columns_of,
-    logs_of,
-    search_of,
-)
+from kvcache.core.columns import columns_of, logs_of, search_of
 from kvcache.core.machine import (
     CORE,
     INT,
@@ -54,6 +32,7 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
+from kvcache.core.names import *
 
 
 @inner

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import BlockError, MalformedMessageError
-from kvcache.core.columns import NEXT_NODE, NODE, PARENT, ROWS, columns_of
+from kvcache.core.columns import columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
 from kvcache.core.machine import (
     CORE,
@@ -30,6 +30,7 @@ from kvcache.core.machine import (
     address_of,
     kernel,
 )
+from kvcache.core.names import *
 from kvcache.core.pool import release_all, take_listed
 from kvcache.core.prefix_tree import add_child, find_child, prune, put_block
 from kvcache.protocol.commands import Label

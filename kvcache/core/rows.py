@@ -19,55 +19,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kvcache.core.columns import (
-    ACCEPTED,
-    BLANK,
-    BLOCK,
-    CAPACITY,
-    COLUMNS,
-    DUPLICATES,
-    ENDS,
-    FIRST_KEYS,
-    FLAGS,
-    FREE,
-    GENERATION,
-    HAS_GAPS,
-    HAS_ITEMS,
-    HAS_POLICY,
-    IS_FULL,
-    IS_OPEN,
-    IS_SHARING,
-    KEPT,
-    KEYS,
-    LAST,
-    LAST_END,
-    NEXT_NODE,
-    NO_CACHING,
-    NODE,
-    NUM_CHANGES,
-    NUM_ENCODER,
-    NUM_GONE,
-    NUM_IDS,
-    NUM_INDEXED,
-    NUM_MOVED,
-    NUM_NOTES,
-    NUM_PREFIX_GROUPS,
-    NUM_SPARE,
-    OTHER_KEYS,
-    OWN_END,
-    OWNER,
-    PARENT,
-    REF,
-    ROOM,
-    ROOT,
-    ROWS,
-    SERIAL,
-    SKIP_AT,
-    UNITS,
-    columns_of,
-    logs_of,
-    search_of,
-)
+from kvcache.core.columns import columns_of, logs_of, search_of
 from kvcache.core.hits import fit, walk
 from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
 from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
@@ -86,6 +38,7 @@ from kvcache.core.machine import (
     kernel,
     routine,
 )
+from kvcache.core.names import *
 from kvcache.core.pool import acquire, release, release_run, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 from kvcache.core.running import (

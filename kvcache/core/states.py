@@ -12,21 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.core.columns import (
-    ACCEPTED,
-    COLUMNS,
-    ENDS,
-    KEPT,
-    LAST_END,
-    NODE,
-    OWN_END,
-    REF,
-    columns_of,
-    search_of,
-)
+from kvcache.core.columns import columns_of, search_of
 from kvcache.core.kinds.mamba import column_of
 from kvcache.core.kinds.rule import KIND, LENGTH, STATE
 from kvcache.core.machine import inner, routine
+from kvcache.core.names import *
 from kvcache.core.pool import take
 
 

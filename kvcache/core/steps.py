@@ -14,23 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.errors import RequestError
-from kvcache.core.columns import (
-    BLOCK,
-    GENERATION,
-    LOGS_GONE,
-    NEXT_NODE,
-    NUM_STEPS,
-    OPENED,
-    OWNER,
-    PARENT,
-    SEALED_BELOW,
-    SERIAL,
-    UNITS,
-    ColumnStore,
-    columns_of,
-)
+from kvcache.core.columns import ColumnStore, columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import CORE, INT, NEW_INT_ROWS, kernel
+from kvcache.core.names import *
 from kvcache.core.prefix_tree import is_sealed
 from kvcache.core.rows import rewind_row
 
