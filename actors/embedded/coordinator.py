@@ -29,7 +29,6 @@ from actors.service import ServiceStatistics, with_faults
 from actors.state import RayStateStore
 from actors.transport import Endpoint, Peer, PeerTransport
 from actors.transport.inprocess import InProcessServer
-from actors.transport.node_server import NodeServer
 from actors.transport.protocol import TransportLimits
 from actors.workers.supervisor import CoordinatorLink, WorkerSupervisor
 from actors.workers.worker_set import DiscoveredCluster, WorkerSet
@@ -86,9 +85,8 @@ class EmbeddedCoordinator:
         self._closed = threading.Event()
         self._metrics = CoordinatorMetrics(config)
         limits, keys = TransportLimits(config.transport.max_message_bytes), generate_curve_keys()
-        sockets = NodeServer(limits, keys)
-        self._endpoints = EndpointTable(sockets, config.transport, keys, self._node)
-        self._transport = transport = InProcessServer(sockets, limits)
+        self._transport = transport = InProcessServer(limits, keys)
+        self._endpoints = EndpointTable(transport, config.transport, keys, self._node)
         self._service = SharedService(
             transport,
             SystemClock(),  # shows that this process was stopped

@@ -242,7 +242,7 @@ class PrefixRouter:
 
     def close(self) -> None:
         """Stop following. Repeatable."""
-        for name in self.replicas:
+        for name in tuple(self._replicas):
             self.remove_replica(name)
 
     def __enter__(self) -> PrefixRouter:
@@ -271,27 +271,12 @@ class PrefixRouter:
         return place is not None
 
 
-class RouterActor:
+class RouterActor(PrefixRouter):
     """A `PrefixRouter` for the whole Ray cluster. Make one with `start_router`."""
 
-    def __init__(self, settings: RouterSettings | None = None) -> None:
-        """Begin without replicas."""
-        self._router = PrefixRouter(settings)
-
-    def add_replica(
-        self,
-        name: str,
-        endpoint: str,
-        replay_endpoint: str,
-        *,
-        heartbeat_s: float = 5.0,
-        topic: str = "kv@",
-        keys: CurveKeys | None = None,
-    ) -> None:
-        """See `PrefixRouter.add_replica`."""
-        self._router.add_replica(
-            name, endpoint, replay_endpoint, heartbeat_s=heartbeat_s, topic=topic, keys=keys
-        )
+    def replicas(self) -> tuple[str, ...]:  # type: ignore[override]  # actors have no properties
+        """Return the names of all replicas, in the order in which they were added."""
+        return tuple(self._replicas)
 
     def add_cluster(self, name: str) -> None:
         """Follow a running cluster under its name; also again, after its publisher has moved. Each
@@ -304,43 +289,13 @@ class RouterActor:
         from actors.routing.event_endpoints import cluster_endpoints
 
         found = cluster_endpoints(KVCacheCluster.connect(name))
-        self._router.add_replica(
+        self.add_replica(
             name,
             found.endpoint,
             found.replay_endpoint,
             heartbeat_s=found.heartbeat_s,
             keys=found.keys,
         )
-
-    def remove_replica(self, name: str) -> None:
-        """See `PrefixRouter.remove_replica`."""
-        self._router.remove_replica(name)
-
-    def replicas(self) -> tuple[str, ...]:
-        """Return the names of all replicas."""
-        return self._router.replicas
-
-    def rank(
-        self, token_ids: TokenIds, lora_name: str | None = None, cache_salt: str | None = None
-    ) -> list[RankedReplica]:
-        """See `PrefixRouter.rank`."""
-        return self._router.rank(token_ids, lora_name=lora_name, cache_salt=cache_salt)
-
-    def begin(self, request_id: str, replica: str, num_tokens: int) -> None:
-        """See `PrefixRouter.begin`."""
-        self._router.begin(request_id, replica, num_tokens)
-
-    def end(self, request_id: str) -> bool:
-        """See `PrefixRouter.end`."""
-        return self._router.end(request_id)
-
-    def report_load(self, replica: str, load: float) -> None:
-        """See `PrefixRouter.report_load`."""
-        self._router.report_load(replica, load)
-
-    def statistics(self) -> RouterStatistics:
-        """Return frozen statistics."""
-        return self._router.statistics()
 
 
 def start_router(name: str, settings: RouterSettings | None = None, **options: Any) -> Any:

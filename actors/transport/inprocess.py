@@ -17,7 +17,14 @@ from collections.abc import Callable, Sequence
 
 from actors.transport.mailbox import WakePipe
 from actors.transport.node_server import NodeServer
-from actors.transport.protocol import Inbound, Peer, TransportLimits, TransportStatistics
+from actors.transport.protocol import (
+    Inbound,
+    Peer,
+    PeerTransport,
+    TransportLimits,
+    TransportStatistics,
+)
+from kvcache.base.curve import CurveKeys
 from kvcache.protocol.messages import Address, ClientAddress
 
 Serve = Callable[[Inbound, "InProcessPeer"], None]
@@ -27,17 +34,16 @@ _WAKE = b""
 """Ends a wait: no payload is empty."""
 
 
-class InProcessServer:
-    """A `ServerTransport` over the sockets of a `NodeServer`, and queues for local peers.
+class InProcessServer(NodeServer):
+    """A `NodeServer` that also has queues for clients of this process, whose messages do not
+    arrive in `receive`.
 
     One thread at a time uses it; any thread may call `wake` and the peers' `receive`.
     """
 
-    def __init__(self, node_server: NodeServer, limits: TransportLimits) -> None:
-        """Own `node_server`, and pass it messages for peers of other processes."""
-        self._others = node_server
-        self._limits = limits
-        self._max_bytes = limits.max_message_bytes
+    def __init__(self, limits: TransportLimits, keys: CurveKeys | None = None) -> None:
+        """Make an end without addresses; `keys` are for guarded addresses."""
+        super().__init__(limits, keys)
         # A client that is dropped without being closed drops its end, too.
         self._peers: weakref.WeakValueDictionary[Address, InProcessPeer] = (
             weakref.WeakValueDictionary()
@@ -64,63 +70,39 @@ class InProcessServer:
             if peer is None:
                 others.append(address)
                 continue
-            self._require_size(address, payloads)
+            for payload in payloads:
+                if len(payload) > self._limits.max_message_bytes:
+                    raise self._limits.too_large(payload, str(address))
             num_put = sum(peer.put(payload) for payload in payloads)
             self._num_sent += num_put
             self._num_undeliverable += len(payloads) - num_put
         if others:
-            self._others.send(others, *payloads)
+            super().send(others, *payloads)
 
     def peers(self) -> list[InProcessPeer]:
         """Return the open ends."""
         return list(self._peers.values())
 
-    def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`. Messages of this process's peers do not arrive here."""
-        return self._others.receive(timeout_s)
-
-    def fileno(self) -> int:
-        """See `NodeServer.fileno`."""
-        return self._others.fileno()
-
-    def has_arrived(self) -> bool:
-        """See `NodeServer.has_arrived`."""
-        return self._others.has_arrived()
-
-    @property
-    def num_disconnections(self) -> int:
-        """See `NodeServer.num_disconnections`."""
-        return self._others.num_disconnections
-
     def take_lost_clients(self) -> list[str]:
         """See `ServerTransport.take_lost_clients`."""
-        lost = self._others.take_lost_clients()
+        lost = super().take_lost_clients()
         for _ in range(len(self._closed)):
             lost.append(self._closed.popleft())
         return lost
 
-    def wake(self) -> None:
-        """See `ServerTransport.wake`."""
-        self._others.wake()
-
     def statistics(self) -> TransportStatistics:
         """See `ServerTransport.statistics`."""
-        return self._others.statistics() + TransportStatistics(
+        return super().statistics() + TransportStatistics(
             sent=self._num_sent, undeliverable=self._num_undeliverable
         )
 
     def close(self) -> None:
         """See `ServerTransport.close`."""
         self._peers.clear()
-        self._others.close()
-
-    def _require_size(self, address: Address, payloads: Sequence[bytes]) -> None:
-        for payload in payloads:
-            if len(payload) > self._max_bytes:
-                raise self._limits.too_large(payload, str(address))
+        super().close()
 
 
-class InProcessPeer:
+class InProcessPeer(PeerTransport):
     """A `PeerTransport` of a client in the coordinator's process."""
 
     def __init__(self, peer: Peer, serve: Serve, limits: TransportLimits) -> None:
@@ -168,10 +150,6 @@ class InProcessPeer:
         payloads = [payload for payload in payloads if payload]
         self._num_received += len(payloads)
         return payloads
-
-    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive_or_wake`."""
-        return self.receive(timeout_s)
 
     def fileno(self) -> int:
         """See `PeerTransport.fileno`."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from actors.transport.protocol import Inbound, Peer, TransportStatistics
+from actors.transport.protocol import Inbound, Peer, PeerTransport, TransportStatistics
 from kvcache.protocol.messages import Address, ClientAddress
 
 IDLE_S = 0.0005
@@ -84,7 +84,7 @@ class LocalServer:
         self._inbox.clear()
 
 
-class LocalPeer:
+class LocalPeer(PeerTransport):
     """A `PeerTransport` of a worker or client in the server's own process."""
 
     def __init__(self, server: LocalServer, peer: Peer, pump: Callable[[], bool]) -> None:
@@ -112,10 +112,6 @@ class LocalPeer:
         self.inbox.clear()
         self._num_received += len(payloads)
         return payloads
-
-    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive_or_wake`."""
-        return self.receive(timeout_s)
 
     def fileno(self) -> int:
         """Return no descriptor: everything happens in the caller's thread."""

@@ -181,7 +181,9 @@ class PeerTransport(Protocol):
         """
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """Return what has arrived; wait for it at most `timeout_s`, or until `wake`."""
+        """Return what has arrived; wait for it at most `timeout_s`, or until `wake`. As `receive`
+        in ends that a wake-up interrupts anyway."""
+        return self.receive(timeout_s)
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when something *may* have arrived.

@@ -21,6 +21,7 @@ from actors.transport.mailbox import Mailbox, WakePipe
 from actors.transport.protocol import (
     Inbound,
     Peer,
+    PeerTransport,
     TransportLimits,
     TransportStatistics,
     parse_identity,
@@ -128,7 +129,7 @@ class RayServer:
             self._statistics += TransportStatistics(**counts)
 
 
-class RayPeer:
+class RayPeer(PeerTransport):
     """A `PeerTransport` of a worker: its actor puts arriving payloads into `inbox`."""
 
     def __init__(
@@ -158,10 +159,6 @@ class RayPeer:
             payloads = self._inbox.take(0.0)
         self._num_received += len(payloads)
         return payloads
-
-    def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive_or_wake`."""
-        return self.receive(timeout_s)
 
     def fileno(self) -> int:
         """See `PeerTransport.fileno`."""

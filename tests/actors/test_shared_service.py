@@ -11,7 +11,6 @@ import pytest
 from actors.embedded.shared_service import SharedService
 from actors.transport import Endpoint, PeerTransport, client_peer, worker_peer
 from actors.transport.inprocess import InProcessPeer, InProcessServer
-from actors.transport.node_server import NodeServer
 from actors.transport.protocol import TransportLimits
 from actors.transport.unix_peer import UnixPeer
 from actors.transport.unix_server import unix_address
@@ -98,10 +97,10 @@ class Site:
         self.clock = VirtualClock()
         self.rule = Rule()
         self.check_takeover: Callable[[], None] = lambda: None
-        self.sockets = NodeServer(LIMITS)
+        self.sockets = InProcessServer(LIMITS)
         self.endpoint = Endpoint(self.sockets.bind(unix_address(), is_guarded=False))
         self.service = SharedService(
-            InProcessServer(self.sockets, LIMITS),
+            self.sockets,
             self.clock,
             LIMITS.max_message_bytes,
             tick_s=TICK_S,

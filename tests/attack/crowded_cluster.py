@@ -90,7 +90,8 @@ class CrowdedCluster:
         self._limits = limits = TransportLimits(config.transport.max_message_bytes)
         self._resources = ExitStack()
         self._keys = generate_curve_keys() if kind == "keys" else None
-        self.sockets = NodeServer(limits, self._keys)
+        make_server = InProcessServer if kind == "process" else NodeServer
+        self.sockets = make_server(limits, self._keys)
         near = self.sockets.bind(unix_address(), is_guarded=False)
         self._endpoint = Endpoint(near)
         if kind in ("zmq", "keys"):
@@ -207,7 +208,8 @@ class CrowdedCluster:
 
     def _start_in_process(self) -> None:
         config = self.config
-        server = InProcessServer(self.sockets, self._limits)
+        server = self.sockets
+        assert isinstance(server, InProcessServer)
         self._shared = service = SharedService(
             server,
             SystemClock(),
