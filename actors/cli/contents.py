@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from actors.cli.command import JsonOption, NameOption, VllmOption, command
-from actors.cli.status import tenant_usage_table, tenants_of, tier_table
+from actors.cli.status import tenant_usage_table, tier_table
 from actors.cli.tables import print_facts, print_json, print_table
 from kvcache.base.errors import ConfigurationError, NotRunningError, legible
 
@@ -128,6 +128,8 @@ def usage_of(
 
     Raises NotRunningError while there is no cache, before an epoch begins.
     """
+    from kvcache.metrics.samples import tenants_of
+
     manager, offload = statistics.manager, statistics.offload
     if manager is None:
         raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")

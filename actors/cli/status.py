@@ -67,6 +67,8 @@ def status(
     console = Console(file=sys.stdout)
     print_facts(console, found.name, _summary(found, statistics))
     print_table(console, "ranks", _ranks(found))
+    from kvcache.metrics.samples import tenants_of
+
     if tenants := tenants_of(statistics):
         print_table(console, "tenants", tenant_table(tenants))
         for line in refusal_lines(tenants):
@@ -211,18 +213,6 @@ def tier_table(tiers: Mapping[str, TierStatistics]) -> Table:
         moved = (bytes_text(tier.stored_bytes), bytes_text(tier.loaded_bytes))
         table.add_row(name, *(f"{count:,}" for count in counts), *moved)
     return table
-
-
-def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatistics, ...]:
-    """Return the statistics of all tenants in all tiers; empty without tenants."""
-    if statistics is None or statistics.manager is None:
-        return ()
-    found = statistics.manager.tenants
-    if statistics.offload is not None:
-        tiers = (statistics.offload.tiers.host, statistics.offload.tiers.disk)
-        for tier in tiers:
-            found += () if tier is None else tier.tenants
-    return found
 
 
 def tenant_table(tenants: Sequence[TenantStatistics]) -> Table:

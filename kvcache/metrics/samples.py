@@ -160,7 +160,7 @@ class _Samples:
         if statistics.manager is not None:
             yield from self._manager(statistics.manager)
             yield from self._hits(statistics.manager, statistics.offload)
-            yield from tenant_samples(self._cluster, _tenants(statistics), meters.tenants)
+            yield from tenant_samples(self._cluster, tenants_of(statistics), meters.tenants)
         if statistics.offload is not None:
             yield self._one(known.LOAD_WAITERS, statistics.offload.num_waiting_requests)
             yield from tier_samples(self._cluster, statistics.offload.tiers)
@@ -209,13 +209,15 @@ class _Samples:
             yield self._one(known.HIT_TOKENS, fetched, "disk")
 
 
-def _tenants(statistics: CoordinatorStatistics) -> list[TenantStatistics]:
-    """Return the statistics of tenants in all tiers."""
-    tenants = [] if statistics.manager is None else list(statistics.manager.tenants)
+def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatistics, ...]:
+    """Return the statistics of all tenants in all tiers; empty without tenants."""
+    if statistics is None or statistics.manager is None:
+        return ()
+    found = statistics.manager.tenants
     if statistics.offload is not None:
         for tier in (statistics.offload.tiers.host, statistics.offload.tiers.disk):
-            tenants += () if tier is None else tier.tenants
-    return tenants
+            found += () if tier is None else tier.tenants
+    return found
 
 
 def _errors(statistics: CoordinatorStatistics) -> dict[str, int]:

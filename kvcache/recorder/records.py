@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgpack
 import numpy as np
@@ -32,6 +32,8 @@ from kvcache.protocol.wire import encode
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.outcomes import Digests, Outcome
 from kvcache.requests.request import Request
+
+T = TypeVar("T")
 
 RECORD_VERSION = 3
 """Version 1 had no tiers: no `has_tiers` in heads, no `calls` in operations, no loads. Version 2
@@ -190,19 +192,9 @@ Record: TypeAlias = (
 
 def pack_head(head: SegmentHead) -> bytes:
     """Return the payload of a segment's first record."""
+    values = [getattr(head, field.name) for field in fields(head)]
     packed: bytes = msgpack.packb(
-        [
-            "segment",
-            RECORD_VERSION,
-            head.recording_id,
-            head.segment_index,
-            head.first_number,
-            head.epoch,
-            head.fingerprint,
-            head.configuration,
-            head.manager_config.to_dict(),
-            head.has_tiers,
-        ]
+        ["segment", RECORD_VERSION, *values], default=ManagerConfig.to_dict
     )
     return packed
 
@@ -228,19 +220,8 @@ def unpack_head(payload: bytes) -> SegmentHead:
     types = [type(value) for value in values[2:]]
     if types != [str, int, int, int, str, str, dict, bool]:
         raise MalformedMessageError(f"the head of a segment has fields of types {types}")
-    recording_id, index, number, epoch, fingerprint, configuration, manager_config, has_tiers = (
-        values[2:]
-    )
-    return SegmentHead(
-        recording_id,
-        index,
-        number,
-        epoch,
-        fingerprint,
-        configuration,
-        ManagerConfig.from_dict(manager_config),
-        has_tiers,
-    )
+    values[-2] = ManagerConfig.from_dict(values[-2])
+    return SegmentHead(*values[2:])
 
 
 def pack_record(record: Record) -> bytes:
@@ -287,32 +268,23 @@ class _Codec:
     unpack: Callable[[Any], Any]
 
 
+def _exactly(kind: type[T], what: str) -> Callable[[Any], T]:
+    """Return a function that returns a value of `kind`, and raises TypeError for any other."""
+
+    def check(value: Any) -> T:
+        if type(value) is not kind:
+            raise TypeError(f"{type(value).__name__} is not {what}")
+        return value
+
+    return check
+
+
+_text, _bytes = _exactly(str, "text"), _exactly(bytes, "bytes")
+_int, _bool = _exactly(int, "a number"), _exactly(bool, "true or false")
+
+
 def _digests(pairs: Any) -> Digests:
     return tuple((_text(name), _int(digest)) for name, digest in pairs)
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{type(value).__name__} is not text")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise TypeError(f"{type(value).__name__} is not bytes")
-    return value
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{type(value).__name__} is not a number")
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise TypeError(f"{type(value).__name__} is not true or false")
-    return value
 
 
 def _outcome(value: Any) -> Outcome:

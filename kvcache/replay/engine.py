@@ -276,11 +276,11 @@ class ReplayEngine:
 
     def _look_at_progress(self) -> ForwardProgress:
         progress = self._stepper.progress()
-        self._tally.bytes_checked = progress.bytes_checked
+        self._tally.sums.bytes_checked = progress.bytes_checked
         if progress.failures:
             history = describe_failures(progress.failures)
-            self._tally.num_wrong_blocks = len(progress.failures)
-            self._tally.history = history
+            self._tally.sums.num_wrong_blocks = len(progress.failures)
+            self._tally.sums.history = history
             raise WrongBytesError(
                 f"{self._workload.name}: wrong bytes in {len(progress.failures)} blocks, the "
                 f"replay has ended; what happened to them:\n  " + history.replace("\n", "\n  ")
@@ -295,7 +295,7 @@ class ReplayEngine:
         result = self._exchange(
             replace(self._request(), completed_step=failed_step - 1, failed_step=failed_step)
         )
-        self._tally.num_failed_steps += last_step - failed_step + 1
+        self._tally.sums.num_failed_steps += last_step - failed_step + 1
         withdrawn: list[ReplayedRequest] = []
         seatless: list[str] = []  # the manager must agree about these
         for before in self._undo_log.undo(failed_step):
@@ -334,7 +334,7 @@ class ReplayEngine:
         DeadlineError if no epoch begins in time.
         """
         self._stepper.attach()
-        self._tally.num_returns += 1
+        self._tally.sums.num_returns += 1
         self._let_go()
         self._undo_log = UndoLog()
         running = self._rows.remove(range(len(self._rows)))
@@ -400,7 +400,7 @@ class ReplayEngine:
         limits = self._limits
         for request in self._workload:
             if limits.skips_too_long and request.num_tokens > limits.max_model_len:
-                self._tally.num_skipped_requests += 1
+                self._tally.sums.num_skipped_requests += 1
                 continue
             require_model_len(self._workload.name, request, limits.max_model_len)
             yield request
@@ -434,9 +434,9 @@ class ReplayEngine:
         )
         self._returning = []
         self._let_go()
-        self._tally.num_preemptions += len(plan.preempted)
+        self._tally.sums.num_preemptions += len(plan.preempted)
         starved = self._rows.settle(plan.rows, result.running_scheduled)
-        self._tally.num_computed_tokens += int(
+        self._tally.sums.num_computed_tokens += int(
             plan.rows.running.num_new_tokens[result.running_scheduled != 0].sum()
         )
         admitted = self._admit(plan.admitting, result)
@@ -533,7 +533,7 @@ class ReplayEngine:
         if result.error:
             raise RequestError(f"step {result.step} was refused: {result.error}")
         self._last_step = result.step
-        self._tally.num_steps += 1
+        self._tally.sums.num_steps += 1
         return result
 
     def _sample_statistics(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvcache.replay.rows import ReplayedRequest
 from kvcache.replay.stepper import CacheCounters, TierCounters
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReplayReport:
     """The results of a replay, finished or not.
 
@@ -24,22 +24,22 @@ class ReplayReport:
     """
 
     workload: str
-    num_requests: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_hit_tokens: int
-    num_computed_tokens: int
-    num_preemptions: int
-    num_resumed_hit_tokens: int
-    num_recomputed_tokens: int
-    num_evictions: int
-    num_copies: int
-    num_steps: int
-    num_failed_steps: int
-    wall_time_s: float
-    peak_usage: float
-    bytes_checked: int
-    num_wrong_blocks: int
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    num_resumed_hit_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_evictions: int = 0
+    num_copies: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    wall_time_s: float = 0.0
+    peak_usage: float = 0.0
+    bytes_checked: int = 0
+    num_wrong_blocks: int = 0
     num_returns: int = 0
     num_skipped_requests: int = 0
     history: str = ""
@@ -71,40 +71,22 @@ class ReplayReport:
         return json.dumps({**asdict(self), **rates}, indent=2)
 
 
-@dataclass
 class ReplayTally:
-    """The running sums of one replay; those of the report have its names.
+    """The running sums of one replay: fields of the report, at 0 in the beginning.
 
     The manager's own counts are relative to the first sample.
     """
 
-    workload: str
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_preemptions: int = 0
-    num_resumed_hit_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_evictions: int = 0
-    num_copies: int = 0
-    num_steps: int = 0
-    num_failed_steps: int = 0
-    peak_usage: float = 0.0
-    bytes_checked: int = 0
-    num_wrong_blocks: int = 0
-    num_returns: int = 0
-    num_skipped_requests: int = 0
-    history: str = ""
-    tiers: TierCounters | None = None
-    _latest: CacheCounters | None = None
+    def __init__(self, workload: str) -> None:
+        """Begin at 0."""
+        self.sums = ReplayReport(workload)
+        self._latest: CacheCounters | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
         """Count finished requests."""
         for request in requests:
-            self.num_requests += 1
-            self.num_output_tokens += request.request.num_output_tokens
+            self.sums.num_requests += 1
+            self.sums.num_output_tokens += request.request.num_output_tokens
 
     def count_admission(
         self, request: ReplayedRequest, num_hit_tokens: int, num_scheduled_tokens: int
@@ -114,31 +96,29 @@ class ReplayTally:
         A request counts as looked up once: later hits and recomputed tokens of preempted and
         withdrawn requests are counted separately.
         """
-        self.num_computed_tokens += num_scheduled_tokens
+        self.sums.num_computed_tokens += num_scheduled_tokens
         if request.admission == 0:
-            self.num_prompt_tokens += request.request.num_prompt_tokens
-            self.num_hit_tokens += num_hit_tokens
+            self.sums.num_prompt_tokens += request.request.num_prompt_tokens
+            self.sums.num_hit_tokens += num_hit_tokens
         else:
-            self.num_resumed_hit_tokens += num_hit_tokens
-            self.num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
+            self.sums.num_resumed_hit_tokens += num_hit_tokens
+            self.sums.num_recomputed_tokens += max(0, request.num_ever_computed - num_hit_tokens)
 
     def sample(self, statistics: CacheCounters) -> None:
         """Record the manager's present statistics."""
         if self._latest is not None:
-            self.num_evictions += _grown(statistics.num_evictions, self._latest.num_evictions)
-            self.num_copies += _grown(statistics.num_copies, self._latest.num_copies)
+            self.sums.num_evictions += _grown(statistics.num_evictions, self._latest.num_evictions)
+            self.sums.num_copies += _grown(statistics.num_copies, self._latest.num_copies)
             if statistics.tiers is not None:
                 before = self._latest.tiers or TierCounters()
                 grown = statistics.tiers.grown_since(before)
-                self.tiers = (self.tiers or TierCounters()).plus(grown)
+                self.sums.tiers = (self.sums.tiers or TierCounters()).plus(grown)
         self._latest = statistics
-        self.peak_usage = max(self.peak_usage, statistics.usage)
+        self.sums.peak_usage = max(self.sums.peak_usage, statistics.usage)
 
     def report(self, wall_time_s: float) -> ReplayReport:
         """Return all statistics so far."""
-        sums = vars(self).copy()
-        del sums["_latest"]
-        return ReplayReport(**sums, wall_time_s=wall_time_s)
+        return replace(self.sums, wall_time_s=wall_time_s)
 
 
 def _grown(count: int, before: int) -> int:

@@ -11,11 +11,11 @@ from actors.cli.status import (
     refusal_lines,
     tenant_table,
     tenant_usage_table,
-    tenants_of,
 )
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.manager import KVCacheManager
+from kvcache.metrics.samples import tenants_of
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import make_manager
 
