@@ -372,18 +372,25 @@ class _Forest:
     def __init__(self, labels: LabelSet, inspection: CacheInspection) -> None:
         import numpy as np
 
-        self._labels, self._inspection = labels.labels, inspection
-        self._size = labels.digest_bytes
-        groups = self._labels.groups
+        from kvcache.requests.request_content import parse_namespace_name
+
+        columns = labels.labels
+        self._names = [parse_namespace_name(name) for name in columns.namespace_names]
+        self._namespaces = columns.namespaces.tolist()
+        self._digests = _cut(columns.digests, labels.digest_bytes)
+        parents = _cut(columns.parent_digests, labels.digest_bytes)
+        self._num_tokens = columns.token_counts.tolist()
+        self._holders = inspection.holders[columns.block_ids].tolist()
+        self._idle_s = inspection.idle_s[columns.block_ids].tolist()
         # The group with the most blocks: windows and states keep few blocks of a prompt.
-        group = int(np.bincount(groups).argmax()) if len(groups) else 0
-        self._rows: dict[tuple[int, bytes], int] = {}
-        for row in np.flatnonzero(groups == group).tolist():
-            self._rows.setdefault((self._namespace(row), self._digest(row)), row)
+        group = int(np.bincount(columns.groups).argmax()) if len(columns.groups) else 0
+        rows: dict[tuple[int, bytes], int] = {}
+        for row in np.flatnonzero(columns.groups == group).tolist():
+            rows.setdefault((self._namespaces[row], self._digests[row]), row)
         self._children: dict[int, list[int]] = {}
         self._first: list[int] = []
-        for (namespace, _), row in self._rows.items():
-            above = self._rows.get((namespace, self._parent(row)))
+        for (namespace, _), row in rows.items():
+            above = rows.get((namespace, parents[row]))
             if above is None:
                 self._first.append(row)
             else:
@@ -407,42 +414,26 @@ class _Forest:
     def _node(self, first: int, above: PrefixNode | None) -> tuple[PrefixNode, int]:
         """Return the node that begins with row `first`, and the node's last row. A node extends
         while a block has one child, with as many users."""
-        from kvcache.requests.request_content import parse_namespace_name
-
-        row, num_blocks, num_tokens = first, 1, self._num_tokens(first)
-        holders = self._inspection.holders
-        num_holders = int(holders[self._block(first)])
+        row, num_blocks, num_tokens = first, 1, self._num_tokens[first]
+        num_holders = self._holders[first]
         while len(below := self._children.get(row, [])) == 1:
-            if int(holders[self._block(below[0])]) != num_holders:
+            if self._holders[below[0]] != num_holders:
                 break
             row = below[0]
             num_blocks += 1
-            num_tokens += self._num_tokens(row)
-        blocks_above = 0 if above is None else above.num_blocks
-        tokens_above = 0 if above is None else above.num_tokens
-        namespace = parse_namespace_name(self._labels.namespace_names[self._namespace(row)])
+            num_tokens += self._num_tokens[row]
         node = PrefixNode(
-            self._digest(row),
-            namespace,
-            blocks_above + num_blocks,
-            tokens_above + num_tokens,
+            self._digests[row],
+            self._names[self._namespaces[row]],
+            num_blocks + (0 if above is None else above.num_blocks),
+            num_tokens + (0 if above is None else above.num_tokens),
             num_blocks,
             num_holders,
-            float(self._inspection.idle_s[self._block(first)]),
+            self._idle_s[first],
         )
         return node, row
 
-    def _digest(self, row: int) -> bytes:
-        return self._labels.digests[row * self._size : (row + 1) * self._size]
 
-    def _parent(self, row: int) -> bytes:
-        return self._labels.parent_digests[row * self._size : (row + 1) * self._size]
-
-    def _namespace(self, row: int) -> int:
-        return int(self._labels.namespaces[row])
-
-    def _block(self, row: int) -> int:
-        return int(self._labels.block_ids[row])
-
-    def _num_tokens(self, row: int) -> int:
-        return int(self._labels.token_counts[row])
+def _cut(digests: bytes, size: int) -> list[bytes]:
+    """Return the digests that follow one another in `digests`."""
+    return [digests[start : start + size] for start in range(0, len(digests), size)]

@@ -18,7 +18,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,11 +165,11 @@ def examine(config: ClusterConfig | None) -> Examination:
     from kvcache.worker.copies.measurement import measure_cpu
 
     node, ray, open_files = NodeStatistics.of_this_node(), look_at_ray(), open_files_limit()
-    problems = node_problems(node) + ray_problems(ray) + limit_problems(open_files)
+    problems = [*node_problems(node), *ray_problems(ray), *limit_problems(open_files)]
     page_bytes: tuple[int, ...] = ()
     directory: DirectoryStatistics | None = None
     if config is not None:
-        problems += device_problems(config, node) + port_problems(config)
+        problems += (*device_problems(config, node), *port_problems(config))
         try:
             plan = plan_cluster(config, _memories(config, node))
         except KVCacheError as error:
@@ -259,114 +259,91 @@ def look_at_directory(location: Location, clock: Clock) -> DirectoryStatistics:
     return DirectoryStatistics(path, free_bytes, SYNC_BYTES / taken if taken > 0 else float("inf"))
 
 
-def node_problems(node: NodeStatistics) -> list[Problem]:
-    """Return the problems of a node that affect every configuration."""
+def node_problems(node: NodeStatistics) -> Iterator[Problem]:
+    """Yield the problems of a node that affect every configuration."""
     free = node.shared_free_bytes
-    if free is None or free >= MIN_SHARED_BYTES:
-        return []
-    return [
-        Problem(
+    if free is not None and free < MIN_SHARED_BYTES:
+        yield Problem(
             f"{SHARED_MEMORY} has {bytes_text(free)} free, less than {bytes_text(MIN_SHARED_BYTES)}"
             ": Ray's objects go to a disk",
             f"free some of {SHARED_MEMORY}, or start the container with a larger one",
             prevents_launch=False,
         )
-    ]
 
 
-def device_problems(config: ClusterConfig, node: NodeStatistics) -> list[Problem]:
-    """Return problems with the GPUs that a configuration needs; none on CPU."""
+def device_problems(config: ClusterConfig, node: NodeStatistics) -> Iterator[Problem]:
+    """Yield problems with the GPUs that a configuration needs; none on CPU."""
     import torch
 
     workers, parallel = config.workers, config.parallel
-    if workers.device != "cuda":
-        return []
-    if not node.gpu_free_bytes:
-        return [
-            Problem(
-                "workers.device is cuda, and torch can use no GPU here "
-                f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'})",
-                "set workers.device to cpu, or install the driver and a CUDA build of torch on a "
-                "machine with a GPU",
-            )
-        ]
     wanted = parallel.tensor_parallel_size * workers.num_gpus_per_rank
-    if wanted <= len(node.gpu_free_bytes):
-        return []
-    return [
-        Problem(
+    if workers.device != "cuda":
+        return
+    if not node.gpu_free_bytes:
+        yield Problem(
+            "workers.device is cuda, and torch can use no GPU here "
+            f"(torch {torch.__version__}, CUDA {torch.version.cuda or 'not in this build'})",
+            "set workers.device to cpu, or install the driver and a CUDA build of torch on a "
+            "machine with a GPU",
+        )
+    elif wanted > len(node.gpu_free_bytes):
+        yield Problem(
             f"the {parallel.tensor_parallel_size} ranks of a pipeline stage share a node and need "
             f"{wanted:g} GPUs, this node has {len(node.gpu_free_bytes)}",
             "lower parallel.tensor_parallel_size or workers.num_gpus_per_rank, or launch on nodes "
             "that have as many",
         )
-    ]
 
 
-def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> list[Problem]:
-    """Return what exceeds memory: pools on GPUs, pools and host slots on the node."""
+def memory_problems(config: ClusterConfig, plan: Plan, node: NodeStatistics) -> Iterator[Problem]:
+    """Yield what exceeds memory: pools on GPUs, pools and host slots on the node."""
     width = config.parallel.tensor_parallel_size
     pool_bytes = max(rank.total_size_bytes for rank in plan.configs)
     host_bytes = config.offload.host_memory_per_rank or 0
-    problems: list[Problem] = []
-    on_node = host_bytes
+    on_node = width * host_bytes
     if config.workers.device == "cpu":
-        on_node += pool_bytes
+        on_node += width * pool_bytes
     elif node.gpu_free_bytes and pool_bytes > max(node.gpu_free_bytes):
-        problems.append(
-            Problem(
-                f"a rank's blocks take {bytes_text(pool_bytes)}, the GPU with the most room has "
-                f"{bytes_text(max(node.gpu_free_bytes))} free",
-                "lower cache.memory_per_rank, or end other processes on the GPU",
-            )
+        yield Problem(
+            f"a rank's blocks take {bytes_text(pool_bytes)}, the GPU with the most room has "
+            f"{bytes_text(max(node.gpu_free_bytes))} free",
+            "lower cache.memory_per_rank, or end other processes on the GPU",
         )
-    if node.available_bytes is not None and width * on_node > node.available_bytes:
-        problems.append(
-            Problem(
-                f"the {width} ranks of a pipeline stage take {bytes_text(width * on_node)} of this "
-                f"node's memory, {bytes_text(node.available_bytes)} are available",
-                "lower cache.memory_per_rank or offload.host_memory_per_rank, or raise the limit "
-                "of the container",
-            )
+    if node.available_bytes is not None and on_node > node.available_bytes:
+        yield Problem(
+            f"the {width} ranks of a pipeline stage take {bytes_text(on_node)} of this "
+            f"node's memory, {bytes_text(node.available_bytes)} are available",
+            "lower cache.memory_per_rank or offload.host_memory_per_rank, or raise the limit "
+            "of the container",
         )
     limit = node.locked_limit_bytes
     if config.workers.device == "cuda" and limit is not None and host_bytes > limit:
-        problems.append(
-            Problem(
-                f"host memory of {bytes_text(host_bytes)} a rank is registered with CUDA, the "
-                f"limit of locked memory is {bytes_text(limit)}: some systems refuse that",
-                "raise it (ulimit -l unlimited)",
-                prevents_launch=False,
-            )
+        yield Problem(
+            f"host memory of {bytes_text(host_bytes)} a rank is registered with CUDA, the "
+            f"limit of locked memory is {bytes_text(limit)}: some systems refuse that",
+            "raise it (ulimit -l unlimited)",
+            prevents_launch=False,
         )
-    return problems
 
 
-def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) -> list[Problem]:
-    """Return problems with the directory of the file tier."""
-    disk = config.offload.disk
-    if disk is None:
-        return []
-    if directory.problem:
-        return [
-            Problem(
-                f"offload.disk.directory {directory.path} {directory.problem}",
-                "create or mount it, and let the workers' user write there",
-            )
-        ]
-    wanted = disk.capacity_per_rank * config.parallel.tensor_parallel_size
-    if directory.free_bytes is None or directory.free_bytes >= wanted:
-        return []
-    return [
-        Problem(
-            f"the files of the {config.parallel.tensor_parallel_size} ranks of a pipeline stage "
-            f"may take {bytes_text(wanted)}, {bytes_text(directory.free_bytes)} are free in "
+def directory_problems(config: ClusterConfig, directory: DirectoryStatistics) -> Iterator[Problem]:
+    """Yield problems with the directory of the file tier."""
+    disk, width = config.offload.disk, config.parallel.tensor_parallel_size
+    free = directory.free_bytes
+    if disk is not None and directory.problem:
+        yield Problem(
+            f"offload.disk.directory {directory.path} {directory.problem}",
+            "create or mount it, and let the workers' user write there",
+        )
+    elif disk is not None and free is not None and free < disk.capacity_per_rank * width:
+        yield Problem(
+            f"the files of the {width} ranks of a pipeline stage may take "
+            f"{bytes_text(disk.capacity_per_rank * width)}, {bytes_text(free)} are free in "
             f"{directory.path}",
             "lower offload.disk.capacity_per_rank, or free some; files that exist already "
             "count twice here",
             prevents_launch=False,
         )
-    ]
 
 
 def look_at_ray() -> RayStatistics:
@@ -394,12 +371,11 @@ def look_at_ray() -> RayStatistics:
         return RayStatistics(ray.__version__, problem=first[0])
 
 
-def ray_problems(found: RayStatistics) -> list[Problem]:
-    """Return problems with Ray. No running Ray is not a problem: `kvcache launch` starts one."""
+def ray_problems(found: RayStatistics) -> Iterator[Problem]:
+    """Yield problems with Ray. No running Ray is not a problem: `kvcache launch` starts one."""
     if found.problem:
         what = f"the Ray cluster of this machine cannot be joined: {found.problem}"
-        return [Problem(what, found.remedy, prevents_launch=found.is_wanted)]
-    return []
+        yield Problem(what, found.remedy, prevents_launch=found.is_wanted)
 
 
 def open_files_limit() -> int | None:
@@ -408,40 +384,30 @@ def open_files_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def limit_problems(limit: int | None) -> list[Problem]:
-    """Return problems with the limit of open files."""
-    if limit is None or limit >= MIN_OPEN_FILES:
-        return []
-    return [
-        Problem(
+def limit_problems(limit: int | None) -> Iterator[Problem]:
+    """Yield problems with the limit of open files."""
+    if limit is not None and limit < MIN_OPEN_FILES:
+        yield Problem(
             f"a process may open {limit:,} files, less than {MIN_OPEN_FILES:,}: every connection "
             "is one",
             "raise it (ulimit -n 65536)",
             prevents_launch=False,
         )
-    ]
 
 
-def port_problems(config: ClusterConfig) -> list[Problem]:
-    """Return the event ports that cannot be bound on this node."""
+def port_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Yield the event ports that cannot be bound on this node."""
     from kvcache.config.events import shifted
 
-    if not config.events.enabled:
-        return []
-    problems = []
-    for replica in range(config.parallel.data_parallel_size):
+    for replica in range(config.parallel.data_parallel_size if config.events.enabled else 0):
         for key in ("endpoint", "replay_endpoint"):
             place = shifted(getattr(config.events, key), replica)
-            why_not = _why_not_bound(place)
-            if why_not:
-                problems.append(
-                    Problem(
-                        f"events.{key} {place} cannot be bound: {why_not}",
-                        "end its user (a cluster? `kvcache stop`), or choose another "
-                        "port; 0 lets the system choose",
-                    )
+            if why_not := _why_not_bound(place):
+                yield Problem(
+                    f"events.{key} {place} cannot be bound: {why_not}",
+                    "end its user (a cluster? `kvcache stop`), or choose another "
+                    "port; 0 lets the system choose",
                 )
-    return problems
 
 
 def _why_not_bound(place: str) -> str:
