@@ -106,12 +106,6 @@ def test_every_eviction_policy_can_be_configured(name: str) -> None:
     assert parse_config(plain(cache={"eviction_policy": name})).cache.eviction_policy == name
 
 
-def test_a_configuration_survives_being_plain() -> None:
-    config = load_config(CONFIGS / "cpu_hybrid_window.yaml")
-    assert parse_config(config.model_dump(mode="json")) == config
-    assert ClusterConfig.model_validate_json(config.model_dump_json()) == config
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("256MiB", 256 << 20), ("1.5 GiB", 3 << 29), ("12B", 12), ("2 KiB", 2048), (7, 7)],

@@ -133,11 +133,6 @@ def test_a_window_never_keeps_more_than_the_model_length() -> None:
     assert window(128).max_memory_usage_bytes(100, 8192) == (7 + 1) * 8192
 
 
-def test_equal_specs_merge_to_themselves() -> None:
-    assert SlidingWindowSpec.merge([window(128), window(128)]) == window(128)
-    assert FullAttentionSpec.merge([full(), full()]) == full()
-
-
 def test_full_attention_merges_with_and_without_a_remembered_window() -> None:
     standing_in = window(128).as_full_attention()
     assert standing_in == full(sliding_window=128)

@@ -14,8 +14,8 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from kvcache.events import EventCodec
-from kvcache.requests.hashing import BlockHash, get_hash_fn, get_request_block_hasher
-from kvcache.requests.request import LoRARequest, Namespace, Request
+from kvcache.requests.hashing import BlockHash
+from kvcache.requests.request import LoRARequest, Namespace
 from kvcache.requests.request_content import lora_label
 from kvcache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -81,22 +81,6 @@ def test_every_case_of_the_peer_is_compared() -> None:
     if not VECTORS.exists():
         pytest.skip(f"NOT COMPARED with the peer's payloads: {VECTORS} is absent")
     assert {case["name"] for case in json.loads(VECTORS.read_text())["cases"]} == set(VECTOR_EVENTS)
-
-
-def test_a_batch_without_events_is_a_heartbeat_of_three_parts() -> None:
-    assert msgpack.unpackb(EventCodec(GROUPS, data_parallel_rank=5).encode(7, [])) == [7.0, [], 5]
-
-
-def test_hashes_are_the_low_64_bits_of_the_digests() -> None:
-    request = Request(
-        "r", range(64), block_hasher=get_request_block_hasher(4, get_hash_fn("sha256"))
-    )
-    digests = tuple(request.block_hashes)
-    event = BlocksStored(0, "device", digests, None, request.all_token_ids, 4, PLAIN)
-    (got,) = decoded(event)
-    assert got["block_hashes"] == [int.from_bytes(value, "big") % 2**64 for value in digests]
-    assert got["token_ids"] == list(range(64))
-    assert got["parent_block_hash"] is None
 
 
 def test_the_largest_values_arrive_as_they_are() -> None:
@@ -210,16 +194,6 @@ def test_events_of_many_kinds_in_turn_each_tell_their_own(encoding: Any) -> None
     if encoding == "map":
         assert [event.get("cache_salt") for event in got] == salts
         assert {event["kv_cache_spec_sliding_window"] for event in got[1::2]} == {0xC1}
-
-
-def test_events_keep_their_order() -> None:
-    got = decoded(removed(1), stored(2), AllBlocksCleared(), stored(3))
-    assert [event["type"] for event in got] == [
-        "BlockRemoved",
-        "BlockStored",
-        "AllBlocksCleared",
-        "BlockStored",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -163,18 +163,6 @@ def test_a_slot_is_reused_lowest_first_also_within_a_step() -> None:
     assert manager.request_in_slot(7) is None
 
 
-def test_a_row_may_bring_more_tokens_than_a_row_holds_back() -> None:
-    manager = make_manager(replace(FULL, max_model_len=1000), num_blocks=300)
-    engine = Engine(manager)
-    engine.step(new=(new("r1", [1] * 3), new("r2", [2] * 3)))
-    engine.step(row(1, [9]), row(0, list(range(700)), num_new=700))
-    engine.step(row(1, [8]), row(0, [7], num_new=1))
-    first, second = manager.get_request("r1"), manager.get_request("r2")
-    assert first is not None and second is not None
-    assert first.all_token_ids.tolist() == [1] * 3 + [*range(700), 7]
-    assert second.all_token_ids.tolist() == [2, 2, 2, 9, 8]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_stay_right_when_steps_fail_and_come_again(
     seed: int, monkeypatch: pytest.MonkeyPatch

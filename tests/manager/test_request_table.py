@@ -70,27 +70,6 @@ def test_a_unit_that_decoding_fills_is_read_without_its_request() -> None:
     assert request_in(table, slot).num_tokens == 6
 
 
-def test_a_unit_stays_readable_at_once_when_its_request_has_taken_part_of_it() -> None:
-    table = RequestTable(4, unit_tokens=4)
-    slot = seated(table, "a", 5)
-    append(table, {slot: [70, 71]})
-    table.sync(slot)
-    append(table, {slot: [72]})
-    assert units(table, [(slot, 1)]) == [[4, 70, 71, 72]]
-    assert request_in(table, slot).num_tokens == 7
-
-
-def test_older_units_come_from_the_request() -> None:
-    table = RequestTable(4, unit_tokens=4)
-    slot = seated(table, "a", 9)
-    append(table, {slot: [70, 71, 72]})
-    assert units(table, [(slot, 0), (slot, 2), (slot, 1)]) == [
-        [0, 1, 2, 3],
-        [8, 70, 71, 72],
-        [4, 5, 6, 7],
-    ]
-
-
 def test_requests_get_tokens_once_in_hundreds_of_steps() -> None:
     table = RequestTable(2, unit_tokens=16)
     slot = seated(table, "a", 20)
@@ -112,16 +91,6 @@ def test_sync_brings_one_row_up_to_date_and_no_other() -> None:
     table.sync(slots[2])
     assert [request_in(table, slot).num_tokens for slot in slots] == [7, 5, 7]
     assert request_in(table, slots[0]).num_computed_tokens == 5
-
-
-def test_a_slot_that_is_taken_again_shows_nothing_of_who_left() -> None:
-    table = RequestTable(1, unit_tokens=4)
-    slot = seated(table, "a", 4)
-    append(table, {slot: [90, 91, 92, 93]})
-    table.preempt(table.known["a"])
-    assert seated(table, "b", 6) == slot
-    append(table, {slot: [70, 71]})
-    assert units(table, [(slot, 1), (slot, 0)]) == [[4, 5, 70, 71], [0, 1, 2, 3]]
 
 
 def test_callers_append_behind_the_back_of_the_table() -> None:

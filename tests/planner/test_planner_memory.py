@@ -7,8 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.planner import (
@@ -103,32 +101,6 @@ def test_a_window_alone_fits_any_length() -> None:
     assert estimate_max_model_len(options(10**6), model("w"), 13 * PAGE) == 176
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    pattern=st.text("fw", min_size=1, max_size=6),
-    num_blocks=st.integers(0, 60),
-    batched=st.integers(1, 100),
-)
-def test_the_estimate_is_the_longest_that_passes_the_check(
-    pattern: str, num_blocks: int, batched: int
-) -> None:
-    specs, memory = model(pattern), num_blocks * PAGE
-
-    def fits(length: int) -> bool:
-        asked = options(length, max_num_batched_tokens=batched)
-        try:
-            check_enough_kv_cache_memory(asked, specs, memory)
-        except NotEnoughMemoryError:
-            return False
-        return True
-
-    limit = 1200
-    asked = options(limit, max_num_batched_tokens=batched)
-    longest = estimate_max_model_len(asked, specs, memory)
-    assert longest == 0 or fits(longest)
-    assert longest == limit or not fits(longest + 1)
-
-
 def test_automatic_length_is_what_fits_on_the_tightest_rank() -> None:
     plan = plan_kv_cache(options("auto"), [model("f")] * 2, [50 * PAGE, 11 * PAGE])
     assert plan.max_model_len == 160
@@ -158,13 +130,6 @@ def test_an_override_beyond_memory_or_below_a_request_is_refused() -> None:
         match=r"144 tokens, or raise num_gpu_blocks_override \(cache\.num_blocks\) above 10$",
     ):
         get_kv_cache_config(options(num_gpu_blocks_override=10), model("ff"), 100 * 2 * PAGE)
-
-
-def test_concurrency_is_blocks_over_blocks_of_a_request() -> None:
-    config = get_kv_cache_config(options(), model("ff"), 100 * 2 * PAGE)
-    assert get_max_concurrency_for_kv_cache_config(options(), config) == 100 / 10
-    hybrid = get_kv_cache_config(options(), model("wwwf"), 100 * PAGE)
-    assert get_max_concurrency_for_kv_cache_config(options(), hybrid) == 100 / (10 + 3 * 11)
 
 
 def test_concurrency_of_a_model_that_keeps_nothing_is_unlimited() -> None:

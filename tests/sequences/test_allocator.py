@@ -48,14 +48,6 @@ def test_mutable_blocks_run_out(num_blocks: int) -> None:
     allocator.check()
 
 
-def test_blocks_of_equal_content_are_one_block() -> None:
-    allocator = make_allocator(1)
-    blocks = [allocator.allocate_immutable_block(None, [1, 2, 3, 4]) for _ in range(5)]
-    assert ids(blocks) == [0] * 5
-    assert allocator.get_num_references(0) == 5
-    allocator.check()
-
-
 def test_a_chain_that_is_cached_fits_where_a_new_block_does_not() -> None:
     allocator = make_allocator(8)
     chain = chain_of(allocator, list(range(32)))
@@ -63,18 +55,6 @@ def test_a_chain_that_is_cached_fits_where_a_new_block_does_not() -> None:
         allocator.allocate_immutable_block(chain[-1], [0, 1, 2, 3])
     assert ids(chain_of(allocator, list(range(32)))) == ids(chain)
     allocator.check()
-
-
-def test_a_freed_block_is_handed_out_again() -> None:
-    allocator = make_allocator(3)
-    block = chain_of(allocator, list(range(12)))[-1]
-    for _ in range(20):
-        block_id = block.block_id
-        allocator.free(block)
-        assert block.block_id is None
-        block = allocator.allocate_mutable_block(None)
-        assert block.block_id == block_id
-        allocator.check()
 
 
 def test_immutable_blocks_come_all_or_not_at_all() -> None:
@@ -230,38 +210,6 @@ def test_the_extra_hash_keeps_sequences_apart() -> None:
 
 
 # --- forks and copy-on-write -----------------------------------------------------------------
-
-
-def test_a_fork_shares_every_block_and_a_write_copies_the_shared_one() -> None:
-    allocator = make_allocator(4)
-    chain = chain_of(allocator, list(range(8)))
-    last = allocator.allocate_mutable_block(chain[-1])
-    last.append_token_ids([8, 9])
-    forked = allocator.fork(last)
-    assert ids(forked) == [0, 1, 2]
-    assert forked[-1].num_tokens_total == 10
-    assert allocator.get_num_free_blocks() == 1
-
-    forked[-1].append_token_ids([70])
-    assert (forked[-1].block_id, last.block_id) == (3, 2)
-    last.append_token_ids([80])
-    assert last.block_id == 2
-    assert (forked[-1].token_ids, last.token_ids) == ([8, 9, 70], [8, 9, 80])
-    assert allocator.clear_copy_on_writes() == [(2, 3)]
-    assert allocator.clear_copy_on_writes() == []
-    allocator.check()
-
-
-def test_a_write_that_finds_no_block_for_its_copy_changes_nothing() -> None:
-    allocator = make_allocator(1)
-    block = allocator.allocate_mutable_block(None)
-    block.append_token_ids([1])
-    twin = allocator.fork(block)[0]
-    with pytest.raises(OutOfBlocksError):
-        twin.append_token_ids([2])
-    assert (twin.block_id, twin.token_ids) == (0, [1])
-    assert allocator.clear_copy_on_writes() == []
-    allocator.check()
 
 
 def test_a_copy_of_a_copy_reads_where_the_bytes_are() -> None:
@@ -440,19 +388,6 @@ def test_a_block_freed_before_it_was_computed_is_not_computed_when_it_is_hit() -
     assert (again.block_id, again.computed) == (0, False)
     allocator.mark_blocks_as_computed([])
     assert again.computed
-
-
-def test_the_oldest_access_is_evicted_first_and_of_a_sequence_its_tail() -> None:
-    allocator = make_allocator(6)
-    old = chain_of(allocator, list(range(8)))
-    allocator.mark_blocks_as_accessed([0, 1], 1)
-    young = chain_of(allocator, list(range(100, 116)))
-    for block in young:
-        allocator.free(block)
-    allocator.mark_blocks_as_accessed([2, 3, 4, 5], 2)
-    for block in old:
-        allocator.free(block)
-    assert [allocator.allocate_mutable_block(None).block_id for _ in range(6)] == [1, 0, 5, 4, 3, 2]
 
 
 def test_accesses_of_blocks_that_hold_nothing_are_refused() -> None:

@@ -71,33 +71,6 @@ def test_a_child_shares_every_block_and_the_first_writer_gets_one_of_its_own() -
     manager.check()
 
 
-def test_a_fork_at_a_block_boundary_never_copies() -> None:
-    manager = make_manager()
-    parent = computed_request(manager, "parent", list(range(8)))
-    child = Request("child", [*range(8), 1])
-    manager.fork(parent, child)
-    parent.append_output_token_ids([2])
-    for request in (parent, child):
-        assert manager.allocate_slots(request, 1) is not None
-    assert manager.get_block_ids("parent") == ([1, 2, 3],)
-    assert manager.get_block_ids("child") == ([1, 2, 4],)
-    assert copies(manager) == []
-
-
-def test_of_three_that_share_a_block_two_copy_it() -> None:
-    manager = make_manager()
-    parent = computed_request(manager, "parent", list(range(6)))
-    family = [parent]
-    for name in ("a", "b"):
-        family.append(Request(name, list(range(6))))
-        manager.fork(parent, family[-1])
-    for token, request in enumerate(family):
-        request.append_output_token_ids([token])
-        assert manager.allocate_slots(request, 1) is not None
-    assert [manager.get_block_ids(r.request_id)[0][1] for r in family] == [3, 4, 2]
-    assert copies(manager) == [(2, 3), (2, 4)]
-
-
 def test_without_room_for_the_copy_nothing_is_changed() -> None:
     manager = make_manager(num_blocks=4)
     parent = computed_request(manager, "parent", list(range(10)))
@@ -131,19 +104,6 @@ def test_both_ends_of_a_copy_are_held_until_its_command_is_taken() -> None:
     assert manager.statistics().core.references["fork"] == 0
     manager.free(other)
     assert manager.statistics().core.num_free_blocks == 5
-    manager.check()
-
-
-def test_the_tokens_behind_the_computed_ones_are_the_childs_own() -> None:
-    manager = make_manager()
-    parent = computed_request(manager, "parent", list(range(12)), num_computed=6)
-    child = Request("child", [0, 1, 2, 3, 4, 5, 77, 78, 79])
-    manager.fork(parent, child)
-    assert manager.allocate_slots(child, 3) is not None
-    assert manager.allocate_slots(parent, 6) is not None
-    assert manager.get_block_ids("child") == ([1, 3, 4],)
-    assert manager.get_block_ids("parent") == ([1, 2, 5],)
-    assert copies(manager) == [(2, 3)]
     manager.check()
 
 
