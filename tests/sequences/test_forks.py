@@ -71,6 +71,19 @@ def test_a_child_shares_every_block_and_the_first_writer_gets_one_of_its_own() -
     manager.check()
 
 
+def test_a_fork_at_a_block_boundary_never_copies() -> None:
+    manager = make_manager()
+    parent = computed_request(manager, "parent", list(range(8)))
+    child = Request("child", [*range(8), 1])
+    manager.fork(parent, child)
+    parent.append_output_token_ids([2])
+    for request in (parent, child):
+        assert manager.allocate_slots(request, 1) is not None
+    assert manager.get_block_ids("parent") == ([1, 2, 3],)
+    assert manager.get_block_ids("child") == ([1, 2, 4],)
+    assert copies(manager) == []
+
+
 def test_without_room_for_the_copy_nothing_is_changed() -> None:
     manager = make_manager(num_blocks=4)
     parent = computed_request(manager, "parent", list(range(10)))
