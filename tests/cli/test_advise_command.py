@@ -139,7 +139,7 @@ def test_invalid_options_are_refused_with_a_remedy() -> None:
     )
     assert refused(*LOAD, *PRICES, "--budget", "20").startswith("the size of a token on all ranks")
     assert refused(*LOAD, *PRICES, "--budget", "20", "--token-size", "big").startswith(
-        "'big' is no"
+        "--token-size 'big': 'big' is no"
     )
     assert refused(
         "agents", "--device-price", "2", "--disk-price", "1", "--budget", "9"
