@@ -236,7 +236,7 @@ class CoordinatorActor:
         if supervisor is not None:
             supervisor.stop()
         self._metrics.stop()
-        if self._loop.stop(self._config.deadlines.closing_s):
+        if self._loop.end(self._config.deadlines.closing_s):
             if self._coordinator is not None:
                 self._coordinator.close()
             self._transport.close()

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
 from kvcache.base.errors import BacklogFullError, ClusterError, DeadlineError
-from kvcache.base.serving_loop import LoopStatistics, ServingLoop
+from kvcache.base.serving_loop import ServingLoop
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ MAX_FAILURES = 20
 """Failed turns in a row that end a loop: so many failures are not one message's fault."""
 
 
-class ServiceLoop:
+class ServiceLoop(ServingLoop):
     """Runs `turn()` repeatedly in its own thread until stopped.
 
     An error ends one turn; `max_failures` of them in a row end the loop.
@@ -58,32 +58,14 @@ class ServiceLoop:
     ) -> None:
         """Make a loop without starting it. `wake` ends a waiting turn, from any thread;
         `on_failure` is called in the loop's thread when errors have ended the loop."""
+        super().__init__(
+            name, self._call_and_serve, max_failures=max_failures, on_failure=self._fail
+        )
         self._name = name
-        self._turn = turn
+        self._serve = turn
         self._wake = wake
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._on_failure = on_failure
-        self._loop = ServingLoop(
-            name, self._take_turn, max_failures=max_failures, on_failure=self._fail
-        )
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The last of the errors that ended the loop, else None."""
-        return self._loop.failure
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the loop still takes turns and accepts calls."""
-        return self._loop.is_running
-
-    def start(self) -> None:
-        """Begin to take turns."""
-        self._loop.start()
-
-    def statistics(self) -> LoopStatistics:
-        """Return frozen statistics."""
-        return self._loop.statistics()
+        self._tell = on_failure
 
     def call(self, action: Callable[[], T], timeout_s: float) -> T:
         """Run `action` in the loop's thread; return its result, or raise its error.
@@ -106,19 +88,19 @@ class ServiceLoop:
                 raise
             raise DeadlineError(f"{self._name} gave no answer within {timeout_s:g} s") from error
 
-    def stop(self, timeout_s: float) -> bool:
+    def end(self, timeout_s: float) -> bool:
         """End the loop after its present turn; return whether it ended within `timeout_s`."""
-        self._loop.stop()
+        self.stop()
         self._wake()
-        has_ended = self._loop.join(timeout_s)
+        has_ended = self.join(timeout_s)
         if has_ended:
             self._refuse_waiting_calls()
         return has_ended
 
-    def _take_turn(self) -> None:
+    def _call_and_serve(self) -> None:
         while self._calls:
             self._run_call(*self._calls.popleft())
-        self._turn()
+        self._serve()
 
     def _run_call(self, action: Callable[[], Any], future: Future[Any]) -> None:
         try:
@@ -128,8 +110,8 @@ class ServiceLoop:
 
     def _fail(self, failure: BaseException) -> None:
         self._refuse_waiting_calls()
-        if self._on_failure is not None:
-            self._on_failure(failure)
+        if self._tell is not None:
+            self._tell(failure)
 
     def _refuse_waiting_calls(self) -> None:
         reason = f" ({self.failure!r})" if self.failure is not None else ""

@@ -7,7 +7,6 @@ when the running requests have finished, and `--new-weights` at once.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -79,7 +78,7 @@ def pin(
             )
     if as_json:
         values = {"pin_id": made.pin_id, "num_tokens": made.num_tokens, "ttl_s": ttl}
-        print_json(json.dumps({"name": cluster.name, **values, "num_blocks": made.num_blocks}))
+        print_json({"name": cluster.name, **values, "num_blocks": made.num_blocks}, indent=None)
         return
     print(
         f"pin {made.pin_id} holds {made.num_tokens:,} of {len(token_ids):,} tokens, "
@@ -102,7 +101,7 @@ def unpin(
             held = ", ".join(str(each.pin_id) for each in cluster.inspect().pins)
             raise RequestError(f"no pin {pin_id} in {cluster.name}: the pins are: {held or 'none'}")
     if as_json:
-        print_json(json.dumps({"name": cluster.name, "unpinned": pin_id}))
+        print_json({"name": cluster.name, "unpinned": pin_id}, indent=None)
         return
     say(f"pin {pin_id} has ended")
 
@@ -116,7 +115,7 @@ def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
         held = cluster.inspect().pins
     if as_json:
         rows = [asdict(each) for each in held]
-        print_json(json.dumps({"name": cluster.name, "pins": rows}, indent=2))
+        print_json({"name": cluster.name, "pins": rows})
         return
     if not held:
         print(f"nothing is pinned in {cluster.name}")
@@ -184,7 +183,7 @@ def clear(
     if as_json:
         epochs = {"model_epoch_before": manager.model_epoch, "model_epoch": after.model_epoch}
         forgotten = {"num_forgotten_blocks": manager.core.num_cached_blocks}
-        print_json(json.dumps({"name": cluster.name, **forgotten, **epochs}))
+        print_json({"name": cluster.name, **forgotten, **epochs}, indent=None)
         return
     print(
         f"{cluster.name} is cleared: {manager.core.num_cached_blocks:,} blocks dropped, model "

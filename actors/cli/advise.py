@@ -6,7 +6,6 @@ much the hit rates varied over the trace.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,7 +136,7 @@ def advise(
     if plot is not None:
         _draw(plot, advice)
     if as_json:
-        print_json(json.dumps(_to_dict(advice), indent=2))
+        print_json(_to_dict(advice))
     else:
         _print(Console(), advice)
 

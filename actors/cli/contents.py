@@ -9,7 +9,6 @@ tokens.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,7 +57,7 @@ def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption 
         raise NotRunningError(f"{cluster.name} is still starting: wait until it is ready")
     found = usage_of(statistics, inspection, labels)
     if as_json:
-        print_json(json.dumps({"name": cluster.name, **_plain_usage(found)}, indent=2))
+        print_json({"name": cluster.name, **_plain_usage(found)})
         return
     console = Console(file=sys.stdout)
     print_facts(console, f"{cluster.name}: device blocks", _texts(found.states))
@@ -94,7 +93,7 @@ def prefixes(
     nodes = sorted_prefixes(roots, sort, limit)
     if as_json:
         rows = [_plain_node(node) for node in nodes]
-        print_json(json.dumps({"name": cluster.name, "sort": sort, "prefixes": rows}, indent=2))
+        print_json({"name": cluster.name, "sort": sort, "prefixes": rows})
         return
     print_table(
         Console(file=sys.stdout), f"{cluster.name}: prefixes, {sort} first", _prefix_table(nodes)
@@ -218,7 +217,7 @@ def _plain_usage(usage: Usage) -> dict[str, Any]:
 def _show_tree(name: str, roots: Sequence[PrefixNode], limit: int, as_json: bool) -> None:
     if as_json:
         trees = [_plain_tree(node) for node in roots[:limit]]
-        print_json(json.dumps({"name": name, "prefixes": trees}, indent=2))
+        print_json({"name": name, "prefixes": trees})
         return
     tree = Tree(f"{name}: {len(roots):,} first blocks")
     for node in roots[:limit]:

@@ -11,7 +11,6 @@ written and removed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -64,7 +63,7 @@ def doctor(
 
     found = examine(None if config is None else load_config(config))
     if as_json:
-        print_json(json.dumps(_as_json(found), indent=2))
+        print_json(_as_json(found))
     else:
         _print(found)
     if found.prevents_launch:

@@ -5,7 +5,6 @@ The engine is found by its name, without Ray. After its end, its memory may stil
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -41,14 +40,14 @@ def show_status(which: str, as_json: bool) -> None:
         _show_kept(which, kept, as_json)
         return
     if as_json:
-        print_json(json.dumps({"state": "running", **found.to_plain()}, indent=2))
+        print_json({"state": "running", **found.to_plain()})
         return
     print_facts(Console(file=sys.stdout), f"{which}: vLLM engine", facts(found))
 
 
 def show_metrics(which: str) -> None:
     """Print an engine's metrics in Prometheus' format."""
-    print_json(_ask(which, "metrics")["text"].rstrip("\n"))
+    print(_ask(which, "metrics")["text"].rstrip("\n"))
 
 
 def show_usage(which: str, as_json: bool) -> None:
@@ -59,7 +58,7 @@ def show_usage(which: str, as_json: bool) -> None:
     if as_json:
         plain = {name: asdict(tier) for name, tier in held.items()}
         whole = {"name": found.name, "replica": found.replica, "tiers": plain}
-        print_json(json.dumps(whole, indent=2))
+        print_json(whole)
         return
     print_table(Console(file=sys.stdout), f"{which}: tiers below the device", tier_table(held))
 
@@ -77,7 +76,7 @@ def watch(
         time.sleep(interval_s)
         now = _statistics(which)
         if as_json:
-            print_json(json.dumps(now.to_plain()))
+            print_json(now.to_plain(), indent=None)
         else:
             if console.is_terminal:
                 console.clear()
@@ -97,7 +96,7 @@ def clear_engine(which: str, is_confirmed: bool, as_json: bool) -> None:
         ask_on_terminal(which, f"{held:,} blocks in memory and files of {which}")
     answer = _ask(which, "clear")
     if as_json:
-        print_json(json.dumps({"name": which, **answer}))
+        print_json({"name": which, **answer}, indent=None)
     elif answer["is_cleared"]:
         say(f"{which} is cleared: {answer['num_forgotten_blocks']:,} blocks dropped")
     else:
@@ -200,7 +199,7 @@ def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:
         name, replica = _parsed(which)
         asked = {"name": name, "replica": replica if "/" in which else None}
         rows = [asdict(each) for each in kept]
-        print_json(json.dumps({"state": "not running", **asked, "kept": rows}, indent=2))
+        print_json({"state": "not running", **asked, "kept": rows})
         return
     table = Table("memory", "size", "used by")
     for each in kept:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import JsonOption, OptionalConfigOption, command
-from actors.cli.tables import bytes_text, print_facts, print_json, print_table
+from actors.cli.tables import bytes_text, print_facts, print_table
 from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def plan(
         name = settings.model.name
     report = report_plan(plan_cluster(settings), name)
     if as_json:
-        print_json(report.to_json())
+        print(report.to_json())
         return
     console = Console(file=sys.stdout)
     print_facts(console, f"plan of {report.name}", _summary(report))

@@ -6,7 +6,6 @@ and digests do not leave this process. Ctrl-C, SIGTERM and the limits all end a 
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def record(
             )
             summary = follower.run(ended)
     if as_json:
-        print_json(json.dumps(asdict(summary), indent=2))
+        print_json(asdict(summary))
         return
     facts = {
         "requests": f"{summary.num_requests:,}",

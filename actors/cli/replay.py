@@ -7,7 +7,6 @@ and workers.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -89,7 +88,7 @@ def replay(
     if counting is not None:
         count = _count_prefills(opened, size, counting, is_shown=not no_progress)
         if as_json:
-            print_json(count.to_json())
+            print(count.to_json())
         else:
             _print_count(count)
         return
@@ -141,7 +140,7 @@ def replay_record(
     with progress:
         report = RecordReplay(recording, show).run()
     if as_json:
-        print_json(json.dumps(report.to_dict(), indent=2))
+        print_json(report.to_dict())
     else:
         _print_repetition(report, file, recording)
     if not report.is_identical:
@@ -259,7 +258,7 @@ def _print_count(count: PrefillCount) -> None:
 
 def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
     if as_json:
-        print_json(report.to_json())
+        print(report.to_json())
         return
     tokens = f"{report.num_prompt_tokens:,} prompt, {report.num_output_tokens:,} output"
     again = f"{report.num_recomputed_tokens:,} tokens computed twice"

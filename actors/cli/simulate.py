@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -184,7 +183,7 @@ def simulate(
         found = [result.to_dict() for result in results]
         if regret is not None:
             found = [result.to_dict() | _regrets(result, results) for result in results]
-        print_json(json.dumps(found, indent=2))
+        print_json(found)
         return
     console = Console()
     for trace in played:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -62,7 +61,7 @@ def status(
         told = None if statistics is None else asdict(statistics)
         loop = None if messages is None else asdict(messages)
         whole = {**found.to_dict(), "statistics": told, "messages": loop}
-        print_json(json.dumps(whole, indent=2))
+        print_json(whole)
         return
     console = Console(file=sys.stdout)
     print_facts(console, found.name, _summary(found, statistics))
@@ -91,7 +90,7 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
     has_failed = state == "failed"
     if as_json:
         rows = [{**asdict(work), "is_stuck": work.is_stuck} for work in pending]
-        print_json(json.dumps({"name": cluster.name, "state": state, "pending": rows}, indent=2))
+        print_json({"name": cluster.name, "state": state, "pending": rows})
         return bool(stuck) or has_failed
     console = Console(file=sys.stdout)
     if has_failed:

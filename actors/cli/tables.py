@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -56,9 +57,9 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_json(text: str) -> None:
-    """Print JSON without colours and wrapping."""
-    print(text, file=sys.stdout)
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a value as JSON, without colours and wrapping; without `indent` as one line."""
+    print(json.dumps(value, indent=indent), file=sys.stdout)
 
 
 def bytes_text(size_bytes: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -63,7 +62,7 @@ def vllm_coordinator(  # noqa: PLR0917
     if only_status:
         found = ask_status(address, None if keys is None else read_keys(keys), ASK_MS)
         if as_json:
-            print_json(json.dumps(found, indent=2))
+            print_json(found)
             return
         print_facts(Console(file=sys.stdout), f"coordinator at {address}", _facts(found))
         return

@@ -242,7 +242,7 @@ class EmbeddedCoordinator:
         if self._rule is not None:
             self._rule.supervisor.stop()
         self._metrics.stop()
-        if self._loop.stop(CLOSE_TIMEOUT_S):
+        if self._loop.end(CLOSE_TIMEOUT_S):
             self._service.call(self._give_back)
         # This process may disconnect from Ray next. A thread that calls Ray after that starts
         # another cluster, or crashes.

@@ -184,7 +184,7 @@ class WorkerActor(WorkerMethods):
     @ray.method(concurrency_group=CONTROL)
     def kvcache_close(self) -> None:
         """Stop serving, then release everything."""
-        self._loop.stop(CLOSE_TIMEOUT_S)
+        self._loop.end(CLOSE_TIMEOUT_S)
         self.kvcache.close()
 
 

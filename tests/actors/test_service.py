@@ -344,7 +344,7 @@ def test_a_loop_survives_turns_that_fail_and_serves_the_calls_of_other_threads()
         assert loop.call(lambda: 7, DEADLINE_S) == 7
     assert loop.is_running
     assert loop.failure is None
-    assert loop.stop(DEADLINE_S)
+    assert loop.end(DEADLINE_S)
     with pytest.raises(ClusterError, match=r"^a loop has ended$"):
         loop.call(lambda: 7, DEADLINE_S)
 

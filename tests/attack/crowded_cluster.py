@@ -204,7 +204,7 @@ class CrowdedCluster:
         service.open(self.coordinator, self.coordinator.start())
         self._loop = ServiceLoop("crowded-coordinator", service.turn, self.sockets.wake)
         self._resources.callback(self.sockets.close)
-        self._resources.callback(self._loop.stop, CALL_S)
+        self._resources.callback(self._loop.end, CALL_S)
 
     def _start_in_process(self) -> None:
         config = self.config
@@ -221,7 +221,7 @@ class CrowdedCluster:
         service.open(self.coordinator, self.coordinator.start)
         self._loop = ServiceLoop("crowded-coordinator", service.turn, server.wake)
         self._resources.callback(server.close)
-        self._resources.callback(self._loop.stop, CALL_S)
+        self._resources.callback(self._loop.end, CALL_S)
 
     def _start_thread(self, worker: EmbeddedWorker) -> None:
         def work() -> None:
