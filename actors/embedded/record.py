@@ -11,7 +11,9 @@ import importlib
 import json
 import secrets
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from actors.connect import is_actor_known
 from actors.names import coordinator_name, worker_name
@@ -28,20 +30,6 @@ from kvcache.config import ClusterConfig, parse_config
 
 RECORD_VERSION = 1
 
-_TYPES: dict[str, type] = {
-    "launch_id": str,
-    "configuration": str,
-    "has_given_workers": bool,
-    "worker_class": str,
-    "epoch": int,
-}
-_PROCESS_TYPES: dict[str, type] = {
-    "node_id": str,
-    "host": str,
-    "process_id": int,
-    "started_ticks": int,
-}
-
 
 @dataclass(frozen=True)
 class EmbeddedRecord:
@@ -52,6 +40,8 @@ class EmbeddedRecord:
     own actors, without names of this package. Otherwise `worker_class` is their class as
     `module:name`, empty for the usual one.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
 
     launch_id: str
     configuration: str
@@ -86,23 +76,17 @@ class EmbeddedRecord:
         remedy = "launch under another name"
         try:
             fields = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            version = fields.pop("version")
+            if type(version) is not int:
+                raise TypeError(f"the version is {version!r}")
+            if version == RECORD_VERSION:
+                return TypeAdapter(cls).validate_json(json.dumps(fields))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise MalformedMessageError(f"the record of {cluster} is invalid: {remedy}") from error
-        version = fields.pop("version", None) if type(fields) is dict else None
-        if type(version) is int and version != RECORD_VERSION:
-            raise VersionMismatchError(
-                f"the record of {cluster} has version {version}, this package reads version "
-                f"{RECORD_VERSION}: run the same release, or {remedy}"
-            )
-        process = fields.pop("process", None) if type(fields) is dict else None
-        if (
-            type(version) is not int
-            or not _has_types(fields, _TYPES)
-            or not (process is None or _has_types(process, _PROCESS_TYPES))
-        ):
-            raise MalformedMessageError(f"the record of {cluster} is invalid: {remedy}")
-        owner = None if process is None else ProcessIdentity(**process)
-        return cls(process=owner, **fields)
+        raise VersionMismatchError(
+            f"the record of {cluster} has version {version}, this package reads version "
+            f"{RECORD_VERSION}: run the same release, or {remedy}"
+        )
 
     def where(self) -> str:
         """Describe the coordinator's process, for messages."""
@@ -210,7 +194,3 @@ def _save_unless_outrun(record: EmbeddedRecord) -> None:
     present = load_record(name)
     if present is None or present.epoch <= record.epoch:
         RayRecordStore(name).save(record.to_bytes())
-
-
-def _has_types(fields: Any, types: dict[str, type]) -> bool:
-    return type(fields) is dict and {k: type(v) for k, v in fields.items()} == types

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvcache.base.clock import VirtualClock
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.simulated_cache import SimulatedCache
 from kvcache.simulate.simulation import simulate
+from tests.cli.commands import run as run_command
 from tests.simulate.traces import block_trace, random_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,10 +26,7 @@ PRICES = ("--device-price", "20", "--host-price", "2", "--disk-price", "0.1")
 SIZE = ("--token-size", "128KiB")
 
 
-def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["advise", *map(str, arguments)])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
+run = partial(run_command, "advise")
 
 
 def refused(*arguments: str | Path) -> str:

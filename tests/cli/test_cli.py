@@ -32,7 +32,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.protocol.messages import FailedForward
 from kvcache.replay import EngineLimits, ForwardProgress
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from tests.cli.commands import KVCACHE
+from tests.cli.commands import KVCACHE, run
 from tests.replay.manager_stepper import ManagerStepper
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,12 +70,6 @@ def trace(tmp_path: Path) -> Path:
     ]
     path.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     return path
-
-
-def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
 
 
 def test_plan_shows_blocks_tokens_and_ranks() -> None:

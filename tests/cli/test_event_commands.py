@@ -15,10 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from actors import KVCacheClient
-from actors.cli import app
 from actors.dashboard import observer
 from actors.local import LocalCluster
 from kvcache import NewRequest, StepRequest
@@ -27,7 +25,7 @@ from kvcache.events.codec import NUM_ALWAYS, REMOVED_KEYS, STORED_KEYS
 from kvcache.events.mirror import CacheMirror
 from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
-from tests.cli.commands import KVCACHE
+from tests.cli.commands import KVCACHE, run
 from tests.cli.local_access import LocalAccess
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -74,12 +72,6 @@ def addresses(cluster: LocalCluster) -> list[str]:
     there = cluster.coordinator.statistics().events
     assert there is not None
     return ["--endpoint", there["endpoint"], "--replay-endpoint", there["replay_endpoint"]]
-
-
-def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
 
 
 def watch_until(cluster: LocalCluster, holds: Callable[[list[str]], bool], *options: str) -> None:

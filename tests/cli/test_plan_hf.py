@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
+from tests.cli.commands import run as run_command
 from tests.planner import public_models as public
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_TP2 = ROOT / "configs" / "cpu_tp2.yaml"
 
 
-def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["plan", *(str(argument) for argument in arguments)])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
+run = partial(run_command, "plan")
 
 
 @pytest.fixture

@@ -7,16 +7,17 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app, simulations
+from actors.cli import simulations
 from actors.cli.simulations import capacity_range
 from kvcache.simulate.opening import open_block_trace
 from tests.cli.commands import KVCACHE
+from tests.cli.commands import run as run_command
 from tests.simulate.traces import trace_line, write_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +34,7 @@ def trace(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "trace.jsonl", *lines)
 
 
-def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
+run = partial(run_command, "simulate")
 
 
 def refused(*arguments: str | Path) -> str:

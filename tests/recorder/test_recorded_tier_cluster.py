@@ -11,15 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
 from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
 from kvcache.base.clock import SystemClock
@@ -58,6 +57,7 @@ from tests.actors.tier_driver import (
     settle,
     tier_config,
 )
+from tests.cli.commands import run as run_command
 from tests.recorder.segments_at_rest import change, records_of, write
 
 PROMPTS = range(5)
@@ -331,10 +331,7 @@ def copied(recorded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(path, tmp_path / "recorded"))
 
 
-def command(*arguments: object, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["replay-record", *map(str, arguments)])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
+command = partial(run_command, "replay-record")
 
 
 def test_the_command_replays_what_tiers_did(recorded: Path) -> None:

@@ -8,22 +8,19 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from actors.cli import app
 from kvcache.recorder.records import StateReached
+from tests.cli.commands import run as run_command
 from tests.recorder.segments_at_rest import change
 
 COMMAND = "from actors.cli import main; main()"
 
 
-def run(*arguments: str | Path, exit_code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, ["replay-record", *map(str, arguments)])
-    assert result.exit_code == exit_code, result.output
-    return result.stdout, result.stderr
+run = partial(run_command, "replay-record")
 
 
 def test_a_recording_that_replays_is_identical_and_exit_code_0(recorded: Path) -> None:
