@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -342,13 +342,14 @@ def sorted_prefixes(roots: list[PrefixNode], sort: str, count: int) -> list[Pref
     most tokens (of the leaves only), or least idle."""
     nodes = [node for root in roots for node in root.walk()]
     if sort == "longest":
-        ends = [node for node in nodes if not node.children]
-        return sorted(ends, key=lambda n: (-n.num_tokens, n.digest))[:count]
-    if sort == "shared":
-        return sorted(nodes, key=lambda n: (-n.num_ends, -n.num_tokens, n.digest))[:count]
-    if sort == "recent":
-        return sorted(nodes, key=lambda n: (n.idle_s, -n.num_tokens, n.digest))[:count]
-    return sorted(nodes, key=lambda n: (-n.num_holders, -n.num_tokens, n.digest))[:count]
+        nodes = [node for node in nodes if not node.children]
+    first: dict[str, Callable[[PrefixNode], float]] = {
+        "used": lambda node: -node.num_holders,
+        "shared": lambda node: -node.num_ends,
+        "longest": lambda node: 0,
+        "recent": lambda node: node.idle_s,
+    }
+    return sorted(nodes, key=lambda n: (first[sort](n), -n.num_tokens, n.digest))[:count]
 
 
 def blocks_by_group(labels: LabelSet) -> dict[int, int]:

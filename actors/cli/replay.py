@@ -100,7 +100,7 @@ def replay(
         size = _playable(opened, size, ground.limits.max_model_len, skip_too_long)
         limits = replace(ground.limits, pipeline_depth=pipeline_depth, skips_too_long=skip_too_long)
         clock, title = SystemClock(), f"{opened.name} on {ground.title}"
-        progress = WorkProgress(title, size.num_tokens, clock, is_shown=not no_progress)
+        progress = WorkProgress(title, size.num_tokens, is_shown=not no_progress)
 
         def show(report: ReplayReport) -> None:
             rate = f"{report.steps_per_s:,.0f} steps/s  hit rate {report.hit_rate:.1%}"
@@ -126,13 +126,11 @@ def replay_record(
     no_progress: NoProgressOption = False,
 ) -> None:
     """Replay a recording and compare the results."""
-    from kvcache.base.clock import SystemClock
     from kvcache.recorder import RecordReplay, open_recording
 
     recording = open_recording(file)
-    progress = WorkProgress(
-        "replaying the recording", recording.size_bytes, SystemClock(), is_shown=not no_progress
-    )
+    title, is_shown = "replaying the recording", not no_progress
+    progress = WorkProgress(title, recording.size_bytes, is_shown=is_shown)
 
     def show(report: RecordReplayReport) -> None:
         progress.show(report.bytes_read, f"{report.num_records:,} records")
@@ -210,8 +208,7 @@ def _count_prefills(
     from kvcache.base.clock import SystemClock
     from kvcache.simulate.counting import count_prefill_hits
 
-    clock = SystemClock()
-    progress = WorkProgress(workload.name, size.num_tokens, clock, is_shown=is_shown)
+    progress = WorkProgress(workload.name, size.num_tokens, is_shown=is_shown)
 
     def show(count: PrefillCount) -> None:
         per_s = count.num_input_tokens / count.wall_time_s if count.wall_time_s else 0.0
@@ -219,7 +216,7 @@ def _count_prefills(
         progress.show(count.num_input_tokens, rate)
 
     with progress:
-        return count_prefill_hits(workload, options, clock, show)
+        return count_prefill_hits(workload, options, SystemClock(), show)
 
 
 def _playable(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.cli.tables import WorkProgress
-from kvcache.base.clock import SystemClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.simulate.block_trace import BlockTrace
@@ -107,7 +106,7 @@ def play(
     num_played = [0] * len(tasks)
     total = sum(traces[task.trace_index].num_requests for task in tasks)
     title = f"{len(tasks)} simulations" if len(tasks) > 1 else "simulation"
-    with WorkProgress(title, total, SystemClock(), is_shown=is_shown) as progress:
+    with WorkProgress(title, total, is_shown=is_shown) as progress:
 
         def show(task_index: int, num_requests: int) -> None:
             num_played[task_index] = num_requests

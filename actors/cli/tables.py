@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from kvcache.base.errors import legible
-
-if TYPE_CHECKING:
-    from kvcache.base.clock import Clock
 
 _BYTE_UNITS = ("KiB", "MiB", "GiB", "TiB")
 _LINE_INTERVAL_S = 10.0
@@ -74,7 +71,7 @@ class WorkProgress:
     """Shows progress towards `total` on stderr during the `with` block: a bar on a terminal,
     occasional lines elsewhere; nothing unless `is_shown`."""
 
-    def __init__(self, title: str, total: int, clock: Clock, *, is_shown: bool) -> None:
+    def __init__(self, title: str, total: int, *, is_shown: bool) -> None:
         from rich.progress import (
             BarColumn,
             Progress,
@@ -86,9 +83,8 @@ class WorkProgress:
         console = Console(file=sys.stderr)
         self._title = title
         self._total = total
-        self._clock = clock
         self._has_lines = is_shown and not console.is_terminal
-        self._start_s = self._line_s = clock.now()
+        self._start_s = self._line_s = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -113,13 +109,13 @@ class WorkProgress:
     @property
     def elapsed_s(self) -> float:
         """Seconds since construction."""
-        return self._clock.now() - self._start_s
+        return time.monotonic() - self._start_s
 
     def show(self, done: int, rate: str) -> None:
         """Show the progress and the rate."""
         if not self._bar.disable:
             self._bar.update(self._task, completed=done, rate=rate)
-        now_s = self._clock.now()
+        now_s = time.monotonic()
         if self._has_lines and now_s - self._line_s >= _LINE_INTERVAL_S:
             self._line_s = now_s
             share = done / max(1, self._total)

@@ -30,7 +30,6 @@ from actors.service import ServiceStatistics
 from actors.state import RayStateStore
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
-from kvcache.coordinator.watchdog import PendingWork
 from kvcache.planner import Plan
 
 NO_PROCESS = ProcessIdentity("", "no node", 0, 0)
@@ -86,10 +85,6 @@ class EmbeddedSite:
     def message_statistics(self) -> ServiceStatistics | None:
         """Return None: only the coordinator's process knows them."""
         return None
-
-    def pending(self) -> tuple[PendingWork, ...]:
-        """Return nothing: only the coordinator's process knows its pending work."""
-        return ()
 
     def stop(self) -> None:
         """End the workers; nothing of the cluster remains. The process with the coordinator, if it

@@ -289,13 +289,7 @@ class RouterActor(PrefixRouter):
         from actors.routing.event_endpoints import cluster_endpoints
 
         found = cluster_endpoints(KVCacheCluster.connect(name))
-        self.add_replica(
-            name,
-            found.endpoint,
-            found.replay_endpoint,
-            heartbeat_s=found.heartbeat_s,
-            keys=found.keys,
-        )
+        self.add_replica(name, **vars(found))
 
 
 def start_router(name: str, settings: RouterSettings | None = None, **options: Any) -> Any:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import ParamSpec
 
 from kvcache.coordinator import Coordinator
 from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.step_meter import StepMeter
-from kvcache.protocol.messages import Address, Call, Detach, FromClient, FromWorker, Outgoing
+from kvcache.protocol.messages import Call, Detach, FromClient, FromWorker, Outgoing
 from kvcache.protocol.step import StepRequest
+
+P = ParamSpec("P")
 
 
 class MeteredCoordinator:
@@ -39,7 +42,11 @@ class MeteredCoordinator:
         self._is_open = False
         self.on_plain_applied = coordinator.on_plain_applied
         self.on_client_lost = coordinator.on_client_lost
+        self.on_unreadable = self._watched(coordinator.on_unreadable)
+        self.on_unsendable = self._watched(coordinator.on_unsendable)
+        self.on_error = self._watched(coordinator.on_error)
         self.settle = coordinator.settle
+        self._settle = self._watched(coordinator.settle)
 
     @property
     def epoch(self) -> int:
@@ -74,24 +81,14 @@ class MeteredCoordinator:
             self._meter.forget_silent(begun_s)
         return self._looked_at(self._coordinator.on_tick(), begun_s)
 
-    def on_unreadable(self, sender: Address, payload: bytes, reason: str) -> list[Outgoing]:
-        """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.on_unreadable(sender, payload, reason), begun_s)
+    def _watched(self, decide: Callable[P, list[Outgoing]]) -> Callable[P, list[Outgoing]]:
+        """Return a decision of the `Coordinator` after which its messages are inspected."""
 
-    def on_unsendable(self, item: Outgoing, reason: str) -> list[Outgoing]:
-        """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.on_unsendable(item, reason), begun_s)
+        def look(*args: P.args, **kwargs: P.kwargs) -> list[Outgoing]:
+            begun_s = self._now()
+            return self._looked_at(decide(*args, **kwargs), begun_s)
 
-    def on_error(self, reason: str) -> list[Outgoing]:
-        """See `Coordinator`."""
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.on_error(reason), begun_s)
-
-    def _settle(self) -> list[Outgoing]:
-        begun_s = self._now()
-        return self._looked_at(self._coordinator.settle(), begun_s)
+        return look
 
     def _looked_at(self, outgoing: list[Outgoing], begun_s: float) -> list[Outgoing]:
         """Inspect the messages to send while a step is followed; return them."""

@@ -13,37 +13,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 from kvcache.base.errors import ExhaustedError
 
 SEGMENT_SUFFIX = ".kvrec"
 
 
-class SegmentFile(Protocol):
-    """The methods that a file must have. All of them may raise OSError."""
-
-    def write(self, data: memoryview, /) -> int:
-        """Append all or part of `data`; return how many bytes."""
-
-    def truncate(self, size: int, /) -> int:
-        """Cut the file to `size` bytes."""
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-
-    def close(self) -> None:
-        """Close the descriptor."""
+OpenFile = Callable[[Path], FileIO]
 
 
-OpenFile = Callable[[Path], SegmentFile]
-
-
-def create_file(path: Path) -> SegmentFile:
+def create_file(path: Path) -> FileIO:
     """Create a file that only its owner can read, since it holds prompts. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-    return os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+    return FileIO(os.open(path, flags, 0o600), "wb")
 
 
 def segment_paths(directory: Path) -> list[Path]:
@@ -80,7 +64,7 @@ class SegmentWriter:
         self._limits = limits
         self._recording_id = recording_id
         self._open_file = open_file
-        self._file: SegmentFile | None = None
+        self._file: FileIO | None = None
         self._size_bytes = self._head_bytes = 0
         self._number = 0
         self._own: list[Path] = []
@@ -183,7 +167,7 @@ class SegmentWriter:
             path.unlink(missing_ok=True)
             self._kept_bytes -= size_bytes
 
-    def _cut_back(self, file: SegmentFile) -> None:
+    def _cut_back(self, file: FileIO) -> None:
         """Cut off a half-written record. If that fails, readers detect the record."""
         try:
             file.truncate(self._size_bytes)

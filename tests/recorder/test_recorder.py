@@ -6,6 +6,7 @@ import errno
 import logging
 import stat
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvcache.base.errors import InvariantError
 from kvcache.coordinator.step_recorder import EpochEnded
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import FileStepRecorder, RecordReplay, RecordReplayReport, open_recording
-from kvcache.recorder.segments import SegmentFile, create_file
+from kvcache.recorder.segments import create_file
 from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 
 MANAGER_CONFIG = manager_config_of("full")
@@ -32,12 +33,12 @@ class Disk:
         self.at_once_bytes = at_once_bytes
         self.num_asked_for_sync = 0
 
-    def open(self, path: Path) -> SegmentFile:
+    def open(self, path: Path) -> FileIO:
         return _File(self, create_file(path))
 
 
 class _File:
-    def __init__(self, disk: Disk, file: SegmentFile) -> None:
+    def __init__(self, disk: Disk, file: FileIO) -> None:
         self._disk = disk
         self._file = file
 
