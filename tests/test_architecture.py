@@ -97,7 +97,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("contents",),
         ("options", "manager"),
         ("tier_manager",),
-        ("registry", "hits", "spills"),
+        ("registry", "spills"),
         ("hierarchy",),
     ),
     "worker": (

@@ -110,7 +110,7 @@ class BlockStoring:
         all_labels = self._labels.labels_of(block_ids)
         all_keys = label_keys(all_labels)
         if is_new:
-            self._tiers.see(all_keys)
+            self._tiers.host.sightings.see(all_keys)
         stores: list[Store] = []
         for rows, namespace in rows_by_tenant(all_labels, self._tiers.host.tenants):
             ids, labels = block_ids[rows], label_rows(all_labels, rows)
@@ -120,5 +120,5 @@ class BlockStoring:
                 first = 0 if job is None else int(job.positions[-1]) + 1
                 self._is_unstored[ids[first:]] = True
             if job is not None:
-                stores.append(Store(job.job_id, HOST_MEDIUM, ids[job.positions], job.destinations))
+                stores.append(Store(job.job_id, HOST_MEDIUM, ids[job.positions], job.addresses))
         return stores

@@ -264,10 +264,6 @@ class Clients:
             self._take_name(client_id)
         return False
 
-    def has_left(self, client_id: str) -> bool:
-        """Whether the client has left permanently, as far as that is remembered."""
-        return client_id in self._gone
-
     def forget(self, client_id: str) -> None:
         """Forget a client; its name stays taken."""
         self._num_leaving -= self._ledgers.pop(client_id).is_leaving

@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.arrays import EMPTY_INT32
 from kvcache.base.clock import Clock
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.block_storing import BlockStoring
@@ -24,9 +24,15 @@ from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap
 from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.prefix_loading import PrefixLoading
-from kvcache.coordinator.recorded_tiers import RecordedHooks, RecordedLoads
+from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.settings import OffloadStatistics
-from kvcache.coordinator.step_recorder import StepRecorder, Withdrawn
+from kvcache.coordinator.step_recorder import (
+    Gone,
+    LookedUp,
+    StepRecorder,
+    SwappedOut,
+    Withdrawn,
+)
 from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.core import OffloadHit
 from kvcache.manager import KVCacheManager
@@ -60,7 +66,10 @@ SPARE_PART = 16
 
 
 class Offloading:
-    """The tiers of one epoch, as both hooks of its manager. One user, one thread."""
+    """The tiers of one epoch, as both hooks of its manager. One user, one thread.
+
+    Records every call of a hook and its answer: a recording has what reaches the manager.
+    """
 
     def __init__(
         self,
@@ -75,12 +84,14 @@ class Offloading:
         settings = parts.settings
         self._recorder = recorder or StepRecorder()
         self._link = link = manager.tiers
-        loads = RecordedLoads(link.loads, self._recorder)
+        self._loads = loads = RecordedLoads(link.loads, self._recorder)
         self.tiers = tiers = parts.make_tiers(jobs.open)
         self._manager = manager
         self._clock = clock
         num_blocks = manager.statistics().core.num_blocks
-        self._tails = PartialBlockSwap(parts, tiers, loads, jobs, digest_bytes=len(link.none_hash))
+        self._tails = PartialBlockSwap(
+            parts, tiers, link.loads, jobs, digest_bytes=len(link.none_hash)
+        )
         self._loading = PrefixLoading(
             parts, tiers, loads, self._tails, jobs, num_spare_blocks=num_blocks // SPARE_PART
         )
@@ -92,20 +103,23 @@ class Offloading:
         self._num_adopted = 0
         self._num_failed = 0
         self._last_failure = ""
-        hooks = RecordedHooks(self, loads, self._recorder)
-        link.connect(hooks, hooks)
-        link.on_hints, link.on_prefetch = self._follow_hints, hooks.prefetch
+        link.connect(self, self)
+        link.on_hints, link.on_prefetch = self._follow_hints, self.prefetch
         self._finder = parts.finder
 
     # --- hooks of the manager
 
     def look_up(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Return whether `request` must wait, because more of it is being loaded."""
-        return self._loading.look_up(request, num_device_tokens, self._clock.now())
+        answer = self._loading.look_up(request, num_device_tokens, self._clock.now())
+        self._recorder.record(LookedUp(request.request_id, num_device_tokens, answer))
+        return answer
 
     def prefetch(self, request: Request, num_device_tokens: int) -> OffloadHit:
         """Begin to load a prefix ahead of its requests; return whether it is being loaded."""
-        return self._loading.prefetch(request, num_device_tokens, self._clock.now())
+        answer = self._loading.prefetch(request, num_device_tokens, self._clock.now())
+        self._recorder.record(LookedUp(request.request_id, num_device_tokens, answer))
+        return answer
 
     def on_swap_out(
         self,
@@ -119,10 +133,15 @@ class Offloading:
         store = self._tails.swap_out(request, num_tokens, num_cached_tokens, block_ids, now_s)
         if store is not None:
             self._pending.append(store)
+        self._recorder.record(SwappedOut(request.request_id, num_tokens, num_cached_tokens))
 
     def on_request_finished(self, request_id: str) -> None:
         """Forget the request's wish."""
-        self._loading.on_gone(request_id)
+        self._loads.enter_call()
+        try:
+            self._loading.on_gone(request_id)
+        finally:
+            self._recorder.record(Gone(request_id, self._loads.leave_call()))
 
     def _follow_hints(self, request: Request) -> None:
         """Follow the hints of a request that ends, in every tier."""
@@ -131,7 +150,8 @@ class Offloading:
             num_blocks = request.num_tokens // size
             keys = self._finder.keys_of(request, group, range(num_blocks))
             for hint in request.hints:
-                self.tiers.hint(keys, *blocks_in(hint, size, num_blocks), hint, now_s)
+                for tier in self.tiers:
+                    tier.eviction.hint(keys, *blocks_in(hint, size, num_blocks), hint, now_s)
 
     # --- commands for all ranks
 
@@ -185,7 +205,7 @@ class Offloading:
         self._discard(told)
         if spill is not None:  # after discards, whose files make room
             packed = pack_keys(spill.keys, len(spill.keys[0]))
-            told.append(Spill(spill.job_id, FILE_MEDIUM, spill.sources, packed))
+            told.append(Spill(spill.job_id, FILE_MEDIUM, spill.addresses, packed))
         self._emit()
         return told
 
@@ -202,21 +222,17 @@ class Offloading:
                 f"rank {failure.rank}: {failure.detail}" for failure in job.failures
             )
             logger.warning("job %d of tiers failed: %s", job.job_id, self._last_failure)
-        visible: Int32Array = EMPTY_INT32
+        visible = self.tiers.end(job.job_id, is_ok, failed, job.lost_ids)
         match kind:
             case JobKind.STORE:
-                visible = self.tiers.stored(job.job_id, ok=is_ok)
                 self._tails.on_stored(job.job_id)
             case JobKind.FETCH:
-                visible = self.tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
                 if job.has_unread:
                     self.tiers.disk_use.rest(self._last_failure, self._clock.now())
                 self._loading.on_fetched(job.job_id)
             case JobKind.SPILL:
-                self.tiers.spilled(job.job_id, ok=is_ok, failed=failed)
                 self.storing.on_room()
             case JobKind.LOAD:
-                self.tiers.loaded(job.job_id, ok=is_ok, failed=failed)
                 self._loading.on_loaded(job.job_id, self._clock.now(), is_ok=is_ok)
         if len(visible):
             self._pending.append(SealSlots(HOST_MEDIUM, visible))

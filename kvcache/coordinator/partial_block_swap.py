@@ -24,8 +24,8 @@ from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import InvariantError
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.parts import OffloadParts
-from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.settings import SwapWhen
+from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.step_ledger import StepsUnderWay
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey, make_offload_key
@@ -65,7 +65,7 @@ class PartialBlockSwap:
         self,
         parts: OffloadParts,
         tiers: TierHierarchy,
-        loads: RecordedLoads,
+        loads: PrefixLoads,
         jobs: JobTable,
         *,
         digest_bytes: int,
@@ -125,7 +125,7 @@ class PartialBlockSwap:
         job = self._tiers.plan_store(keys, now_s, is_private=True, namespace=request.namespace)
         if job is None or len(job.keys) < len(keys):
             if job is not None:
-                self._tiers.stored(job.job_id, ok=False)
+                self._tiers.end(job.job_id, ok=False)
                 self._jobs.cancel(job.job_id)
             return None
         until_s = now_s + self._rule.hold_s
@@ -134,7 +134,7 @@ class PartialBlockSwap:
         )
         self._being_read[job.job_id] = ids
         self.num_swapped_out += 1
-        return Store(job.job_id, HOST_MEDIUM, ids, job.destinations)
+        return Store(job.job_id, HOST_MEDIUM, ids, job.addresses)
 
     def of(self, request: Request) -> SwappedTail | None:
         """Return the tail of this very request, whether or not it is still stored."""
@@ -165,7 +165,7 @@ class PartialBlockSwap:
         """Raise `InvariantError` if host memory keeps a tail for a request that would never load
         it."""
         private = self._key_bytes + GROUP_BYTES
-        in_host = self._tiers.host.keys()
+        in_host = self._tiers.host.slots.present_keys()
         kept = {key for key in in_host if len(key) == private}
         known = {key for tail in self._tails.values() for key in tail.keys}
         if not kept <= known:
@@ -199,7 +199,7 @@ class PartialBlockSwap:
         """Return how many slots hold blocks of a tail, without those of failed stores and dropped
         tails."""
         keys = [key for tail in self._tails.values() for key in tail.keys]
-        addresses = self._tiers.host.addresses_of(keys)
+        addresses = self._tiers.host.slots.addresses_of(keys)
         there = addresses[addresses >= 0]
         return len(np.unique(there // self._tiers.host.options.blocks_per_slot))
 

@@ -37,8 +37,7 @@ from kvcache.coordinator.tier_hits import (
 )
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager.loads import PrefixLoad
-from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.hits import Place
+from kvcache.offload.hierarchy import Place, TierHierarchy
 from kvcache.offload.keys import OffloadKey, pack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Fetch, Load
@@ -139,7 +138,7 @@ class PrefixLoading:
     def has_work(self) -> bool:
         """Whether `advance` may have something to do."""
         return bool(self._wanted) or any(
-            self._loads.may_be_written(load_id) for load_id, _ in self._unsaid
+            self._loads.loads.may_be_written(load_id) for load_id, _ in self._unsaid
         )
 
     @property
@@ -237,7 +236,7 @@ class PrefixLoading:
         commands: list[Fetch | Load] = []
         unsaid, self._unsaid = self._unsaid, []
         for load_id, command in unsaid:
-            if self._loads.may_be_written(load_id):
+            if self._loads.loads.may_be_written(load_id):
                 commands.append(command)
             else:
                 self._unsaid.append((load_id, command))
@@ -314,7 +313,7 @@ class PrefixLoading:
         if wish is None:
             return
         if wish.stage is _Stage.LOADED and wish.load is not None:
-            if wish.tail is not None and self._loads.was_taken(wish.load.load_id):
+            if wish.tail is not None and self._loads.loads.was_taken(wish.load.load_id):
                 self._tails.came_back(wish.tail)
             self._loads.release(wish.load.load_id)
         elif wish.stage is _Stage.LOADING and wish.load is not None:
@@ -342,7 +341,7 @@ class PrefixLoading:
         if any(key in self._loading for key in wish.keys):
             self._parked.append(wish)  # a load of another request is a hit for it, too
             return []
-        wish.num_device_tokens = self._loads.num_device_tokens(wish.request)
+        wish.num_device_tokens = self._loads.loads.num_device_tokens(wish.request)
         least = self._min_load_tokens if wish.tail is None else 1
         if wish.num_tokens - wish.num_device_tokens < least:
             self._loaded(wish, now_s)
@@ -355,7 +354,7 @@ class PrefixLoading:
                 wish.num_fetched += len(fetch.keys)
                 self._by_job[fetch.job_id] = wish
                 packed = pack_keys(fetch.keys, len(fetch.keys[0]))
-                return [Fetch(fetch.job_id, FILE_MEDIUM, packed, fetch.destinations)]
+                return [Fetch(fetch.job_id, FILE_MEDIUM, packed, fetch.addresses)]
         load = self._take_blocks(wish)
         if load is None:
             return self._give_up(wish, now_s)
@@ -365,14 +364,14 @@ class PrefixLoading:
             # The device has lost blocks that the look-up counted on.
             self._loads.release(load.load_id)
             if job is not None:
-                self._tiers.loaded(job.job_id, ok=True)
+                self._tiers.end(job.job_id, ok=True)
                 self._jobs.cancel(job.job_id)
             return self._give_up(wish, now_s)
         wish.stage, wish.job_id, wish.load, wish.keys = _Stage.LOADING, job.job_id, load, keys
         self._by_job[job.job_id] = wish
         self._loading.update(dict.fromkeys(keys, job.job_id))
         destinations: Int32Array = np.concatenate(load.block_ids)
-        command = Load(job.job_id, HOST_MEDIUM, job.sources, destinations)
+        command = Load(job.job_id, HOST_MEDIUM, job.addresses, destinations)
         self._unsaid.append((load.load_id, command))
         return []
 
@@ -416,7 +415,7 @@ class PrefixLoading:
             return
         self._unsaid = kept
         self._forget_keys(job_id)
-        self._tiers.loaded(job_id, ok=True)
+        self._tiers.end(job_id, ok=True)
         self._loads.release(load.load_id)
         self._jobs.cancel(job_id)
 

@@ -132,5 +132,5 @@ class Reattachment:
         """Return whether a client has sent a step, or said that it has none, or left."""
         ledger = self._clients.get(client_id)
         if ledger is None:
-            return self._clients.has_left(client_id)
+            return self._clients.has_gone(client_id)
         return ledger.receiver.ready_step is not None or ledger.has_acknowledged

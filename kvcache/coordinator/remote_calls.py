@@ -145,7 +145,6 @@ class RemoteCalls:
         """Call methods of `manager`."""
         self._manager = manager
         self._requests: dict[str, dict[str, Request]] = {}
-        self._pins: dict[int, Pin] = {}
 
     def call(self, call: Call) -> bytes:
         """Execute one call; return its result, packed.

@@ -15,17 +15,8 @@ from kvcache.offload.canonical import (
 )
 from kvcache.offload.contents import LabelShape
 from kvcache.offload.events import OffloadingEvent, cache_events
-from kvcache.offload.hierarchy import Discards, TierHierarchy
-from kvcache.offload.hits import Place, TierHits
-from kvcache.offload.jobs import (
-    Deadlines,
-    FetchJob,
-    JobKind,
-    LoadJob,
-    OverdueJob,
-    SpillJob,
-    StoreJob,
-)
+from kvcache.offload.hierarchy import Discards, Place, TierHierarchy
+from kvcache.offload.jobs import Deadlines, JobKind, TransferJob
 from kvcache.offload.keys import (
     OffloadKey,
     get_offload_block_hash,
@@ -68,7 +59,6 @@ __all__ = [
     "CanonicalKVCaches",
     "Deadlines",
     "Discards",
-    "FetchJob",
     "FileLoadStoreSpec",
     "GPULoadStoreSpec",
     "HandlerRoute",
@@ -77,7 +67,6 @@ __all__ = [
     "HostLoadStoreSpec",
     "JobKind",
     "LabelShape",
-    "LoadJob",
     "LoadStoreSpec",
     "OffloadAnswer",
     "OffloadKey",
@@ -85,18 +74,15 @@ __all__ = [
     "OffloadingHandler",
     "OffloadingManager",
     "OffloadingSpec",
-    "OverdueJob",
     "Place",
     "PrepareStoreOutput",
     "ReqContext",
-    "SpillJob",
-    "StoreJob",
     "TierFactory",
     "TierHierarchy",
-    "TierHits",
     "TierManager",
     "TierOptions",
     "TierStatistics",
+    "TransferJob",
     "TransferResult",
     "TransferSpec",
     "cache_events",

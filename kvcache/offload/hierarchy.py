@@ -17,45 +17,52 @@ jobs are returned, and their results must be reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.base.arguments import (
     as_bool,
-    as_int,
     as_integers,
     as_number,
-    as_tuple,
     check_kind,
     check_methods,
 )
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.contents import label_rows
 from kvcache.offload.disk_use import DiskUse
 from kvcache.offload.events import OffloadingEvent
-from kvcache.offload.hits import Place, PlaceArray, TierHits, locate, look_up
-from kvcache.offload.jobs import (
-    FetchJob,
-    JobKind,
-    LoadJob,
-    OpenJob,
-    OverdueJob,
-    SpillJob,
-    StoreJob,
-    TransferTable,
-)
+from kvcache.offload.jobs import JobKind, TransferJob, TransferTable
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import HierarchyOptions
-from kvcache.offload.slots import NO_ADDRESS, NOTHING, READY
+from kvcache.offload.slots import NO_ADDRESS, NOTHING, READY, STORING
 from kvcache.offload.spills import SpillQueue
 from kvcache.offload.statistics import HierarchyStatistics
-from kvcache.offload.tier_manager import TierManager
+from kvcache.offload.tier_manager import ReservedPlaces, TierManager
 from kvcache.protocol.commands import Label
-from kvcache.requests.hints import CacheHint
 from kvcache.requests.request_content import Namespace
+
+PlaceArray: TypeAlias = npt.NDArray[np.uint8]
+"""A `Place` per key."""
+
+
+class Place(IntEnum):
+    """Where a key is. UNKNOWN: not known, because a tier is still being adopted. PEER: in another
+    engine's memory; NODE: in that of another node. Hierarchies do not know these two."""
+
+    NOWHERE = 0
+    UNKNOWN = 1
+    HOST = 2
+    HOST_PENDING = 3
+    DISK = 4
+    DISK_PENDING = 5
+    PEER = 6
+    NODE = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,7 @@ class DiscardList:
     def __bool__(self) -> bool:
         return bool(self._addresses or self._keys)
 
-    def add_addresses(self, addresses: Int32Array) -> None:
+    def add_addresses(self, addresses: IndexArray | Int32Array) -> None:
         """Drop the labels of host addresses."""
         self._addresses.update(dict.fromkeys(addresses.tolist()))
 
@@ -111,7 +118,8 @@ class DiscardList:
 
 
 class TierHierarchy:
-    """Host memory above a disk, or alone. One user, one thread, never blocks.
+    """Host memory above a disk, or alone. One user, one thread, never blocks. Iterates over its
+    tiers, the upper one first.
 
     Keys are those of device blocks; the keys of one call are a chain, in order, of one group.
     Invariants: a dirty host key is not on disk; every hold in a tier belongs to an open job.
@@ -137,7 +145,7 @@ class TierHierarchy:
         self.disk = disk
         self.options = HierarchyOptions() if options is None else options
         self.transfers = TransferTable(new_job_id, self.options.deadlines)
-        """The open jobs. For reading only."""
+        """The jobs whose end has not been reported. For reading only."""
         self._spills = SpillQueue(host, self.options.spare_share)
         self.disk_use = DiskUse()
         """Whether the disk is used. Callers report its failures."""
@@ -145,12 +153,12 @@ class TierHierarchy:
         """What workers must drop. None of it is the target of an open job."""
         self.num_without_room = 0
 
-    # Questions
+    def __iter__(self) -> Iterator[TierManager]:
+        yield self.host
+        if self.disk is not None:
+            yield self.disk
 
-    @property
-    def num_open_jobs(self) -> int:
-        """Jobs whose end has not been reported."""
-        return len(self.transfers)
+    # Questions
 
     @property
     def is_disk_in_use(self) -> bool:
@@ -168,58 +176,25 @@ class TierHierarchy:
             and self._spills.has_next()
         )
 
-    def look_up(self, keys: Sequence[OffloadKey]) -> TierHits:
-        """Return what the tiers hold of the leading keys. Changes nothing."""
-        return look_up(as_tuple("keys", keys), self.host, self._answering_disk)
-
     def locate(self, keys: Sequence[OffloadKey]) -> PlaceArray:
         """Return a `Place` for each of the keys, independently. Changes nothing."""
-        return locate(keys, self.host, self._answering_disk)
-
-    # Recording use
-
-    def see(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a request with these blocks, for the store threshold of the host tier."""
-        self.host.sightings.see(keys)
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Make keys the most recently used in every tier that has them."""
-        self.host.touch(keys)
-        if self.disk is not None:
-            self.disk.touch(keys)
-
-    def hint(
-        self, keys: Sequence[OffloadKey], start: int, end: int, hint: CacheHint, now_s: float
-    ) -> None:
-        """Follow a hint for the blocks `keys[start:end]` in every tier that has them. `keys` is the
-        chain of a request in one group, from its beginning."""
-        check_kind("hint", hint, CacheHint)
-        start, end = as_int("start", start), as_int("end", end)
-        now_s = as_number("now_s", now_s)
-        for tier in self._tiers():
-            tier.eviction.hint(keys, start, end, hint, now_s)
-
-    def _tiers(self) -> tuple[TierManager, ...]:
-        return (self.host,) if self.disk is None else (self.host, self.disk)
+        in_host, disk = self.host.states_of(keys), self._answering_disk
+        is_adopting = self.host.is_adopting
+        places = np.full(len(keys), Place.NOWHERE, np.uint8)
+        if disk is not None:
+            is_adopting |= disk.is_adopting
+            on_disk = disk.states_of(keys)
+            places[on_disk == STORING] = Place.DISK_PENDING
+            places[on_disk == READY] = Place.DISK
+        if is_adopting:
+            places[places == Place.NOWHERE] = Place.UNKNOWN
+        places[in_host == STORING] = Place.HOST_PENDING
+        places[in_host == READY] = Place.HOST
+        return places
 
     def _follow_time(self, now_s: float) -> None:
-        for tier in self._tiers():
+        for tier in self:
             tier.eviction.follow_time(now_s)
-
-    def describe(self, keys: Sequence[OffloadKey], labels: Label) -> None:
-        """Complete labels that were adopted without tokens, in every tier, with events."""
-        self.host.contents.describe(keys, labels)
-        if self.disk is not None:
-            self.disk.contents.describe(keys, labels)
-
-    def count(self, hits: TierHits) -> None:
-        """Add a request's look-up to the statistics; once per request."""
-        check_kind("hits", hits, TierHits)
-        num_in_host = int(np.count_nonzero(hits.places <= Place.HOST_PENDING))
-        self.host.counts.add_look_up(num_in_host, hits.num_asked - num_in_host)
-        if self.disk is not None:
-            num_on_disk = hits.num_keys - num_in_host
-            self.disk.counts.add_look_up(num_on_disk, hits.num_asked - num_in_host - num_on_disk)
 
     # Planning
 
@@ -232,7 +207,7 @@ class TierHierarchy:
         behind: OffloadKey | None = None,
         is_private: bool = False,
         namespace: Namespace | None = None,
-    ) -> StoreJob | None:
+    ) -> TransferJob | None:
         """Plan to store device blocks in host memory: as many leading missing ones as fit.
 
         None if there is nothing to store, or no room for it. Keys already there count as used.
@@ -260,19 +235,9 @@ class TierHierarchy:
             tenant=self._tenant(namespace),
         )
         self.num_without_room = 0 if reserved is None else reserved.num_refused
-        if reserved is None:
-            return None
-        self._spills.note_shortage(reserved.num_refused)
-        if not len(reserved.positions):
-            return None
-        stored = [keys[i] for i in reserved.positions.tolist()]
-        self.discards.drop_addresses(reserved.addresses)
-        job = self.transfers.open(
-            JobKind.STORE, stored, reserved.addresses, now_s, is_private=is_private
-        )
-        return StoreJob(job.job_id, job.keys, reserved.positions, reserved.addresses)
+        return self._write(JobKind.STORE, keys, reserved, now_s, is_private=is_private)
 
-    def plan_fetch(self, keys: Sequence[OffloadKey], now_s: float) -> FetchJob | None:
+    def plan_fetch(self, keys: Sequence[OffloadKey], now_s: float) -> TransferJob | None:
         """Plan to fetch keys from disk to host memory: as many leading ones as fit.
 
         Skips keys that are not ready on disk or already in host memory. None if there is nothing to
@@ -288,22 +253,16 @@ class TierHierarchy:
             return None
         reserved = self.host.reserve(
             wanted,
-            labels=self.disk.contents.labels_at(self.disk.addresses_of(wanted)),
+            labels=self.disk.contents.labels_at(self.disk.slots.addresses_of(wanted)),
             spares=keys,
             is_forced=True,
             drops_dirty=False,
             tenant=self.disk.tenants_of(wanted[:1])[0],
         )
-        if reserved is None:
-            return None
-        self._spills.note_shortage(reserved.num_refused)
-        fetched = [wanted[i] for i in reserved.positions.tolist()]
-        if not fetched:
-            return None
-        self.disk.hold(fetched)
-        self.discards.drop_addresses(reserved.addresses)
-        job = self.transfers.open(JobKind.FETCH, fetched, reserved.addresses, now_s)
-        return FetchJob(job.job_id, job.keys, reserved.addresses)
+        job = self._write(JobKind.FETCH, wanted, reserved, now_s)
+        if job is not None:
+            self.disk.hold_leading(job.keys)
+        return job
 
     def plan_import(
         self,
@@ -312,7 +271,7 @@ class TierHierarchy:
         *,
         labels: Label | None = None,
         spares: Sequence[OffloadKey] = (),
-    ) -> FetchJob | None:
+    ) -> TransferJob | None:
         """Plan to copy keys from another node to host memory: as many leading ones as fit.
 
         Skips keys that host memory has. None if there is nothing to copy, or no room. `labels` as
@@ -333,20 +292,12 @@ class TierHierarchy:
             drops_dirty=not self.is_disk_in_use,
             are_copies=True,
         )
-        if reserved is None:
-            return None
-        self._spills.note_shortage(reserved.num_refused)
-        imported = [wanted[i] for i in reserved.positions.tolist()]
-        if not imported:
-            return None
-        self.discards.drop_addresses(reserved.addresses)
-        job = self.transfers.open(JobKind.IMPORT, imported, reserved.addresses, now_s)
-        return FetchJob(job.job_id, job.keys, reserved.addresses)
+        return self._write(JobKind.IMPORT, wanted, reserved, now_s)
 
-    def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> LoadJob | None:
+    def plan_load(self, keys: Sequence[OffloadKey], now_s: float) -> TransferJob | None:
         """Plan to load the leading keys that are ready in host memory.
 
-        They are held there until `loaded`. None if there is no such key.
+        They are held there until the job's `end`. None if there is no such key.
         """
         now_s = as_number("now_s", now_s)
         addresses = self.host.hold_leading(keys)
@@ -355,10 +306,9 @@ class TierHierarchy:
         loaded = keys[: len(addresses)]
         if self.disk is not None:
             self.disk.touch(loaded)
-        job = self.transfers.open(JobKind.LOAD, loaded, addresses, now_s)
-        return LoadJob(job.job_id, job.keys, addresses)
+        return self.transfers.open(JobKind.LOAD, loaded, addresses, now_s)
 
-    def plan_spills(self, now_s: float) -> SpillJob | None:
+    def plan_spills(self, now_s: float) -> TransferJob | None:
         """Plan to spill host content to disk: the next victims, and requested keys.
 
         Call it once per step, after everything else, and again while it has an answer.
@@ -375,7 +325,7 @@ class TierHierarchy:
         if others:  # one tenant at a time
             self._spills.write_through(wanted[others[0] :])
             wanted = wanted[: others[0]]
-        labels = self.host.contents.labels_at(self.host.addresses_of(wanted))
+        labels = self.host.contents.labels_at(self.host.slots.addresses_of(wanted))
         reserved = disk.reserve(wanted, labels=labels, is_forced=True, tenant=tenants[0])
         if reserved is None or not len(reserved.positions):
             self._spills.pause()
@@ -383,8 +333,34 @@ class TierHierarchy:
         self.discards.add_keys(reserved.evicted_keys)
         spilled = [wanted[i] for i in reserved.positions.tolist()]
         self.discards.drop_keys(spilled)
-        job = self.transfers.open(JobKind.SPILL, spilled, self.host.prepare_spill(spilled), now_s)
-        return SpillJob(job.job_id, job.keys, job.addresses)
+        addresses = self.host.prepare_spill(spilled)
+        return self.transfers.open(JobKind.SPILL, spilled, addresses, now_s)
+
+    def _write(
+        self,
+        kind: JobKind,
+        keys: Sequence[OffloadKey],
+        reserved: ReservedPlaces | None,
+        now_s: float,
+        *,
+        is_private: bool = False,
+    ) -> TransferJob | None:
+        """Open the job that fills the places reserved for `keys`; None if there are none."""
+        if reserved is None:
+            return None
+        self._spills.note_shortage(reserved.num_refused)
+        positions = reserved.positions
+        if not len(positions):
+            return None
+        self.discards.drop_addresses(reserved.addresses)
+        return self.transfers.open(
+            kind,
+            [keys[i] for i in positions.tolist()],
+            reserved.addresses,
+            now_s,
+            positions=positions,
+            is_private=is_private,
+        )
 
     def _tenant(self, namespace: Namespace | None) -> str:
         """Return the name of a namespace's tenant; empty if none is known."""
@@ -396,102 +372,94 @@ class TierHierarchy:
 
     # Results
 
-    def stored(self, job_id: int, ok: bool) -> Int32Array:
-        """Record the end of a store on every rank; return the host addresses to seal.
-
-        Raises InvalidInputError for a job that is not open, as the other three do.
-        """
-        ok = as_bool("ok", ok)
-        job = self.transfers.require(job_id, JobKind.STORE)
-        self.host.complete_store(job.keys, success=ok)
-        self._close(job, is_good=ok)
-        if not ok or job.is_private:
-            return EMPTY_INT32
-        missing = self._not_on_disk(job.keys)
-        self._spills.mark_dirty(missing)
-        if self.options.disk_write == "on_store":
-            self._spills.write_through(missing)
-        return self._visible(job)
-
-    def fetched(
+    def end(
         self,
         job_id: int,
         ok: bool,
         failed: Collection[int] = (),
         lost: Collection[int] | None = None,
     ) -> Int32Array:
-        """Record the end of a fetch on every rank; return the host addresses to seal.
+        """Record the end of a job on every rank; return the host addresses to seal.
 
-        `failed` are those that went wrong on any rank, None for all of them. Of these, the disk
-        drops the keys for the addresses `lost`: all if it is None.
+        `failed` are the host addresses that went wrong on any rank: all of the job's if none of
+        them is, or if it is a store. After a load, host memory drops them. After a fetch, the disk
+        drops those among `lost`: all if it is None. Failed spills are not tried again. Imported
+        content is clean: another node has it, so no file is written for it here.
+
+        Raises InvalidInputError for a job that is not open.
         """
+        ok = as_bool("ok", ok)
         failed = as_integers("failed", failed).tolist()
         lost = None if lost is None else as_integers("lost", lost).tolist()
-        ok = as_bool("ok", ok)
-        job = self.transfers.require(job_id, JobKind.FETCH)
+        job = self.transfers.require(job_id)
         good, bad = job.split(ok, failed)
+        match job.kind:
+            case JobKind.STORE:
+                self._end_store(job, ok=ok)
+            case JobKind.FETCH:
+                self._end_writes(self.host, job, good, bad)
+                self._end_fetch(job, good, bad, bad if lost is None else job.keys_at(lost, bad))
+            case JobKind.IMPORT:
+                self._end_writes(self.host, job, good, bad)
+            case JobKind.SPILL:
+                self._end_spill(job, good, bad)
+            case JobKind.LOAD:
+                self.host.complete_load(job.keys)
+                self.host.forget(bad)
+                self._discard_labels(job)
+        self.transfers.close(job, is_good=ok)
+        self._spills.wake()
+        if job.is_private or job.kind in (JobKind.SPILL, JobKind.LOAD):
+            return EMPTY_INT32
+        visible: Int32Array = job.addresses[self.host.slots.states[job.addresses] == READY]
+        return visible
+
+    def _end_store(self, job: TransferJob, *, ok: bool) -> None:
+        self.host.complete_store(job.keys, success=ok)
+        if ok and not job.is_private:
+            missing = self._not_on_disk(job.keys)
+            self._spills.mark_dirty(missing)
+            if self.options.disk_write == "on_store":
+                self._spills.write_through(missing)
+
+    def _end_writes(
+        self, tier: TierManager, job: TransferJob, good: list[OffloadKey], bad: list[OffloadKey]
+    ) -> None:
+        """End a job's writes to a tier. Those of an overdue job all failed: it was given up."""
         if job.is_overdue:
-            self.host.complete_store(job.keys, success=False)
-        else:
-            self.host.complete_store(good, success=True)
-            self.host.complete_store(bad, success=False)
-        gone = bad if lost is None else job.keys_at(lost, among=bad)
+            good, bad = [], list(job.keys)
+        tier.complete_store(good, success=True)
+        tier.complete_store(bad, success=False)
+
+    def _end_fetch(
+        self,
+        job: TransferJob,
+        good: list[OffloadKey],
+        bad: list[OffloadKey],
+        gone: list[OffloadKey],
+    ) -> None:
+        """End a fetch's reads of the disk, which does not have the keys `gone`."""
         if self.disk is not None:
             self.disk.complete_load(job.keys)
             self.disk.forget(gone)
             self._discard_files(job.keys)
         if good and len(gone) == len(bad) and not job.is_overdue:
             self.disk_use.served()  # it answered for every file
-        self._close(job, is_good=ok)
-        return self._visible(job)
 
-    def imported(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> Int32Array:
-        """Record the end of an import on every rank; return the host addresses to seal.
-
-        `failed` as in `fetched`. What was imported is clean: another node has it, so no file is
-        written for it here.
-        """
-        failed = as_integers("failed", failed).tolist()
-        ok = as_bool("ok", ok)
-        job = self.transfers.require(job_id, JobKind.IMPORT)
-        good, bad = job.split(ok and not job.is_overdue, () if job.is_overdue else failed)
-        self.host.complete_store(good, success=True)
-        self.host.complete_store(bad, success=False)
-        self._close(job, is_good=ok)
-        return self._visible(job)
-
-    def spilled(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
-        """Record the end of a spill on every rank. Failed keys (as in `fetched`) are not
-        retried."""
-        failed = as_integers("failed", failed).tolist()
-        ok = as_bool("ok", ok)
-        job = self.transfers.require(job_id, JobKind.SPILL)
-        good, bad = job.split(ok and not job.is_overdue, () if job.is_overdue else failed)
+    def _end_spill(self, job: TransferJob, good: list[OffloadKey], bad: list[OffloadKey]) -> None:
+        """End a spill. The file of a key that host memory has dropped meanwhile is bad: its bytes
+        may have been damaged."""
         is_known = self.host.states_of(good) == READY
-        bad += [good[i] for i in np.flatnonzero(~is_known).tolist()]
+        bad = bad + [good[i] for i in np.flatnonzero(~is_known).tolist()]
         good = [good[i] for i in np.flatnonzero(is_known).tolist()]
         self.host.complete_spill(job.keys)
         if self.disk is not None:
-            self.disk.complete_store(good, success=True)
-            self.disk.complete_store(bad, success=False)
+            self._end_writes(self.disk, job, good, bad)
             self._discard_files(job.keys)
         self._discard_labels(job)
         self._spills.mark_clean(job.keys)
-        self._close(job, is_good=ok)
 
-    def loaded(self, job_id: int, ok: bool, failed: Collection[int] = ()) -> None:
-        """Record the end of a load on every rank. Host memory drops failed keys (as in
-        `fetched`)."""
-        failed = as_integers("failed", failed).tolist()
-        ok = as_bool("ok", ok)
-        job = self.transfers.require(job_id, JobKind.LOAD)
-        _, bad = job.split(ok, failed)
-        self.host.complete_load(job.keys)
-        self.host.forget(bad)
-        self._discard_labels(job)
-        self._close(job, is_good=ok)
-
-    def expire(self, now_s: float) -> tuple[OverdueJob, ...]:
+    def expire(self, now_s: float) -> tuple[TransferJob, ...]:
         """Mark jobs as overdue; return each once.
 
         Their targets, in host memory or on disk, are invisible and in quarantine; their sources are
@@ -501,31 +469,30 @@ class TierHierarchy:
         now_s = as_number("now_s", now_s)
         self.disk_use.look(now_s)
         self._follow_time(now_s)
-        late = self.transfers.expire(now_s)
+        late = tuple(self.transfers.expire(now_s))
         for job in late:
             if job.kind in (JobKind.STORE, JobKind.FETCH, JobKind.IMPORT):
                 self.host.forget(job.keys)
             elif job.kind is JobKind.SPILL and self.disk is not None:
                 self.disk.forget(job.keys)
-        return tuple(OverdueJob(job.job_id, job.kind, job.keys, job.addresses) for job in late)
+        return late
 
     # Dropping and adopting content
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Drop keys from every tier."""
         ready = [keys[i] for i in np.flatnonzero(self.host.states_of(keys) == READY).tolist()]
-        addresses = self.host.addresses_of(ready)
+        addresses = self.host.slots.addresses_of(ready)
         self.host.forget(keys)
-        is_gone = self.host.addresses_of(ready) == NO_ADDRESS
+        is_gone = self.host.slots.addresses_of(ready) == NO_ADDRESS
         self.discards.add_addresses(addresses[is_gone])
         if self.disk is not None:
             self._discard_files(self.disk.forget(keys))
 
     def reset(self) -> None:
         """Drop all keys. Jobs in progress end without effect."""
-        self.forget(self.host.keys())
-        if self.disk is not None:
-            self.forget(self.disk.keys())
+        for tier in self:
+            self.forget(tier.slots.present_keys())
         self.host.reset_cache()
         self._spills.clear()
 
@@ -534,9 +501,8 @@ class TierHierarchy:
 
         Raises InvalidInputError if a tier is not empty.
         """
-        self.host.begin_adoption()
-        if self.disk is not None:
-            self.disk.begin_adoption()
+        for tier in self:
+            tier.begin_adoption()
 
     def adopt_host(self, labels: Label) -> None:
         """Adopt the content of all ranks' host memory: rows by address (`block_ids`), oldest first.
@@ -545,7 +511,7 @@ class TierHierarchy:
         """
         keys = label_keys(labels)
         refused = self.host.adopt(keys, labels.block_ids, labels)
-        kept = self.host.addresses_of(keys)
+        kept = self.host.slots.addresses_of(keys)
         stale = labels.block_ids[refused]
         exists = (stale >= 0) & (stale < len(self.host.slots.keys))
         self.discards.add_addresses(stale[exists & ~np.isin(stale, kept)])
@@ -585,13 +551,11 @@ class TierHierarchy:
 
     def present_events(self) -> list[OffloadingEvent]:
         """Return events with the whole content of the tiers, by tier."""
-        tiers = [tier for tier in (self.host, self.disk) if tier is not None]
-        return [event for tier in tiers if (event := tier.contents.present_event()) is not None]
+        return [event for tier in self if (event := tier.contents.present_event()) is not None]
 
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         """Return the events of tiers since the last call, by tier."""
-        events = self.host.take_events()
-        return events if self.disk is None else events + self.disk.take_events()
+        return tuple(event for tier in self for event in tier.take_events())
 
     def statistics(self) -> HierarchyStatistics:
         """Return frozen statistics."""
@@ -608,10 +572,9 @@ class TierHierarchy:
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""
-        self.host.check()
-        dirty = self._spills.owed(self.host.keys())
-        if self.disk is not None:
-            self.disk.check()
+        for tier in self:
+            tier.check()
+        dirty = self._spills.owed(self.host.slots.present_keys())
         num_clean = len(dirty) - len(self._not_on_disk(dirty))
         if num_clean:
             raise InvariantError(f"{num_clean} host keys are dirty without need")
@@ -620,9 +583,8 @@ class TierHierarchy:
             for kind in JobKind
         )
         expected = [(stores + fetches + imports, loads, spills), (spills, fetches, 0)]
-        tiers = [self.host] if self.disk is None else [self.host, self.disk]
-        found = [tier.slots.num_jobs() for tier in tiers]
-        if found != expected[: len(tiers)]:
+        found = [tier.slots.num_jobs() for tier in self]
+        if found != expected[: len(found)]:
             raise InvariantError(
                 f"tiers count {found} writes, loads and spills of keys, open jobs make {expected}"
             )
@@ -642,22 +604,13 @@ class TierHierarchy:
         is_missing = self.disk.states_of(keys) != READY
         return [keys[i] for i in np.flatnonzero(is_missing).tolist()]
 
-    def _discard_labels(self, job: OpenJob) -> None:
+    def _discard_labels(self, job: TransferJob) -> None:
         """Discard the labels of keys that a job has read in host memory and that are gone."""
-        is_gone = self.host.addresses_of(job.keys) == NO_ADDRESS
+        is_gone = self.host.slots.addresses_of(job.keys) == NO_ADDRESS
         self.discards.add_addresses(job.addresses[is_gone])
 
     def _discard_files(self, keys: Sequence[OffloadKey]) -> None:
         """Discard the files of keys that the disk no longer has."""
         if self.disk is not None:
-            gone = np.flatnonzero(self.disk.addresses_of(keys) == NO_ADDRESS)
+            gone = np.flatnonzero(self.disk.slots.addresses_of(keys) == NO_ADDRESS)
             self.discards.add_keys([keys[i] for i in gone.tolist()])
-
-    def _visible(self, job: OpenJob) -> Int32Array:
-        """Return those addresses of a finished job that are ready."""
-        visible: Int32Array = job.addresses[self.host.slots.states[job.addresses] == READY]
-        return visible
-
-    def _close(self, job: OpenJob, *, is_good: bool) -> None:
-        self.transfers.close(job, is_good=is_good)
-        self._spills.wake()

@@ -14,7 +14,7 @@ from enum import Enum
 import numpy as np
 
 from kvcache.base.arguments import as_int, as_number, check_fields, check_kind
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.errors import InvalidInputError
 from kvcache.offload.keys import OffloadKey
 
@@ -27,56 +27,6 @@ class JobKind(Enum):
     SPILL = "spill"
     FETCH = "fetch"
     IMPORT = "import"
-
-
-@dataclass(frozen=True, eq=False)
-class StoreJob:
-    """Copy the device blocks of `keys` to host addresses `destinations`.
-
-    `positions` are the places of `keys` among the caller's keys. Shapes: `(n,)`.
-    """
-
-    job_id: int
-    keys: tuple[OffloadKey, ...]
-    positions: Int32Array
-    destinations: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class LoadJob:
-    """Copy host addresses `sources`, which hold `keys`, to blocks of the device."""
-
-    job_id: int
-    keys: tuple[OffloadKey, ...]
-    sources: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class SpillJob:
-    """Write host addresses `sources`, which hold `keys`, to files."""
-
-    job_id: int
-    keys: tuple[OffloadKey, ...]
-    sources: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class FetchJob:
-    """Read `keys`, from files or another node, into host addresses `destinations`."""
-
-    job_id: int
-    keys: tuple[OffloadKey, ...]
-    destinations: Int32Array
-
-
-@dataclass(frozen=True, eq=False)
-class OverdueJob:
-    """A job that was not reported in time. `addresses` are its host addresses."""
-
-    job_id: int
-    kind: JobKind
-    keys: tuple[OffloadKey, ...]
-    addresses: Int32Array
 
 
 @dataclass(frozen=True)
@@ -97,24 +47,26 @@ class Deadlines:
     def of(self, kind: JobKind) -> float:
         """Return how long a job of this kind may take."""
         check_kind("kind", kind, JobKind)
-        limits = {
-            JobKind.STORE: self.store_s,
-            JobKind.LOAD: self.load_s,
-            JobKind.SPILL: self.spill_s,
-            JobKind.FETCH: self.fetch_s,
-            JobKind.IMPORT: self.fetch_s,
-        }
-        return limits[kind]
+        like = JobKind.FETCH if kind is JobKind.IMPORT else kind
+        limit_s: float = getattr(self, f"{like.value}_s")
+        return limit_s
 
 
 @dataclass(eq=False, slots=True)
-class OpenJob:
-    """A job that has not been reported. `is_private`: content that is never sealed or spilled."""
+class TransferJob:
+    """A transfer that every worker carries out, until its end has been reported.
+
+    `addresses`, shape `(n,)`, are those of `keys` in host memory: where a store, fetch or import
+    writes, and what a load or spill reads. `positions`, for a job that writes there, are the places
+    of `keys` among the keys that were reserved for. `is_private`: content that is never sealed or
+    spilled.
+    """
 
     job_id: int
     kind: JobKind
     keys: tuple[OffloadKey, ...]
     addresses: Int32Array
+    positions: Int32Array
     deadline_s: float
     is_private: bool = False
     is_overdue: bool = False
@@ -133,9 +85,9 @@ class OpenJob:
         return good, [key for key, bad in zip(self.keys, is_bad, strict=True) if bad]
 
     def keys_at(
-        self, addresses: Collection[int], *, among: Collection[OffloadKey]
+        self, addresses: Collection[int], among: Collection[OffloadKey]
     ) -> list[OffloadKey]:
-        """Return the job's keys at these host addresses."""
+        """Return those of the job's keys `among` that are at these host addresses."""
         is_there = np.isin(self.addresses, list(addresses)).tolist()
         known = set(among)
         return [k for k, there in zip(self.keys, is_there, strict=True) if there and k in known]
@@ -148,7 +100,7 @@ class TransferTable:
         """Start without jobs. `new_job_id` returns unused numbers."""
         self._new_job_id = new_job_id
         self._deadlines = deadlines
-        self._open: dict[int, OpenJob] = {}
+        self._open: dict[int, TransferJob] = {}
         self._num_keys = dict.fromkeys(JobKind, 0)
         self._num_overdue = dict.fromkeys(JobKind, 0)
         self.num_expired = 0
@@ -164,24 +116,22 @@ class TransferTable:
         addresses: Int32Array,
         now_s: float,
         *,
+        positions: Int32Array = EMPTY_INT32,
         is_private: bool = False,
-    ) -> OpenJob:
+    ) -> TransferJob:
         """Open a job; return it with its number."""
-        deadline_s = now_s + self._deadlines.of(kind)
-        job = OpenJob(self._new_job_id(), kind, tuple(keys), addresses, deadline_s, is_private)
+        deadline_s, keys = now_s + self._deadlines.of(kind), tuple(keys)
+        job_id = self._new_job_id()
+        job = TransferJob(job_id, kind, keys, addresses, positions, deadline_s, is_private)
         self._open[job.job_id] = job
         self._num_keys[kind] += len(job.keys)
         return job
 
-    def require(self, job_id: int, kind: JobKind) -> OpenJob:
+    def require(self, job_id: int) -> TransferJob:
         """Return an open job; raises InvalidInputError if it is unknown."""
         job = self._open.get(as_int("job_id", job_id))
-        if job is None or job.kind is not kind:
-            what = "not open" if job is None else f"a {job.kind.value}"
-            raise InvalidInputError(
-                f"{kind.value} {job_id} cannot end: job {job_id} is {what}: report each job once, "
-                "as what it is"
-            )
+        if job is None:
+            raise InvalidInputError(f"job {job_id} is not open: report the end of each job once")
         return job
 
     def kind_of(self, job_id: int) -> JobKind | None:
@@ -189,14 +139,14 @@ class TransferTable:
         job = self._open.get(job_id)
         return None if job is None else job.kind
 
-    def close(self, job: OpenJob, *, is_good: bool) -> None:
+    def close(self, job: TransferJob, *, is_good: bool) -> None:
         """Close an open job."""
         del self._open[job.job_id]
         self._num_keys[job.kind] -= len(job.keys)
         self._num_overdue[job.kind] -= job.is_overdue
         self.num_failed += not is_good
 
-    def expire(self, now_s: float) -> list[OpenJob]:
+    def expire(self, now_s: float) -> list[TransferJob]:
         """Mark overdue jobs; return those that were not before."""
         late = [
             job for job in self._open.values() if not job.is_overdue and job.deadline_s <= now_s
@@ -222,6 +172,6 @@ class TransferTable:
             counts[job.kind.value] += 1
         return counts
 
-    def jobs(self) -> list[OpenJob]:
+    def jobs(self) -> list[TransferJob]:
         """Return all open jobs. For audits."""
         return list(self._open.values())

@@ -102,17 +102,14 @@ class OffloadingManager(ABC):
         InvalidInputError for a key whose store was never prepared.
         """
 
-    @abstractmethod
-    def on_new_request(self, ctx: ReqContext) -> None:
-        """Called for a new request."""
+    def on_new_request(self, ctx: ReqContext) -> None:  # noqa: B027
+        """Called for a new request. Does nothing unless overridden."""
 
-    @abstractmethod
-    def on_request_finished(self, ctx: ReqContext) -> None:
-        """Called when a request has ended."""
+    def on_request_finished(self, ctx: ReqContext) -> None:  # noqa: B027
+        """Called when a request has ended. Does nothing unless overridden."""
 
-    @abstractmethod
-    def on_schedule_end(self) -> None:
-        """Called after each step."""
+    def on_schedule_end(self) -> None:  # noqa: B027
+        """Called after each step. Does nothing unless overridden."""
 
     @abstractmethod
     def take_events(self) -> tuple[OffloadingEvent, ...]:
@@ -126,9 +123,8 @@ class OffloadingManager(ABC):
     def statistics(self) -> TierStatistics:
         """Return frozen statistics."""
 
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End all use of this tier."""
+    def shutdown(self) -> None:  # noqa: B027
+        """End all use of this tier. Does nothing unless overridden."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ of the mappings.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -23,20 +24,12 @@ TierFactory: TypeAlias = Callable[[TierOptions, Mapping[str, PolicyFactory]], Ti
 """Makes an empty tier."""
 
 
-def _host_tier(options: TierOptions, policies: Mapping[str, PolicyFactory]) -> TierManager:
-    return TierManager(options, policies)
-
-
-def _file_tier(options: TierOptions, policies: Mapping[str, PolicyFactory]) -> TierManager:
-    return TierManager(options, policies, _files)
-
-
 def _files(keys: Sequence[OffloadKey], addresses: Int32Array) -> LoadStoreSpec:
     return FileLoadStoreSpec(keys)
 
 
 TIERS: Mapping[str, TierFactory] = MappingProxyType(
-    {HOST_MEDIUM: _host_tier, FILE_MEDIUM: _file_tier}
+    {HOST_MEDIUM: TierManager, FILE_MEDIUM: partial(TierManager, spec_of=_files)}
 )
 """The tiers that come with the package, by the name of their medium."""
 

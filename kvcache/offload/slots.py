@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arguments import as_byte_strings
+from kvcache.base.arguments import as_byte_strings, as_int, as_number, check_kind
 from kvcache.base.arrays import IndexArray, Int32Array, index_array
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
@@ -412,6 +412,9 @@ class SlotEviction:
         Slots that are being written follow it when they have been. What chains of several hints
         share and go on from differently is shared: there only priorities apply.
         """
+        check_kind("hint", hint, CacheHint)
+        start, end = as_int("start", start), as_int("end", end)
+        now_s = as_number("now_s", now_s)
         table = self._table
         addresses = table.addresses_of(keys)
         if self._hints is None:

@@ -232,14 +232,6 @@ class TierManager(OffloadingManager):
         states[states == FORGOTTEN] = NOTHING
         return states
 
-    def addresses_of(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Return the addresses of keys, -1 for missing ones, shape `(n,)`. No mutation."""
-        return int32_array(self.slots.addresses_of(keys))
-
-    def keys(self) -> list[OffloadKey]:
-        """Return all keys that are ready or being stored. No mutation."""
-        return self.slots.present_keys()
-
     def tenants_of(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Return the tenants of keys that are all here; empty names without tenants.
 
@@ -259,14 +251,12 @@ class TierManager(OffloadingManager):
         self, keys: Sequence[OffloadKey], ctx: ReqContext | None = None
     ) -> LoadStoreSpec:
         _check_context(ctx)
-        return self._spec_of(keys, self.hold(keys))
-
-    def hold(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Do `prepare_load`; return the addresses."""
-        return self._hold_at(self._require(keys, (READY,), "ready to be loaded"))
+        addresses = self._require(keys, (READY,), "ready to be loaded")
+        return self._spec_of(keys, self._hold_at(addresses))
 
     def hold_leading(self, keys: Sequence[OffloadKey]) -> Int32Array:
-        """Do `hold` for the keys before the first one that is not ready."""
+        """Do `prepare_load` for the keys before the first one that is not ready; return their
+        addresses."""
         addresses = self.slots.addresses_of(keys)
         is_missing = self.slots.states_of(addresses) != READY
         return self._hold_at(addresses[: is_missing.argmax()] if is_missing.any() else addresses)
@@ -477,18 +467,6 @@ class TierManager(OffloadingManager):
     def statistics(self) -> TierStatistics:
         told = () if self.tenants is None else self.tenants.statistics()
         return self.counts.statistics(self.options, self.slots, told)
-
-    def on_new_request(self, ctx: ReqContext) -> None:
-        """Does nothing."""
-        check_kind("ctx", ctx, ReqContext)
-
-    on_request_finished = on_new_request
-
-    def on_schedule_end(self) -> None:
-        """Does nothing: no work is deferred."""
-
-    def shutdown(self) -> None:
-        """Does nothing: the tables end with their process."""
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""

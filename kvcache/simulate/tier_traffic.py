@@ -22,7 +22,7 @@ from kvcache.base.clock import Clock
 from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
 from kvcache.manager import KVCacheManager
 from kvcache.offload import HierarchyOptions, OffloadKey, TierHierarchy, TierOptions, make_tier
-from kvcache.offload.hits import Place
+from kvcache.offload.hierarchy import Place
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.requests.request import Request
 from kvcache.specs import KVCacheConfig
@@ -119,7 +119,7 @@ class TierTraffic:
         while (hit := self._finder.find(request, num_tokens, tiers.locate, _is_ready)) is not None:
             fetch = tiers.plan_fetch(hit.keys, self._clock.now())
             if fetch is not None:
-                tiers.fetched(fetch.job_id, ok=True)
+                tiers.end(fetch.job_id, ok=True)
                 from_disk.update(fetch.keys)
             reached = self._load(request, num_tokens, from_disk)
             if reached is not None:
@@ -138,15 +138,16 @@ class TierTraffic:
     def store(self, request: Request) -> None:
         """Store a request's blocks, computed or hit, and spill victims to make room."""
         for keys in self._held_keys(request):
-            self.hierarchy.see(keys)
-            self.hierarchy.touch(keys)
+            self.hierarchy.host.sightings.see(keys)
+            for tier in self.hierarchy:
+                tier.touch(keys)
             self._store(keys)
         self.hierarchy.discards.take()
 
     def check(self) -> None:
         """Raise InvariantError if the state is inconsistent, or a job is open."""
         self.hierarchy.check()
-        assert not self.hierarchy.num_open_jobs
+        assert not len(self.hierarchy.transfers)
 
     def _load(
         self, request: Request, num_device_tokens: int, from_disk: set[OffloadKey]
@@ -167,7 +168,7 @@ class TierTraffic:
         ]
         job = tiers.plan_load(keys, self._clock.now())
         assert job is not None and len(job.keys) == len(keys), "found in host memory just now"
-        tiers.loaded(job.job_id, ok=True)
+        tiers.end(job.job_id, ok=True)
         self._loads.finish(load.load_id)
         self.let_go()  # the piece before, which this one holds too if needed
         self._held = load.load_id
@@ -191,7 +192,7 @@ class TierTraffic:
         while True:
             job = tiers.plan_store(keys, self._clock.now())
             if job is not None:
-                tiers.stored(job.job_id, ok=True)
+                tiers.end(job.job_id, ok=True)
                 self.num_stored += len(job.keys)
             has_room_come = self._spill() or job is not None
             if not (tiers.num_without_room and has_room_come):
@@ -201,7 +202,7 @@ class TierTraffic:
         """Start due spills; return whether there were any."""
         before = self.num_spilled
         while (job := self.hierarchy.plan_spills(self._clock.now())) is not None:
-            self.hierarchy.spilled(job.job_id, ok=True)
+            self.hierarchy.end(job.job_id, ok=True)
             self.num_spilled += len(job.keys)
         return self.num_spilled > before
 

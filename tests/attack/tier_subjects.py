@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from kvcache import Namespace
 from kvcache.config.tenants import TenantsConfig
@@ -22,7 +21,6 @@ from kvcache.offload import (
     OffloadingEvent,
     ReqContext,
     TierHierarchy,
-    TierHits,
     TierManager,
     TierOptions,
     cache_events,
@@ -39,7 +37,6 @@ from kvcache.offload import (
 from kvcache.offload.disk_use import DiskUse
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.commands import Label
-from kvcache.requests.hints import CacheHint
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,
@@ -222,9 +219,9 @@ def make_tier_world() -> TierManager:
 def state_of_tier(tier: TierManager) -> object:
     return (
         tier.statistics(),
-        sorted(tier.keys()),
+        sorted(tier.slots.present_keys()),
         tier.states_of(KEYS).tolist(),
-        tier.addresses_of(KEYS).tolist(),
+        tier.slots.addresses_of(KEYS).tolist(),
         tier.slots.is_dirty.tolist(),
         tier.slots.num_jobs(),
         tier.eviction.order(),
@@ -243,7 +240,6 @@ def tier_subject() -> Subject:
     context = ReqContext("r")
     of.method("lookup", {"key": KEYS[0], "ctx": context}, key=BYTES)
     of.method("prepare_load", {"keys": KEYS[:1], "ctx": context})
-    of.method("hold", {"keys": KEYS[:1]})
     of.method("hold_leading", {"keys": KEYS[:1]})
     of.method("complete_load", {"keys": KEYS[:1]})
     of.method("prepare_spill", {"keys": KEYS[:1]})
@@ -271,10 +267,7 @@ def tier_subject() -> Subject:
         tenant=TEXT_OR_NONE,
     )
     of.method("complete_store", {"keys": KEYS[2:3], "success": True}, success=BOOL)
-    of.method("on_new_request", {"ctx": context}, ctx=instance_of(ReqContext))
-    of.method("on_request_finished", {"ctx": context}, ctx=instance_of(ReqContext))
     of.method("states_of", {"keys": KEYS})
-    of.method("addresses_of", {"keys": KEYS})
     of.method("tenants_of", {"keys": KEYS[:2]})
     of.method("forget", {"keys": KEYS[1:2]})
     return Subject("tier", make_tier_world, state_of_tier, lambda t: t.check(), tuple(of.cases))
@@ -292,7 +285,7 @@ def make_hierarchy() -> TierHierarchy:
     assert tiers.plan_store(KEYS[4:], 0.0, is_private=True) is not None
     stored = tiers.plan_store(LABEL_KEYS[:2], 0.0, labels=_rows(2))
     assert stored is not None
-    tiers.stored(stored.job_id, True)
+    tiers.end(stored.job_id, True)
     assert tiers.plan_spills(0.0) is not None
     assert tiers.plan_load(LABEL_KEYS[:1], 0.0) is not None
     assert tiers.plan_fetch(LABEL_KEYS[2:], 0.0) is not None
@@ -307,7 +300,7 @@ def state_of_hierarchy(tiers: TierHierarchy) -> object:
     keys = (*KEYS, *LABEL_KEYS)
     return (
         tiers.statistics(),
-        tiers.num_open_jobs,
+        len(tiers.transfers),
         tiers.num_without_room,
         bool(tiers.discards),
         tiers.disk_use.problem,
@@ -324,7 +317,8 @@ def empty_hierarchy() -> TierHierarchy:
     return TierHierarchy(host, disk, itertools.count(1).__next__)
 
 
-OPEN_JOBS = {"stored": 1, "spilled": 3, "loaded": 4, "fetched": 5}
+OPEN_JOBS = (1, 3, 4, 5)
+"""A store, spill, load and fetch."""
 
 
 def hierarchy_subjects() -> tuple[Subject, ...]:
@@ -341,13 +335,8 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
         new_job_id=THING,
         options=instance_of(HierarchyOptions).without(None),
     )
-    for name in ("look_up", "locate", "see", "touch", "forget"):
+    for name in ("locate", "forget"):
         of.method(name, {"keys": LABEL_KEYS})
-    of.method(
-        "count",
-        lambda tiers: {"hits": tiers.look_up(LABEL_KEYS)},
-        hits=instance_of(TierHits),
-    )
     of.method(
         "plan_store",
         {
@@ -363,35 +352,18 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
         is_private=BOOL,
         namespace=NAMESPACE.without(None),
     )
-    of.method(
-        "hint",
-        {
-            "keys": LABEL_KEYS,
-            "start": 0,
-            "end": 2,
-            "hint": CacheHint(priority=90),
-            "now_s": 1.0,
-        },
-        start=COUNT,
-        end=COUNT,
-        hint=instance_of(CacheHint),
-    )
     of.method("plan_fetch", {"keys": LABEL_KEYS, "now_s": 1.0})
     of.method("plan_load", {"keys": LABEL_KEYS[:2], "now_s": 1.0})
     of.method("plan_spills", {"now_s": 1.0})
-    for name, job_id in OPEN_JOBS.items():
-        more: dict[str, Any] = {} if name == "stored" else {"failed": [0]}
-        if name == "fetched":
-            more["lost"] = [0]
+    for job_id in OPEN_JOBS:
         of.method(
-            name,
-            {"job_id": job_id, "ok": True, **more},
+            "end",
+            {"job_id": job_id, "ok": True, "failed": [0], "lost": [0]},
             job_id=COUNT,
             failed=ADDRESSES,
             lost=ADDRESSES.without(None),
         )
     of.method("expire", {"now_s": 1.0})
-    of.method("describe", {"keys": LABEL_KEYS[:2], "labels": _rows(2)}, labels=LABELS)
     use = Builder(DiskUse, kinds={"now_s": NUMBER})
     use.method("rest", {"reason": "slow", "now_s": 1.0}, reason=TEXT_OR_NONE)
     use.method("leave", {"problem": "broken"}, problem=TEXT_OR_NONE)

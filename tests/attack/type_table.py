@@ -243,8 +243,8 @@ EXEMPTIONS: dict[str, str] = {
     "made by the package and handed out: statistics, answers, jobs, events": """
         AllocatorStatistics CoreStatistics HierarchyStatistics ManagerStatistics TierStatistics
         GroupReport Plan PlanReport RankReport Difference PageTensor
-        CacheHit StepResult Refusal TierHits OffloadingEvent PrepareStoreOutput
-        Discards FetchJob LoadJob OverdueJob SpillJob StoreJob
+        CacheHit StepResult Refusal OffloadingEvent PrepareStoreOutput
+        Discards TransferJob
         BlocksRemoved BlocksStored KVCacheBlock
         PrefixMatch PublisherStatistics SubscriptionStatistics
     """,
@@ -279,8 +279,11 @@ EXEMPTIONS: dict[str, str] = {
     "of a tier, for its hierarchy": """
         TierManager.adopt TierManager.join TierManager.reserve:are_copies
     """,
+    "hooks that do nothing unless overridden": """
+        OffloadingManager.on_new_request OffloadingManager.on_request_finished
+    """,
     "of a hierarchy, for the connector that moves its bytes": """
-        TierHierarchy.files_changed TierHierarchy.imported TierHierarchy.plan_import
+        TierHierarchy.files_changed TierHierarchy.plan_import
     """,
     "made by a cluster, of its own parts": """
         KVCacheClient.__init__ AsyncKVCacheClient.__init__ AsyncKVCacheClient.connect

@@ -273,14 +273,14 @@ class Attack:
         """Check that routers know exactly the coordinator's contents."""
         disk = self._tiers.disk
         assert disk is not None
-        told, there = promised(self._tiers), set(disk.keys())
+        told, there = promised(self._tiers), set(disk.slots.present_keys())
         assert told == there, f"{len(told - there)} promised, {len(there - told)} not"
 
     def _check_disks(self) -> None:
         """Check that every rank has the coordinator's contents, and knows their size."""
         disk = self._tiers.disk
         assert disk is not None
-        promised = set(disk.keys())
+        promised = set(disk.slots.present_keys())
         for rank, worker in enumerate(self._cluster.workers):
             pool = worker.worker.file_pool
             assert pool is not None

@@ -11,9 +11,9 @@ import random
 from dataclasses import dataclass, field
 
 from kvcache.base.arrays import Int32Array
-from kvcache.offload import Discards, FetchJob, LoadJob, OffloadKey, SpillJob, StoreJob
+from kvcache.offload import Discards, JobKind, OffloadKey, TransferJob
 
-Job = StoreJob | LoadJob | SpillJob | FetchJob
+READING = (JobKind.LOAD, JobKind.SPILL)
 GARBAGE = OffloadKey(b"garbage")
 
 
@@ -21,7 +21,7 @@ GARBAGE = OffloadKey(b"garbage")
 class RunningJob:
     """A job, its inputs so far, and the addresses that it writes."""
 
-    job: Job
+    job: TransferJob
     has_begun: bool = False
     has_read: dict[int, OffloadKey] = field(default_factory=dict)
 
@@ -30,7 +30,7 @@ class RunningJob:
 class Outcome:
     """How a job ended: addresses that failed, none if it succeeded."""
 
-    job: Job
+    job: TransferJob
     ok: bool
     failed: tuple[int, ...]
 
@@ -45,14 +45,14 @@ class ByteWorld:
         self.files: dict[OffloadKey, OffloadKey] = {}
         self.running: dict[int, RunningJob] = {}
 
-    def start(self, job: Job) -> None:
+    def start(self, job: TransferJob) -> None:
         """Take a job: no other job may touch its destinations, or write its sources."""
         for other in self.running.values():
             assert not _written(other.job) & (_written(job) | _read(job))
             assert not _read(other.job) & _written(job)
-            if isinstance(job, SpillJob | FetchJob) and isinstance(other.job, SpillJob):
+            if job.kind in (JobKind.SPILL, JobKind.FETCH) and other.job.kind is JobKind.SPILL:
                 assert not set(other.job.keys) & set(job.keys), "two jobs on one file"
-            if isinstance(job, SpillJob) and isinstance(other.job, FetchJob):
+            if job.kind is JobKind.SPILL and other.job.kind is JobKind.FETCH:
                 assert not set(other.job.keys) & set(job.keys), "two jobs on one file"
         for address in _written(job):
             self.sealed.pop(address, None)
@@ -68,10 +68,10 @@ class ByteWorld:
         running.has_begun = True
         for address in _written(running.job):
             self.host[address] = GARBAGE
-        if isinstance(running.job, SpillJob):
+        if running.job.kind is JobKind.SPILL:
             self.files.update(dict.fromkeys(running.job.keys, GARBAGE))
-        if isinstance(running.job, LoadJob | SpillJob):
-            for address in running.job.sources.tolist():
+        if running.job.kind in READING:
+            for address in running.job.addresses.tolist():
                 running.has_read[address] = self.host[address]
 
     def end(self, job_id: int) -> Outcome:
@@ -79,23 +79,21 @@ class ByteWorld:
         running = self.running.pop(job_id)
         job = running.job
         ok = self.rng.random() < 0.8
-        addresses = (
-            job.sources if isinstance(job, LoadJob | SpillJob) else job.destinations
-        ).tolist()
+        addresses = job.addresses.tolist()
         failed = () if ok else tuple(self.rng.sample(addresses, self.rng.randrange(len(addresses))))
         all_failed = not ok and not failed
         for key, address in zip(job.keys, addresses, strict=True):
             is_good = address not in failed and not all_failed
-            if isinstance(job, StoreJob):
+            if job.kind is JobKind.STORE:
                 self.host[address] = key if ok else GARBAGE
-            elif isinstance(job, FetchJob):
+            elif job.kind is JobKind.FETCH:
                 assert self.files[key] == key
                 self.host[address] = key if is_good else GARBAGE
             else:
                 assert running.has_read.get(address, self.host[address]) == key
-                if isinstance(job, SpillJob) and is_good:
+                if job.kind is JobKind.SPILL and is_good:
                     self.files[key] = key
-                elif isinstance(job, SpillJob):
+                elif job.kind is JobKind.SPILL:
                     self.files.pop(key, None)
         return Outcome(job, ok, failed)
 
@@ -106,7 +104,7 @@ class ByteWorld:
     def discard(self, discards: Discards) -> None:
         for running in self.running.values():
             assert not _written(running.job) & set(discards.addresses.tolist())
-            if isinstance(running.job, SpillJob | FetchJob):
+            if running.job.kind in (JobKind.SPILL, JobKind.FETCH):
                 assert not set(running.job.keys) & set(discards.keys)
         for address in discards.addresses.tolist():
             self.sealed.pop(address, None)
@@ -114,9 +112,9 @@ class ByteWorld:
             self.files.pop(key, None)
 
 
-def _written(job: Job) -> set[int]:
-    return set(job.destinations.tolist()) if isinstance(job, StoreJob | FetchJob) else set()
+def _written(job: TransferJob) -> set[int]:
+    return set() if job.kind in READING else set(job.addresses.tolist())
 
 
-def _read(job: Job) -> set[int]:
-    return set(job.sources.tolist()) if isinstance(job, LoadJob | SpillJob) else set()
+def _read(job: TransferJob) -> set[int]:
+    return set(job.addresses.tolist()) if job.kind in READING else set()

@@ -94,7 +94,7 @@ def test_a_tier_can_say_all_that_it_holds_again() -> None:
     (stored,) = told(event)
     assert isinstance(stored, BlocksStored)
     assert b"".join(stored.digests) == label.digests
-    found = tier.contents.labels_at(tier.addresses_of(keys[1:]))
+    found = tier.contents.labels_at(tier.slots.addresses_of(keys[1:]))
     assert found is not None
     assert found.token_ids.tolist() == label.token_ids[SIZE:].tolist()
 
@@ -146,4 +146,4 @@ def test_labels_that_do_not_fit_are_refused_and_change_nothing() -> None:
     small = TierManager(TierOptions("host", 4, labels=LabelShape(32, SIZE - 1)))
     with pytest.raises(InvalidInputError, match="label of a block of 4 tokens, the largest"):
         small.reserve(keys, labels=label)
-    assert tier.keys() == small.keys() == []
+    assert tier.slots.present_keys() == small.slots.present_keys() == []

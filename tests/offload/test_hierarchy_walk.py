@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -12,14 +13,10 @@ from kvcache.base.errors import InvalidInputError
 from kvcache.config.tenants import TenantConfig, TenantsConfig, TierAmounts
 from kvcache.offload import (
     Deadlines,
-    FetchJob,
     HierarchyOptions,
-    LoadJob,
-    OffloadAnswer,
+    JobKind,
     OffloadKey,
     Place,
-    SpillJob,
-    StoreJob,
     TierHierarchy,
     TierOptions,
     make_offload_key,
@@ -134,11 +131,13 @@ class Walk:
             CacheHint(returns_in_s=self.rng.choice([2.0, 9.0])),
             CacheHint(priority=self.rng.choice([0, 90]), duration_s=self.rng.choice([None, 5.0])),
         ]
-        self.hierarchy.hint(chain, start, len(chain), self.rng.choice(hints), self.now_s)
+        hint = self.rng.choice(hints)
+        for tier in self.hierarchy:
+            tier.eviction.hint(chain, start, len(chain), hint, self.now_s)
 
     def store(self) -> None:
         keys = self.request()
-        self.hierarchy.see(keys)
+        self.hierarchy.host.sightings.see(keys)
         skipped = self.rng.randrange(len(keys))
         behind = keys[skipped - 1] if skipped else None
         tenant = self.tenant_of[keys[0]]
@@ -177,17 +176,21 @@ class Walk:
     def resume(self) -> None:
         """Load the part of a request in host memory, fetch the rest."""
         keys = self.request()
-        self.hierarchy.touch(keys)
-        hits = self.hierarchy.look_up(keys)
-        self.hierarchy.count(hits)
-        fetch = self.hierarchy.plan_fetch(keys[: hits.num_ready], self.now_s)
+        for tier in self.hierarchy:
+            tier.touch(keys)
+        places = self.hierarchy.locate(keys).tolist()
+        num_ready, num_in_host = (
+            len(list(takewhile(there.__contains__, places)))
+            for there in ((Place.HOST, Place.DISK), (Place.HOST,))
+        )
+        fetch = self.hierarchy.plan_fetch(keys[:num_ready], self.now_s)
         if fetch is not None:
             self.world.start(fetch)
         load = self.hierarchy.plan_load(keys, self.now_s)
         if load is None:
-            assert hits.num_in_host == 0
+            assert num_in_host == 0
         else:
-            assert list(load.keys) == keys[: hits.num_in_host]
+            assert list(load.keys) == keys[:num_in_host]
             self.world.start(load)
 
     def spill(self) -> None:
@@ -207,20 +210,11 @@ class Walk:
     def end(self, job_id: int) -> None:
         outcome = self.world.end(job_id)
         is_late = job_id in self.overdue
-        match outcome.job:
-            case StoreJob():
-                sealed = self.hierarchy.stored(job_id, outcome.ok)
-                assert not (len(sealed) and is_late)
-                self.world.seal(sealed)
-            case FetchJob():
-                sealed = self.hierarchy.fetched(job_id, outcome.ok, outcome.failed)
-                assert not (len(sealed) and is_late)
-                self.world.seal(sealed)
-            case SpillJob():
-                self.hierarchy.spilled(job_id, outcome.ok, outcome.failed)
-            case LoadJob():
-                self.num_loaded += len(outcome.job.keys)
-                self.hierarchy.loaded(job_id, outcome.ok, outcome.failed)
+        sealed = self.hierarchy.end(job_id, outcome.ok, outcome.failed)
+        assert not (len(sealed) and is_late)
+        self.world.seal(sealed)
+        if outcome.job.kind is JobKind.LOAD:
+            self.num_loaded += len(outcome.job.keys)
 
     def pass_time(self) -> None:
         self.now_s += self.rng.random() * 2
@@ -237,14 +231,11 @@ class Walk:
     def reset(self) -> None:
         if self.rng.random() < 0.1:
             self.hierarchy.reset()
-            assert self.hierarchy.look_up(self.every).answer is OffloadAnswer.MISS
+            assert (self.hierarchy.locate(self.every) == Place.NOWHERE).all()
 
     def mistake(self) -> None:
-        for end in (self.hierarchy.loaded, self.hierarchy.spilled, self.hierarchy.fetched):
-            with pytest.raises(InvalidInputError, match="report each job once"):
-                end(10**9, True)
-        with pytest.raises(InvalidInputError, match="report each job once"):
-            self.hierarchy.stored(10**9, True)
+        with pytest.raises(InvalidInputError, match="report the end of each job once"):
+            self.hierarchy.end(10**9, True)
 
     def compare(self) -> None:
         hierarchy, world = self.hierarchy, self.world
@@ -253,7 +244,7 @@ class Walk:
         places = hierarchy.locate(every)
         in_host = [every[i] for i in np.flatnonzero(places == Place.HOST).tolist()]
         for key, address in zip(
-            in_host, hierarchy.host.addresses_of(in_host).tolist(), strict=True
+            in_host, hierarchy.host.slots.addresses_of(in_host).tolist(), strict=True
         ):
             assert world.host[address] == key
             assert key in self.private or world.sealed[address] == key
@@ -271,12 +262,12 @@ class Walk:
             self.compare()
         self.world.discard(self.hierarchy.discards.take())
         statistics = self.hierarchy.statistics()
-        assert self.hierarchy.num_open_jobs == statistics.num_overdue == 0
+        assert len(self.hierarchy.transfers) == statistics.num_overdue == 0
         for tier in (statistics.host, statistics.disk):
             if tier is not None:
                 assert tier.num_pending == tier.num_held == tier.num_quarantined_slots == 0
         if self.hierarchy.disk is not None:
-            assert set(self.world.files) == set(self.hierarchy.disk.keys())
+            assert set(self.world.files) == set(self.hierarchy.disk.slots.present_keys())
         self.hierarchy.reset()
         self.hierarchy.check()
         self.world.discard(self.hierarchy.discards.take())

@@ -89,7 +89,7 @@ class Walk:
     def load(self) -> None:
         keys = self.some_of(self.keys_of("ready"))
         keys += self.some_of(keys) if self.rng.random() < 0.2 else []
-        addresses = self.tier.hold(keys)
+        addresses = self.tier.hold_leading(keys)
         assert addresses.tolist() == [self.addresses[key] for key in keys]
         for key in keys:
             self.model.get(key).num_loads += 1
@@ -145,7 +145,7 @@ class Walk:
         wrong = self.rng.choice(self.every)
         call, is_refused = self.rng.choice(
             [
-                (self.tier.hold, self.model.state(wrong) != "ready"),
+                (self.tier.prepare_load, self.model.state(wrong) != "ready"),
                 (self.tier.prepare_spill, self.model.state(wrong) != "ready"),
                 (self.tier.complete_load, not self._counts(wrong, "num_loads")),
                 (self.tier.complete_spill, not self._counts(wrong, "num_spills")),

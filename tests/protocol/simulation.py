@@ -598,7 +598,7 @@ class Cluster:
     def _num_loads(self) -> int:
         """Loads that still hold blocks, and unfinished jobs of tiers."""
         manager = self.coordinator.manager
-        num_jobs = 0 if self._tiers is None else self._tiers.num_open_jobs
+        num_jobs = 0 if self._tiers is None else len(self._tiers.transfers)
         return num_jobs if manager is None else num_jobs + len(manager.tiers.loads)
 
     @property
@@ -691,14 +691,14 @@ class Cluster:
         is_adopting = epoch_state._offloading._adoption is not None
         num_waiting = sum(disk.num_waiting for disk in self.disks.values())
         return bool(
-            is_adopting or num_waiting or tiers.num_open_jobs or epoch_state._offloading.has_work
+            is_adopting or num_waiting or len(tiers.transfers) or epoch_state._offloading.has_work
         )
 
     def _compare_files(self) -> None:
         tiers = self._tiers
         assert tiers is not None
         assert tiers.disk is not None
-        expected = set(tiers.disk.keys())
+        expected = set(tiers.disk.slots.present_keys())
         for rank, disk in self.disks.items():
             pool = self.workers[rank].file_pool
             assert pool is not None

@@ -25,8 +25,7 @@ from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.manager.step_plan import make_request
 from kvcache.offload.contents import LabelShape
-from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.hits import Place, PlaceArray
+from kvcache.offload.hierarchy import Place, PlaceArray, TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier

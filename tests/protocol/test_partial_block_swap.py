@@ -162,7 +162,7 @@ class Bench:
 
     def _tail_keys(self) -> list[OffloadKey]:
         content = len(self.manager.tiers.none_hash) + GROUP_BYTES
-        keys = self.offloading.tiers.host.keys()
+        keys = self.offloading.tiers.host.slots.present_keys()
         return [key for key in keys if len(key) != content]
 
 
@@ -250,7 +250,7 @@ def test_a_tail_that_finds_room_for_a_part_is_not_kept_at_all() -> None:
     num_jobs = len(bench.jobs)
     assert bench.preempt() == []
     assert len(bench.jobs) == num_jobs
-    assert bench.offloading.tiers.num_open_jobs == len(bench.running)
+    assert len(bench.offloading.tiers.transfers) == len(bench.running)
     assert bench.num_tail_blocks == 0
 
 
@@ -388,7 +388,7 @@ def test_a_tail_that_is_being_loaded_when_its_request_finishes_goes_when_the_loa
     bench.end_jobs()
     assert bench.num_tail_blocks == 0
     assert len(bench.manager.tiers.loads) == 0
-    assert bench.offloading.tiers.num_open_jobs == 0
+    assert len(bench.offloading.tiers.transfers) == 0
 
 
 def test_a_tail_whose_request_has_ended_does_not_count() -> None:

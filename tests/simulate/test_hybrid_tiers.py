@@ -90,7 +90,7 @@ def test_what_goes_down_is_what_workers_would_have_been_told_is_sealed(
     player = OneAtATime(MODELS[model], 300, TierSizes(20_000))
     for arrived in TraceTokens(trace):
         player.play(Request(arrived.request_id, arrived.token_ids))
-    stored = set(player.traffic.hierarchy.host.keys())
+    stored = set(player.traffic.hierarchy.host.slots.present_keys())
     assert stored == player.labelled
     assert {get_offload_group_idx(key) for key in stored} == set(range(len(MODELS[model])))
 

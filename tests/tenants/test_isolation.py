@@ -9,7 +9,7 @@ import pytest
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.core import BlocksStored
 from kvcache.manager import KVCacheManager
-from kvcache.offload import TierHierarchy, TierOptions, make_tier
+from kvcache.offload import Place, TierHierarchy, TierOptions, make_tier
 from kvcache.offload.keys import make_offload_keys
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
@@ -87,16 +87,15 @@ def test_tiers_find_nothing_of_another_tenant() -> None:
         keys.append(make_offload_keys(request.block_hashes, 0, request.namespace))
     job = tiers.plan_store(keys[0], 0.0, namespace=requests[0].namespace)
     assert job is not None
-    tiers.stored(job.job_id, ok=True)
+    tiers.end(job.job_id, ok=True)
     spill = tiers.plan_spills(0.0)
     if spill is not None:
-        tiers.spilled(spill.job_id, ok=True)
-    assert tiers.look_up(keys[0]).num_ready == 7
-    nothing = tiers.look_up(keys[1])
-    assert (nothing.num_keys, nothing.num_ready) == (0, 0)
+        tiers.end(spill.job_id, ok=True)
+    assert (tiers.locate(keys[0]) == Place.HOST).all()
+    assert tiers.locate(keys[1]).tolist() == [Place.NOWHERE] * 7
     # Not even with the digests themselves, under its own namespace.
     stolen = make_offload_keys(requests[0].block_hashes, 0, requests[1].namespace)
-    assert tiers.look_up(stolen).num_keys == 0
+    assert tiers.locate(stolen).tolist() == [Place.NOWHERE] * 7
     statistics = {each.name: each for each in tiers.statistics().host.tenants}
     assert sum(each.num_held_blocks for each in statistics.values()) == 7
     assert not any("salt" in name.removeprefix("salt-") for name in statistics)

@@ -17,8 +17,7 @@ from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.hits import Place
+from kvcache.offload.hierarchy import Place, TierHierarchy
 from kvcache.offload.keys import make_offload_keys
 from kvcache.offload.options import TierOptions
 from kvcache.offload.registry import make_tier

@@ -43,8 +43,7 @@ from kvcache.integrations.vllm.step_messages import (
     StoreCommand,
 )
 from kvcache.integrations.vllm.tier_events import TierEvents
-from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.hits import Place, PlaceArray, TierHits
+from kvcache.offload.hierarchy import Place, PlaceArray, TierHierarchy
 from kvcache.offload.jobs import Deadlines, JobKind
 from kvcache.offload.keys import OffloadKey, get_offload_group_idx, make_offload_key
 from kvcache.offload.options import HierarchyOptions, TierOptions
@@ -79,7 +78,7 @@ class _Tracked:
     node_of: dict[bytes, str] | None = None
     has_fetched: bool = False
     is_computed: bool = False
-    hits: TierHits | None = None
+    hits: tuple[PlaceArray, int] | None = None
     is_looked_up: bool = False
 
     @property
@@ -191,10 +190,10 @@ class BlockStore:
         tiers = self._tiers
         if tiers is None:
             return False
-        num_overdue = tiers.statistics().num_overdue if tiers.num_open_jobs else 0
+        num_overdue = tiers.statistics().num_overdue if len(tiers.transfers) else 0
         return (
             self._next != StepCommands()
-            or tiers.num_open_jobs > num_overdue
+            or len(tiers.transfers) > num_overdue
             or any(job_id not in self._held for job_id in self._peer_loads)
             or (len(self._held) > 0 and self._now() >= self._ask_at_s)
             or bool(tiers.discards)
@@ -265,7 +264,7 @@ class BlockStore:
         places = locate(keys)
         longest = (request.num_tokens - 1) // (step := self._finder.alignment_tokens) * step
         num_asked = self._setting.groups.num_blocks_between(num_computed_tokens, longest)
-        tracked.hits = TierHits(places, ends_unknown=False, num_asked=max(num_asked, len(keys)))
+        tracked.hits = places, max(num_asked, len(keys))
         least = num_computed_tokens + self._setting.options.offload.min_load_tokens
         if hit is not None and hit.num_tokens >= least and not _is_in_host(places).all():
             if self._waits(tracked, keys, places):
@@ -282,7 +281,7 @@ class BlockStore:
         if self._tiers is None:
             return
         if tracked.hits is not None:
-            self._tiers.count(_own(tracked.hits))
+            _count(self._tiers, *tracked.hits)
             tracked.hits = None
         if tracked.is_looked_up:
             tracked.is_looked_up = False
@@ -370,7 +369,8 @@ class BlockStore:
             keys = self._finder.keys_of(tracked, group, range(num_blocks))
             for hint in hints:
                 meant = blocks_in(hint, spec.block_size, num_blocks)
-                self._tiers.hint(keys, *meant, hint, now_s)
+                for tier in self._tiers:
+                    tier.eviction.hint(keys, *meant, hint, now_s)
 
     # --- a step's way
 
@@ -390,7 +390,7 @@ class BlockStore:
         now_s = self._now()
         self._ask_at_s = now_s + ASK_S
         self._follow_files(tiers)
-        if tiers.num_open_jobs or not tiers.is_disk_in_use:
+        if len(tiers.transfers) or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, StepCommands()
         reused = self._reused(new_tables)
@@ -398,7 +398,7 @@ class BlockStore:
         spills: list[FileCommand] = []
         while tiers.has_spills and (spill := tiers.plan_spills(now_s)) is not None:
             self._kinds[spill.job_id] = JobKind.SPILL
-            spills.append(_file_command(spill.job_id, spill.sources.tolist(), spill.keys))
+            spills.append(_file_command(spill.job_id, spill.addresses.tolist(), spill.keys))
         if tiers.discards:
             discards = tiers.discards.take()
             slots = following.forgotten_slots + tuple(discards.addresses.tolist())
@@ -533,13 +533,13 @@ class BlockStore:
             tracked.has_fetched = True
             self._kinds[job.job_id] = JobKind.FETCH
             self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
-            fetch = _file_command(job.job_id, job.destinations.tolist(), job.keys)
+            fetch = _file_command(job.job_id, job.addresses.tolist(), job.keys)
             self._next = replace(self._next, fetches=(*self._next.fetches, fetch))
             return True
         if has_begun or places[np.flatnonzero(~_is_in_host(places))[0]] == Place.HOST_PENDING:
             return True
         # There is no room for them now. A second part of its files comes when the first has gone.
-        return not tracked.has_fetched and tiers.is_disk_in_use and tiers.num_open_jobs > 0
+        return not tracked.has_fetched and tiers.is_disk_in_use and len(tiers.transfers) > 0
 
     # --- other nodes
 
@@ -603,7 +603,7 @@ class BlockStore:
                 del node_of[key]
             self._kinds[job.job_id] = JobKind.IMPORT
             self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
-            slots = tuple(job.destinations.tolist())
+            slots = tuple(job.addresses.tolist())
             command = ImportCommand(job.job_id, slots, b"".join(job.keys), endpoint)
             self._next = replace(self._next, imports=(*self._next.imports, command))
         return has_begun
@@ -637,7 +637,7 @@ class BlockStore:
             load = LoadCommand(
                 job.job_id,
                 request_id,
-                tuple(job.sources.tolist()),
+                tuple(job.addresses.tolist()),
                 tuple(compress(blocks, ~is_peers))[: len(job.keys)],
                 job.keys,
             )
@@ -674,7 +674,7 @@ class BlockStore:
             parents = [each.parent for each in filled]
             places = [(each.request, each.column) for each in filled]
             labels = self._events.describe(tiers, keys, parents, places)
-        tiers.see(keys)
+        tiers.host.sightings.see(keys)
         job = tiers.plan_store(keys, now_s, labels=labels)
         if job is None:
             return None
@@ -685,7 +685,7 @@ class BlockStore:
         self._stores[job.job_id] = _Store(owners, frozenset(blocks))
         return StoreCommand(
             job.job_id,
-            tuple(job.destinations.tolist()),
+            tuple(job.addresses.tolist()),
             blocks,
             job.keys,
             tuple(each.parent for each in chosen),
@@ -779,24 +779,24 @@ class BlockStore:
                 self._release(store)
                 if not is_ok:
                     self._store_again(store.request_ids)
-            visible = tiers.stored(job.job_id, ok=is_ok)
+            visible = tiers.end(job.job_id, is_ok)
         elif kind is JobKind.FETCH:
-            visible = tiers.fetched(job.job_id, is_ok, failed, job.lost_ids)
+            visible = tiers.end(job.job_id, is_ok, failed, job.lost_ids)
             self.counts.fetch_ends(job.job_id, len(visible))
             if job.has_unread:
                 tiers.disk_use.rest(job.failures[0].detail, self._now())
         elif kind is JobKind.IMPORT:
-            visible = tiers.imported(job.job_id, is_ok, failed)
+            visible = tiers.end(job.job_id, is_ok, failed)
             self.counts.import_ends(job.job_id, len(visible))
         elif kind is JobKind.SPILL:
-            tiers.spilled(job.job_id, ok=is_ok, failed=failed)
+            tiers.end(job.job_id, is_ok, failed)
         else:
             load = self._loads.pop(job.job_id)
             self._held.release(job.job_id)
             num_failed = 0 if is_ok else None if job.is_wholly_failed else len(failed)
             self.counts.load_ends(job.job_id, num_failed)
             if not self._peer_loads.ended(job.job_id, ok=is_ok, failed=failed):
-                tiers.loaded(job.job_id, ok=is_ok, failed=failed)
+                tiers.end(job.job_id, is_ok, failed)
             if not is_ok:
                 self._doubt(load.request_id)
         if len(visible):
@@ -863,10 +863,14 @@ def _is_coming(places: PlaceArray) -> BoolArray:
     return found
 
 
-def _own(hits: TierHits) -> TierHits:
-    """Return what the own tiers were asked of a look-up."""
-    places = hits.places[hits.places < Place.PEER]
-    return TierHits(places, hits.ends_unknown, hits.num_asked - hits.num_keys + len(places))
+def _count(tiers: TierHierarchy, places: PlaceArray, num_asked: int) -> None:
+    """Add a look-up of `num_asked` blocks to the statistics of the engine's own tiers."""
+    num_asked -= int(np.count_nonzero(places >= Place.PEER))
+    own = ((Place.HOST, Place.HOST_PENDING), (Place.DISK, Place.DISK_PENDING))
+    for tier, here in zip(tiers, own, strict=False):
+        num_hits = int(np.count_nonzero(np.isin(places, here)))
+        num_asked -= num_hits
+        tier.counts.add_look_up(num_hits, num_asked)
 
 
 def _agreed(slot_keys: Sequence[Mapping[int, bytes]]) -> dict[int, bytes]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.step_messages import LoadCommand, PeerMemory
-from kvcache.offload.hits import Place, PlaceArray
+from kvcache.offload.hierarchy import Place, PlaceArray
 from kvcache.offload.keys import OffloadKey
 
 

@@ -81,7 +81,8 @@ class TierEvents:
         stored, and not published."""
         try:
             labels = self.contents.labels(keys, parents, places)
-            tiers.describe(keys, labels)
+            for tier in tiers:
+                tier.contents.describe(keys, labels)
             return labels
         except Exception as error:
             self._errors.note("labels of blocks for events", error)
