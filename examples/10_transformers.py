@@ -18,7 +18,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcache.integrations.transformers import PagedCache, PagedCacheStore
+from kvcache.integrations.transformers import MemorySizes, PagedCache, PagedCacheStore
 
 VOCABULARY = 256
 BLOCK_SIZE = 8
@@ -78,7 +78,7 @@ def ask(store: PagedCacheStore, model: LlamaForCausalLM, name: str, ids: torch.T
 def main() -> None:
     model = make_model()
     system = text(40, seed=1)
-    with PagedCacheStore(model, num_blocks=64, block_size=BLOCK_SIZE) as store:
+    with PagedCacheStore(model, MemorySizes(num_blocks=64), block_size=BLOCK_SIZE) as store:
         for number in range(3):
             question = text(9 + number, seed=10 + number)
             ask(store, model, f"question {number}", torch.cat([system, question], dim=1))

@@ -15,7 +15,7 @@ from typing import Final
 
 import zmq
 
-from kvcache.base.arguments import as_bool, as_int, as_number, as_text, check_kind, check_methods
+from kvcache.base.arguments import as_int, as_number, as_text, check_kind, check_methods
 from kvcache.base.curve import CurveKeys, equip_peer
 from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.base.serving_loop import Faults
@@ -39,13 +39,12 @@ class _Sockets:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         replay_endpoint: str,
-        *,
         topic: bytes,
-        max_bytes: int,
+        *,
+        settings: SubscriptionSettings,
         keys: CurveKeys | None,
-        is_shared: bool,
     ) -> None:
-        self._named = [topic] if is_shared else []
+        self._named = [topic] if settings.is_shared else []
         self.live = context.socket(zmq.SUB)
         self.replay = context.socket(zmq.DEALER)
         # Without a publisher, requests must not pile up: each would be answered.
@@ -53,7 +52,7 @@ class _Sockets:
         for each, place in ((self.live, endpoint), (self.replay, replay_endpoint)):
             each.setsockopt(zmq.LINGER, _LINGER_MS)
             each.setsockopt(zmq.RCVHWM, _RECEIVE_BATCHES)
-            each.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+            each.setsockopt(zmq.MAXMSGSIZE, settings.max_payload_bytes)
             try:
                 if keys is not None:
                     equip_peer(each, keys)
@@ -99,7 +98,6 @@ class KVEventSubscriber:
         on_update: Callable[[Update], None] | None = None,
         settings: SubscriptionSettings | None = None,
         keys: CurveKeys | None = None,
-        is_shared: bool = False,
     ) -> None:
         """Connect, and request the whole state.
 
@@ -110,8 +108,6 @@ class KVEventSubscriber:
             on_update: called with each update, which is also returned.
             settings: times and limits.
             keys: for a publisher that requires keys; its discovery record has them.
-            is_shared: the addresses are those of a `StreamProxy`. `topic` is then the whole topic
-                of one publisher.
 
         Raises:
             ConfigurationError: an invalid address or another invalid argument.
@@ -119,7 +115,6 @@ class KVEventSubscriber:
         endpoint = as_text("endpoint", endpoint, ConfigurationError)
         replay_endpoint = as_text("replay_endpoint", replay_endpoint, ConfigurationError)
         topic = as_text("topic", topic, ConfigurationError, may_be_empty=True)
-        is_shared = as_bool("is_shared", is_shared, ConfigurationError)
         if on_update is not None:
             check_methods("on_update", on_update, ("__call__",), ConfigurationError)
         check_kind("keys", keys, (CurveKeys, type(None)), ConfigurationError)
@@ -131,15 +126,14 @@ class KVEventSubscriber:
                 self._context,
                 endpoint,
                 replay_endpoint,
-                topic=topic.encode(),
-                max_bytes=self._settings.max_payload_bytes,
+                topic.encode(),
+                settings=self._settings,
                 keys=keys,
-                is_shared=is_shared,
             )
         except ConfigurationError:
             self._context.term()
             raise
-        self._topic = topic.encode() if is_shared else None
+        self._topic = topic.encode() if self._settings.is_shared else None
         self._subscription = Subscription(self._settings, time.monotonic())
         self._faults = Faults("an event subscriber")
         self._on_update = on_update

@@ -17,7 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvcache.base.arguments import as_int, as_number, as_text, as_tuple, check_fields, check_kind
+from kvcache.base.arguments import (
+    as_bool,
+    as_int,
+    as_number,
+    as_text,
+    as_tuple,
+    check_fields,
+    check_kind,
+)
 from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.events.decoding import MAX_PAYLOAD_BYTES, decode_batch
 from kvcache.events.mirror import CacheMirror
@@ -32,7 +40,8 @@ ASK_FOR_ALL: Final = 0
 class SubscriptionSettings:
     """`reply_s`: how long an answer may take before the request is repeated. Batches after a gap
     are kept up to `max_kept_batches`; later ones are requested once more. A publisher that is
-    silent for `silence_s` is asked whether anything was missed.
+    silent for `silence_s` is asked whether anything was missed. `is_shared`: the addresses are
+    those of a `StreamProxy`, and the topic is the whole topic of one of its publishers.
 
     Raises ConfigurationError for invalid limits.
     """
@@ -41,10 +50,12 @@ class SubscriptionSettings:
     silence_s: float = 15.0
     max_kept_batches: int = 10_000
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, as_number, "reply_s", "silence_s", above=0)
         check_fields(self, as_int, "max_kept_batches", "max_payload_bytes", at_least=1)
+        check_fields(self, as_bool, "is_shared")
 
 
 @dataclass(frozen=True, eq=False)

@@ -215,16 +215,14 @@ def subscriber_cases() -> list[Case]:
             "settings": SubscriptionSettings(),
             "keys": KEYS,
         }
-        more = {"on_update": print, "is_shared": True}
         of.made(
-            arguments if cls is AsyncKVEventSubscriber else {**arguments, **more},
+            arguments if cls is AsyncKVEventSubscriber else {**arguments, "on_update": print},
             endpoint=place,
             replay_endpoint=place,
             topic=TOPIC,
             on_update=OPTIONAL_THING,
             settings=instance_of(SubscriptionSettings).without(None),
             keys=instance_of(CurveKeys, CurveKeys(b"a", b"", b"b", b"c")).without(None),
-            is_shared=BOOL,
         )
         cases += [_closed(case) for case in of.cases]
     calls = Builder(KVEventSubscriber)

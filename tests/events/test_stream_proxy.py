@@ -88,8 +88,8 @@ class World:
         self.proxy.follow({name: each.link.endpoints for name, each in self.nodes.items()})
 
     def follow(self, topic: str) -> KVEventSubscriber:
-        settings = SubscriptionSettings(reply_s=0.3, silence_s=1.0)
-        return KVEventSubscriber(*self.places, topic=topic, settings=settings, is_shared=True)
+        settings = SubscriptionSettings(reply_s=0.3, silence_s=1.0, is_shared=True)
+        return KVEventSubscriber(*self.places, topic=topic, settings=settings)
 
     def agree(self, followers: list[tuple[str, KVEventSubscriber]]) -> None:
         """Wait until each follower knows what its node holds."""

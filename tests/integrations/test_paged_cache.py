@@ -18,7 +18,7 @@ from kvcache.base.errors import (
     OutOfBlocksError,
     RequestError,
 )
-from kvcache.integrations.transformers import PagedCacheStore
+from kvcache.integrations.transformers import MemorySizes, PagedCacheStore
 from tests.integrations.stock_models import (
     BLOCK_SIZE,
     VOCABULARY,
@@ -29,7 +29,8 @@ from tests.integrations.stock_models import (
 
 
 def make_store(model: Any, **options: Any) -> PagedCacheStore:
-    return PagedCacheStore(model, **{"num_blocks": 200, "block_size": BLOCK_SIZE, **options})
+    sizes = MemorySizes(**{"num_blocks": 200, **options})
+    return PagedCacheStore(model, sizes, block_size=BLOCK_SIZE)
 
 
 @torch.no_grad()

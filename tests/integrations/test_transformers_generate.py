@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="NO TRANSFORMERS: STOCK MODELS ARE NO
 import torch
 
 from kvcache.base.errors import OutOfBlocksError
-from kvcache.integrations.transformers import PagedCacheStore
+from kvcache.integrations.transformers import MemorySizes, PagedCacheStore
 from tests.integrations.stock_models import (
     BLOCK_SIZE,
     make_model,
@@ -41,7 +41,9 @@ def generate(model: Any, ids: torch.Tensor, num_new: int = 14, **options: Any) -
 
 
 def make_store(model: Any, **options: Any) -> PagedCacheStore:
-    return PagedCacheStore(model, **{"num_blocks": 300, "block_size": BLOCK_SIZE, **options})
+    policy = options.pop("eviction_policy", "lru")
+    sizes = MemorySizes(**{"num_blocks": 300, **options})
+    return PagedCacheStore(model, sizes, block_size=BLOCK_SIZE, eviction_policy=policy)
 
 
 @contextmanager

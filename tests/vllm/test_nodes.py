@@ -246,8 +246,8 @@ def follower_of(name: str, coordinator: Coordinator) -> KVEventSubscriber:
     """A router that follows one engine's topic at the coordinator."""
     topics = ask_status(coordinator.address, None, 10_000)["events"]["topics"]
     (topic,) = [topic for topic in topics if f"/{name}/0@" in topic]
-    settings = SubscriptionSettings(reply_s=0.5, silence_s=3.0)
-    return KVEventSubscriber(*coordinator.events, topic=topic, settings=settings, is_shared=True)
+    settings = SubscriptionSettings(reply_s=0.5, silence_s=3.0, is_shared=True)
+    return KVEventSubscriber(*coordinator.events, topic=topic, settings=settings)
 
 
 def hashes_of(follower: KVEventSubscriber) -> set[int]:

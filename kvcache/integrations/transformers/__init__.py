@@ -11,6 +11,7 @@ Needs `pip install 'kvcache[transformers]'`. Start with store.py.
 from __future__ import annotations
 
 from kvcache.integrations.transformers.paged_cache import PagedCache
+from kvcache.integrations.transformers.paged_memory import MemorySizes
 from kvcache.integrations.transformers.store import PagedCacheStore, StoreStatistics
 
-__all__ = ["PagedCache", "PagedCacheStore", "StoreStatistics"]
+__all__ = ["MemorySizes", "PagedCache", "PagedCacheStore", "StoreStatistics"]

@@ -45,13 +45,18 @@ class ContentScope:
 
 @dataclass(frozen=True)
 class MemorySizes:
-    """Sizes of the memory. `num_blocks`: without the null block; overrides
-    `memory_bytes`. `max_model_len`: most tokens of a row, None for as many as fit."""
+    """Sizes of a store's memory.
 
-    memory_bytes: int
-    num_blocks: int | None
-    max_model_len: int | None
-    max_rows: int
+    `memory_bytes`: of all blocks of all layers. `num_blocks`: without the null block; overrides
+    `memory_bytes`. `max_model_len`: most tokens of a row; by default as many as fit, up to the
+    length that the model was trained for. `max_rows`: most rows of all open caches together; every
+    beam is one.
+    """
+
+    memory_bytes: int = 256 << 20
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_rows: int = 64
 
 
 class PagedMemory:

@@ -1,7 +1,7 @@
 """A store: the paged KV cache of one stock model, in this process.
 
     model = AutoModelForCausalLM.from_pretrained(...)
-    with PagedCacheStore(model, memory_bytes=1 << 30) as store:
+    with PagedCacheStore(model, MemorySizes(1 << 30)) as store:
         inputs = tokenizer(["a system prompt ... a question"], return_tensors="pt")
         with store.open(**inputs) as cache:
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=50)
@@ -139,8 +139,6 @@ class StoreStatistics:
     num_copied_blocks: int
 
 
-DEFAULT_MEMORY_BYTES = 256 << 20
-
 _FROM_TOKENIZERS = frozenset({"token_type_ids", "special_tokens_mask", "length"})
 """Tokenizer outputs besides tokens and mask; they follow from the tokens."""
 
@@ -160,34 +158,27 @@ class PagedCacheStore:
     def __init__(
         self,
         model: PreTrainedModel,
+        sizes: MemorySizes | None = None,
         *,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
-        num_blocks: int | None = None,
         block_size: int = 16,
-        max_model_len: int | None = None,
-        max_rows: int = 64,
         eviction_policy: str = "lru",
     ) -> None:
         """Allocate blocks on the model's device, in its dtype, and hook into its forward.
 
         Args:
             model: a decoder whose layers keep a key and a value per token.
-            memory_bytes: for all blocks of all layers.
-            num_blocks: number of blocks, instead of as many as fit into `memory_bytes`.
+            sizes: memory, and most rows.
             block_size: tokens of a block; a hit is a multiple of it.
-            max_model_len: most tokens of a row; by default as many as fit, up to the length
-                that the model was trained for.
-            max_rows: most rows of all open caches together; every beam is one.
             eviction_policy: as of `KVCacheManager`.
 
         Raises:
             ConfigurationError: the model needs another kind of cache, or a value is invalid.
-            NotEnoughMemoryError: not even one token fits, or not `max_model_len`.
+            NotEnoughMemoryError: not even one token fits, or not `sizes.max_model_len`.
         """
         self.layers = ModelLayers.of(model, block_size)
         self.memory = PagedMemory(
             self.layers.specs,
-            MemorySizes(memory_bytes, num_blocks, max_model_len, max_rows),
+            MemorySizes() if sizes is None else sizes,
             device=self.layers.device,
             max_position_embeddings=self.layers.max_position_embeddings,
             eviction_policy=eviction_policy,
@@ -235,7 +226,7 @@ class PagedCacheStore:
 
         Raises:
             RequestError: the store is closed, or the batch is invalid.
-            OutOfBlocksError: more rows than `max_rows`.
+            OutOfBlocksError: more rows than `MemorySizes.max_rows`.
         """
         if self._is_closed:
             raise RequestError("the store is closed: make another one")
