@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from bench.cores import OURS, PEER
 from bench.measure import Figure, Row, alternate
-from bench.step_beside_copies import OtherCopies, StepBesideCopies
+from bench.step_during_copies import OtherCopies, StepDuringCopies
 from bench.stopwatch import now_s
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.worker import CpuCopyEngine, HostPool
@@ -186,26 +186,26 @@ def step_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
         on_row(f"steps during transfers of {block_bytes >> 10} KiB")
         quiet: list[list[float]] = []
-        beside: dict[str, list[list[float]]] = {"never": [], "rare": [], "other": []}
-        with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:
+        during: dict[str, list[list[float]]] = {"never": [], "rare": [], "other": []}
+        with StepDuringCopies(block_bytes, sizes.copied_bytes) as bench:
             for _ in range(sizes.repetitions):
                 quiet.append(bench.steps(sizes.num_steps))
-                beside["never"].append(bench.steps(sizes.num_steps, copies_every=1))
-                beside["rare"].append(bench.steps(sizes.num_steps, copies_every=RARE))
+                during["never"].append(bench.steps(sizes.num_steps, copies_every=1))
+                during["rare"].append(bench.steps(sizes.num_steps, copies_every=RARE))
                 with OtherCopies():
-                    beside["other"].append(bench.steps(sizes.num_steps))
+                    during["other"].append(bench.steps(sizes.num_steps))
         size = f"blocks of {block_bytes >> 10} KiB"
         median, mean = statistics.median, statistics.fmean
         rows += [
-            _step_row(f"a step while {size} are stored and loaded", quiet, beside["never"], median),
+            _step_row(f"a step while {size} are stored and loaded", quiet, during["never"], median),
             _step_row(
                 f"mean step, {size} stored and loaded every {RARE} steps",
                 quiet,
-                beside["rare"],
+                during["rare"],
                 mean,
             ),
             _step_row(
-                f"a step next to another process's memcpy ({size})", quiet, beside["other"], median
+                f"a step next to another process's memcpy ({size})", quiet, during["other"], median
             ),
         ]
     return rows
@@ -216,7 +216,7 @@ def cadence_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
     rows: list[Row] = []
     for block_bytes in (16 << 10, 256 << 10, 2 << 20):
         size = f"blocks of {block_bytes >> 10} KiB"
-        with StepBesideCopies(block_bytes, sizes.copied_bytes) as bench:
+        with StepDuringCopies(block_bytes, sizes.copied_bytes) as bench:
             for pause_s in CADENCES_S:
                 what = f"a step every {pause_s * 1e3:g} ms while {size} are stored and loaded"
                 on_row(what)
@@ -233,11 +233,11 @@ def cadence_rows(sizes: CopySizes, on_row: Callable[[str], None]) -> list[Row]:
 def _step_row(
     what: str,
     quiet: list[list[float]],
-    beside: list[list[float]],
+    during: list[list[float]],
     average: Callable[[list[float]], float],
 ) -> Row:
     """Return a line of the table: how many times longer steps took."""
-    without, with_them = [average(took) for took in quiet], [average(took) for took in beside]
+    without, with_them = [average(took) for took in quiet], [average(took) for took in during]
     ratios = tuple(b / q for b, q in zip(with_them, without, strict=True))
     note = (
         f"{statistics.median(without) * 1e3:.3f} and {statistics.median(with_them) * 1e3:.3f} ms, "

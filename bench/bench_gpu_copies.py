@@ -44,7 +44,7 @@ class GpuRow:
     page_bytes: int
     num_pages: int
     alone: float
-    beside: float
+    concurrent: float
     plain: float
     stall: float
 
@@ -62,7 +62,7 @@ class GpuRow:
             self.way,
             f"{self.page_bytes // 1024} KiB",
             f"{self.num_pages:,}",
-            *(f"{speed / 1e9:.1f}" for speed in (self.alone, self.beside, self.plain)),
+            *(f"{speed / 1e9:.1f}" for speed in (self.alone, self.concurrent, self.plain)),
             f"{self.share:.0%}",
             f">= {goal:.0%}" if goal else "",
             f"{self.stall:.1%}",
@@ -70,7 +70,7 @@ class GpuRow:
 
 
 HEADINGS = (
-    *("direction", "layout", "way", "page", "pages", "GB/s", "GB/s beside", "plain GB/s"),
+    *("direction", "layout", "way", "page", "pages", "GB/s", "GB/s while computing", "plain GB/s"),
     *("share", "goal", "stall (goal <= 3%)"),
 )
 
@@ -201,7 +201,7 @@ class _Case:
         self._copy(engine, is_up=is_up)
         torch.cuda.synchronize()
         stall = product.queue(repetitions * seconds)
-        beside = _timed(lambda: [self._copy(engine, is_up=is_up) for _ in range(repetitions)])
+        concurrent = _timed(lambda: [self._copy(engine, is_up=is_up) for _ in range(repetitions)])
         return GpuRow(
             direction,
             self.layout,
@@ -209,7 +209,7 @@ class _Case:
             self.page_bytes,
             len(self.host_ids),
             num_bytes / seconds,
-            num_bytes * repetitions / beside,
+            num_bytes * repetitions / concurrent,
             num_bytes / plain,
             stall(),
         )

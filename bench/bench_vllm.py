@@ -269,7 +269,7 @@ def end_memory_service() -> None:
 
 
 def serve(scratch: str, transfer: str) -> None:
-    """Answer what is asked on standard input, in vLLM's environment."""
+    """Answer questions from standard input, in vLLM's environment."""
     model = make_model(scratch)
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt

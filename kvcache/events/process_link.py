@@ -268,7 +268,7 @@ class ProcessLink:
                 self._problem = str(values[0])
                 self._bound = None
                 logger.error("the event publisher cannot bind its sockets: %s", self._problem)
-            elif kind == "figures":
+            elif kind == "statistics":
                 self._statistics = dict(values[0])
                 self._last_seq = max(self._last_seq, int(self._statistics["last_seq"]))
 

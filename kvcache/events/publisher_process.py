@@ -262,7 +262,7 @@ class PublisherLoop:
         values["num_faults"] = self._num_faults()
         values["last_fault"] = self._faults.last or self._answers.faults.last
         try:
-            self._feed.send(pack_frame("figures", values), socket.MSG_DONTWAIT)
+            self._feed.send(pack_frame("statistics", values), socket.MSG_DONTWAIT)
         except OSError:
             return  # it will get the next ones
 

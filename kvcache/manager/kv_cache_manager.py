@@ -586,7 +586,7 @@ class KVCacheManager:
         Nothing computed before is ever hit again, in any tier, and no request has to end. All
         cached blocks are free at once, pins end, and a drain ends. Running requests keep their
         blocks and cache nothing more; if they are preempted, all of their tokens are computed
-        anew. Call it after the last step of the old weights was sent, and send the next step only
+        again. Call it after the last step of the old weights was sent, and send the next step only
         when every rank has the new ones. Per-request calls take new `Request` objects only with the
         new epoch.
         """

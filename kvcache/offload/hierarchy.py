@@ -537,7 +537,7 @@ class TierHierarchy:
     def files_changed(self, labels: Label, removed: Sequence[OffloadKey]) -> None:
         """Take note of files that other processes have written (one row each) and removed.
 
-        What is written or read here at the moment stays as it is: the end of its job says more.
+        Files that this process writes or reads now stay as they are until the end of their job.
         Discards nothing.
         """
         if self.disk is None:

@@ -458,7 +458,7 @@ class SlotEviction:
             self._policy.hint(slots, hint)
 
     def _forget_hints(self, slots: IndexArray) -> None:
-        """Forget what is known of slots whose content is gone."""
+        """Forget the hints of slots whose content is gone."""
         self._followers[slots] = 0
         self._is_shared[slots] = False
         for slot in slots.tolist() if self._later else ():

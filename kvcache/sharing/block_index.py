@@ -117,7 +117,7 @@ class BlockIndex:
         return {topic: (live, replay) for topic, live, replay in streams}
 
     def statistics(self) -> dict[str, object]:
-        """Return what is held, and counts since the start, as values for JSON."""
+        """Return the number of held blocks, and counts since the start, as values for JSON."""
         sources = [
             {
                 "endpoint": each.endpoint,

@@ -105,7 +105,7 @@ class Decider:
         self.errors.append(reason)
         if self.num_vain_drops:
             self.num_vain_drops -= 1
-            raise RuntimeError("the books cannot be dropped")
+            raise RuntimeError("the state cannot be dropped")
         return []
 
 
@@ -282,10 +282,10 @@ def test_state_that_cannot_be_dropped_is_not_served(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(decider, "on_client_message", broken)
         transport.put(Inbound(client_peer("a"), encode(Attach("a"))))
-        with pytest.raises(RuntimeError, match="the books cannot be dropped"):
+        with pytest.raises(RuntimeError, match="the state cannot be dropped"):
             service.turn()
     transport.put(Inbound(client_peer("a"), encode(Attach("a"))))
-    with pytest.raises(RuntimeError, match="the books cannot be dropped"):
+    with pytest.raises(RuntimeError, match="the state cannot be dropped"):
         service.turn()
     assert transport.sent == []
     service.turn()

@@ -83,6 +83,7 @@ def settings_cases() -> list[Case]:
     )
     subscription.made(
         vars(SubscriptionSettings()),
+        is_shared=BOOL,
         reply_s=TIME_LIMIT,
         silence_s=TIME_LIMIT,
         max_kept_batches=POSITIVE,

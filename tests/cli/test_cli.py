@@ -115,7 +115,7 @@ def test_verbose_shows_where_an_error_comes_from_and_ends_with_the_same_code(
         (StartupError("rank 1"), 3),
         (WorkerLostError("rank 1"), 3),
         (DeadlineError("no answer"), 3),
-        (InvariantError("books"), 4),
+        (InvariantError("state"), 4),
         (ZeroDivisionError("a slip"), 4),
         (KeyboardInterrupt(), 130),
     ],

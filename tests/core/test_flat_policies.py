@@ -100,9 +100,9 @@ class Workload:
             # Only hits: no content is in two blocks.
             if hit.num_tokens >= len(base) // 4 * 4:
                 self.known = [*self.known[-12:], tokens]
-        figures = self.core.statistics()
+        statistics = self.core.statistics()
         self.facts.append(
-            (hit.num_tokens, changes is None, figures.num_free_blocks, figures.num_evictions)
+            (hit.num_tokens, changes is None, statistics.num_free_blocks, statistics.num_evictions)
         )
 
 

@@ -98,7 +98,7 @@ def test_a_publisher_that_cannot_be_started_is_tried_again(
     wait_until(link, lambda: link.needs_state)
 
 
-@pytest.mark.parametrize("said", [[["ready"]], [["figures", 7]], [["figures", {}]]])
+@pytest.mark.parametrize("said", [[["ready"]], [["statistics", 7]], [["statistics", {}]]])
 def test_a_publisher_that_talks_nonsense_is_made_again(
     link: ProcessLink, monkeypatch: pytest.MonkeyPatch, said: list[list[Any]]
 ) -> None:

@@ -344,7 +344,7 @@ def test_a_follower_that_is_too_far_behind_lists_the_directory(
     assert follower.keys() == {HEADS[1].key}
     (tmp_path / "changes").write_bytes(b"something else")
     assert follower.changes() == {}
-    writer.store.write(HEADS[2], views(payload_of(2)))  # takes the count anew
+    writer.store.write(HEADS[2], views(payload_of(2)))  # counts the files again
     with writer.log.locked():
         assert writer.log.num_files == 2
     assert follower.changes() is None

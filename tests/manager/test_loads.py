@@ -201,8 +201,8 @@ def test_a_tail_that_nobody_takes_is_free_again() -> None:
     loads.release(load.load_id)
     assert loads.held_for(request, 0) is None
     manager.check()
-    figures = manager.statistics().core
-    assert figures.num_free_blocks == figures.num_blocks
+    statistics = manager.statistics().core
+    assert statistics.num_free_blocks == statistics.num_blocks
     assert hit_tokens(manager, TOKENS) == 20
     assert manager.statistics().core.num_cached_blocks == 5
 
@@ -272,5 +272,5 @@ def test_loads_among_running_requests_keep_the_books(shape: Shape, seed: int) ->
         manager.tiers.loads.release(load_id)
     engine.step(finished=tuple(running))
     manager.check()
-    figures = manager.statistics().core
-    assert figures.num_free_blocks == figures.num_blocks
+    statistics = manager.statistics().core
+    assert statistics.num_free_blocks == statistics.num_blocks

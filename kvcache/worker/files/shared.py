@@ -9,8 +9,8 @@ have written without listing directories. No process owns a file: each may remov
 believes only what it finds in the file itself.
 
 The kernel releases the lock of a killed process. The count is raised before a file is made, and
-lowered after one is removed: a process that is killed in between leaves it one too high. It is
-taken anew, by listing, at each start, and when the limit is reached.
+lowered after one is removed: a process that is killed in between leaves it one too high. Each
+start, and each write at the limit, lists the directory and corrects the count.
 """
 
 from __future__ import annotations
@@ -138,11 +138,11 @@ class ChangeLog:
 class SharedFiles(DirectoryFiles):
     """Files of a directory that other processes write, too: at most `max_files` of them.
 
-    Counts `3f/3fa9….kvb` and what becomes that, not what is set aside.
+    Counts `3f/3fa9….kvb` and files that will get such a name, not those set aside.
     """
 
     def __init__(self, directory: int, max_files: int, log: ChangeLog) -> None:
-        """Use the directory of this descriptor and its `log`, and count what is there; raises
+        """Use the directory of this descriptor and its `log`, and count its files; raises
         OSError."""
         super().__init__(directory)
         self._max_files = max_files

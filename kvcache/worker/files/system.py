@@ -37,7 +37,7 @@ class DirectoryFiles:
 
     def is_complete(self, name: str) -> bool:
         """Return whether a file need not be written, because another process has done so. Here
-        none has: a write replaces what is there."""
+        none has: a write replaces the file."""
         return False
 
     def is_abandoned(self, name: str) -> bool:

@@ -1,8 +1,8 @@
 """Maps a rank's host memory in the background, before copies use it.
 
-`make_memory` reserves pages. The kernel clears and maps each at its first use: some microseconds,
-which copies beside a running engine would pay. A thread of the least priority does it ahead of
-them, a slice at a time, and changes no byte.
+`make_memory` reserves pages. The kernel clears and maps each at its first use, which takes some
+microseconds. So that copies do not wait for it while an engine runs, a thread of the least priority
+uses the pages first, a slice at a time, and changes no byte.
 """
 
 from __future__ import annotations

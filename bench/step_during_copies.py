@@ -158,7 +158,7 @@ def serve(connection: socket.socket, config: KVCacheConfig) -> None:
     worker.close()
 
 
-class StepBesideCopies:
+class StepDuringCopies:
     """The coordinator's end. A context manager."""
 
     def __init__(self, block_bytes: int, pool_bytes: int) -> None:
@@ -169,7 +169,7 @@ class StepBesideCopies:
         self._open_jobs: set[int] = set()
         self.moved_bytes = 0
 
-    def __enter__(self) -> StepBesideCopies:
+    def __enter__(self) -> StepDuringCopies:
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=serve, args=(theirs, self._config), daemon=True)
