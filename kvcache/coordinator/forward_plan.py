@@ -35,7 +35,7 @@ class _Before:
     """A row before an unfinished step, None if the step admitted it."""
 
     step: int
-    statistics: tuple[int, int, int] | None
+    counts: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -72,78 +72,35 @@ class _Row:
         """Remember the present state in case `step` fails."""
         while self.before and self.before[0].step <= completed_step:
             self.before.popleft()
-        statistics = None if is_new else (self.num_computed, self.num_told, self.num_right)
-        self.before.append(_Before(step, statistics))
+        counts = None if is_new else (self.num_computed, self.num_told, self.num_right)
+        self.before.append(_Before(step, counts))
 
     def take_back(self, from_step: int) -> bool:
         """Undo the steps from `from_step` on; return whether the row existed before them."""
         lowest_write = self.num_right
         while self.before and self.before[-1].step >= from_step:
-            statistics = self.before.pop().statistics
-            if statistics is None:
+            counts = self.before.pop().counts
+            if counts is None:
                 return False
-            self.num_computed, self.num_told, num_right = statistics
+            self.num_computed, self.num_told, num_right = counts
             lowest_write = min(lowest_write, num_right, self.num_told)
         self.num_right = lowest_write
         return True
 
 
-@dataclass(frozen=True)
-class _RowStart:
-    """The additional fields of a new row."""
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """A row of a `WriteExpected`: it writes `span`, and sends `tokens`, the first at `told`. The
+    content key of a new row is never empty."""
 
-    content_key: bytes
-    num_external_tokens: int
-    num_encoder_tokens: int
-    encoder_key: bytes
-
-
-@dataclass
-class _Rows:
-    """The rows of a `WriteExpected` under construction."""
-
-    slots: list[int] = field(default_factory=list)
-    is_new: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    token_starts: list[int] = field(default_factory=list)
-    token_counts: list[int] = field(default_factory=list)
-    token_ids: list[Int32Array] = field(default_factory=list)
-    content_keys: list[bytes] = field(default_factory=list)
-    external_counts: list[int] = field(default_factory=list)
-    draft_counts: list[int] = field(default_factory=list)
-    encoder_counts: list[int] = field(default_factory=list)
-    encoder_keys: list[bytes] = field(default_factory=list)
-
-    def run_on(
-        self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array, num_drafts: int
-    ) -> None:
-        """Add a running row that writes `span` and sends its tokens from `told` on."""
-        self._add(slot, span, told, tokens)
-        self.is_new.append(0)
-        self.content_keys.append(b"")
-        self.draft_counts.append(num_drafts)
-        self.external_counts.append(0)
-        self.encoder_counts.append(0)
-        self.encoder_keys.append(b"")
-
-    def admit(self, slot: int, span: tuple[int, int], tokens: Int32Array, start: _RowStart) -> None:
-        """Add a new row: it writes `span` and sends all of its tokens."""
-        self._add(slot, span, 0, tokens)
-        self.is_new.append(1)
-        self.content_keys.append(start.content_key)
-        self.draft_counts.append(0)
-        self.external_counts.append(start.num_external_tokens)
-        self.encoder_counts.append(start.num_encoder_tokens)
-        self.encoder_keys.append(start.encoder_key)
-
-    def _add(self, slot: int, span: tuple[int, int], told: int, tokens: Int32Array) -> None:
-        self.slots.append(slot)
-        self.starts.append(span[0])
-        self.counts.append(span[1] - span[0])
-        self.token_starts.append(told)
-        self.token_counts.append(len(tokens))
-        self.token_ids.append(tokens)
+    slot: int
+    span: tuple[int, int]
+    told: int
+    tokens: Int32Array
+    num_drafts: int = 0
+    content_key: bytes = b""
+    num_external_tokens: int = 0
+    encoder: _Encoder = _NO_ENCODER
 
 
 class ForwardPlanner:
@@ -161,26 +118,28 @@ class ForwardPlanner:
         if request.failed_step != NO_STEP:
             self._take_back(request.client_id, request.failed_step, result.withdrawn)
         verify_slots, verify_lengths = self._let_go(request)
-        rows = _Rows()
-        self._fork(request, result, rows)
-        self._run_on(request, result, rows)
-        self._admit(request, result, rows)
+        rows = [
+            *self._fork(request, result),
+            *self._run_on(request, result),
+            *self._admit(request, result),
+        ]
+        encoders = [row.encoder for row in rows]
         return WriteExpected(
             job_id=job_id,
             verify_slots=int32_array(verify_slots),
             verify_lengths=int32_array(verify_lengths),
-            slots=int32_array(rows.slots),
-            is_new=int32_array(rows.is_new),
-            starts=int32_array(rows.starts),
-            counts=int32_array(rows.counts),
-            token_starts=int32_array(rows.token_starts),
-            token_counts=int32_array(rows.token_counts),
-            token_ids=np.concatenate(rows.token_ids) if rows.token_ids else EMPTY_INT32,
-            content_keys=tuple(rows.content_keys),
-            external_counts=_if_any(rows.external_counts),
-            draft_counts=_if_any(rows.draft_counts),
-            encoder_counts=_if_any(rows.encoder_counts),
-            encoder_keys=tuple(rows.encoder_keys) if any(rows.encoder_keys) else (),
+            slots=int32_array([row.slot for row in rows]),
+            is_new=int32_array([bool(row.content_key) for row in rows]),
+            starts=int32_array([row.span[0] for row in rows]),
+            counts=int32_array([row.span[1] - row.span[0] for row in rows]),
+            token_starts=int32_array([row.told for row in rows]),
+            token_counts=int32_array([len(row.tokens) for row in rows]),
+            token_ids=np.concatenate([EMPTY_INT32, *(row.tokens for row in rows)]),
+            content_keys=tuple(row.content_key for row in rows),
+            external_counts=_if_any([row.num_external_tokens for row in rows]),
+            draft_counts=_if_any([row.num_drafts for row in rows]),
+            encoder_counts=_if_any([encoder.num_tokens for encoder in encoders]),
+            encoder_keys=tuple(e.key for e in encoders) if any(e.key for e in encoders) else (),
         )
 
     def forget_client(self, client_id: str) -> None:
@@ -214,8 +173,8 @@ class ForwardPlanner:
             self._encoders.pop(request_id, None)
         return slots, lengths
 
-    def _fork(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
-        """Add the children of forks: they write nothing yet, and all they share is compared."""
+    def _fork(self, request: StepRequest, result: StepResult) -> Iterator[_Write]:
+        """Yield the children of forks: they write nothing yet, and all they share is compared."""
         for fork, slot in zip(request.forks, result.forked_slots.tolist(), strict=True):
             if slot == NO_SLOT:
                 continue
@@ -228,10 +187,9 @@ class ForwardPlanner:
             self._rows[slot], self._slots[fork.child_id] = row, slot
             if fork.parent_id in self._encoders:
                 self._encoders[fork.child_id] = self._encoders[fork.parent_id]
-            has = self._row_start(known, num_external_tokens=0)
-            rows.admit(slot, (end, end), content_tokens(known, 0, end), has)
+            yield self._new_row(slot, (end, end), known)
 
-    def _run_on(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
+    def _run_on(self, request: StepRequest, result: StepResult) -> Iterator[_Write]:
         running = request.running
         draft_end = 0
         columns: Iterator[tuple[int, int, int, int, int]] = zip(
@@ -257,12 +215,12 @@ class ForwardPlanner:
             if num_draft:
                 drafts = running.draft_token_ids[draft_end - num_draft : draft_end]
                 tokens = np.concatenate((tokens, drafts))
-            rows.run_on(slot, (start, end), told, tokens, num_draft)
             row.num_computed = row.num_right = end
             row.num_told = own_end
+            yield _Write(slot, (start, end), told, tokens, num_draft)
 
-    def _admit(self, request: StepRequest, result: StepResult, rows: _Rows) -> None:
-        """Add new rows. External tokens are written too, as no forward writes them."""
+    def _admit(self, request: StepRequest, result: StepResult) -> Iterator[_Write]:
+        """Yield new rows. External tokens are written too, as no forward writes them."""
         names = [r.request_id for r in request.resumed] + [r.request_id for r in request.new]
         external = [0] * len(request.resumed)
         external += [r.num_external_computed_tokens for r in request.new]
@@ -283,16 +241,20 @@ class ForwardPlanner:
                 num_tokens = encoders[names[i]]
                 key = encoder_key(known) if num_tokens else b""
                 self._encoders[names[i]] = _Encoder(request.client_id, num_tokens, key)
-            has = self._row_start(known, first - start)
-            rows.admit(slot, (start, end), content_tokens(known, 0, end), has)
+            yield self._new_row(slot, (start, end), known, first - start)
 
-    def _row_start(self, known: Request, num_external_tokens: int) -> _RowStart:
-        encoder = self._encoders.get(known.request_id, _NO_ENCODER)
-        return _RowStart(
+    def _new_row(
+        self, slot: int, span: tuple[int, int], known: Request, num_external_tokens: int = 0
+    ) -> _Write:
+        """Return a new row, which sends all of its tokens."""
+        return _Write(
+            slot,
+            span,
+            0,
+            content_tokens(known, 0, span[1]),
             content_key=content_key(known),
             num_external_tokens=num_external_tokens,
-            num_encoder_tokens=encoder.num_tokens,
-            encoder_key=encoder.key,
+            encoder=self._encoders.get(known.request_id, _NO_ENCODER),
         )
 
     def _request(self, request_id: str) -> Request:
