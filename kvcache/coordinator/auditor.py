@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvcache.base.logs import get_logger
-from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.settings import AuditCounts, AuditSettings
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Audit, Command
@@ -66,7 +66,7 @@ class Auditor:
         self._under_way[job_id] = range(first, end)
         return (Audit(job_id, first, end, contents.block_ids, contents.groups, contents.digests),)
 
-    def on_ended(self, job: EndedJob) -> bool:
+    def on_ended(self, job: Job) -> bool:
         """Take the reports of all ranks; return whether the job was an audit.
 
         `wrong_blocks` then has the blocks that differ, which the caller drops.
@@ -75,7 +75,7 @@ class Auditor:
         if audited is None:
             return False
         self.counts.num_audits += 1
-        wrong = [block_id for block_id in job.block_ids if block_id and block_id in audited]
+        wrong = [block_id for block_id in sorted(job.block_ids) if block_id and block_id in audited]
         self.wrong_blocks.update(wrong)
         if wrong:
             finding = "; ".join(

@@ -37,47 +37,32 @@ class BlockStoring:
         self._tiers = tiers
         self._manager = manager
         self._block_sizes = link.block_sizes
-        self._labels = LabelTable(
+        self.labels = LabelTable(
             manager.statistics().core.num_blocks + 1, len(link.none_hash), max(link.block_sizes)
         )
-        self._is_confirmed = np.ones(self._labels.num_blocks, dtype=np.bool_)
-        self._is_unstored = np.zeros(self._labels.num_blocks, dtype=np.bool_)
+        """The labels of the device's blocks. A block that is written has none."""
+        self._is_confirmed = np.ones(self.labels.num_blocks, dtype=np.bool_)
+        self._is_unstored = np.zeros(self.labels.num_blocks, dtype=np.bool_)
         self.may_store_more = False
         """Whether `store_more` may store something."""
 
     def know(self, labels: Label) -> None:
         """Note that these blocks have labels from before the epoch."""
-        self._labels.validate(labels)
-        self._labels.apply(labels)
+        self.labels.validate(labels)
+        self.labels.apply(labels)
 
     def on_labelled(self, labels: Label, *, is_confirmed: bool) -> None:
         """Note labels. Blocks whose bytes may be incomplete are not `is_confirmed`: they are never
         stored."""
-        self._labels.apply(labels)
+        self.labels.apply(labels)
         self._is_confirmed[labels.block_ids] = is_confirmed
-
-    def on_unlabelled(self, block_ids: Int32Array) -> None:
-        """Note that these blocks will be written."""
-        self._labels.withdraw(block_ids)
-
-    def reset(self) -> None:
-        """Note that no block has a label any more."""
-        self._labels.reset()
-
-    def labelled(self, block_ids: Int32Array) -> Int32Array:
-        """Return those of the blocks that have a label."""
-        return block_ids[self._labels.are_labelled(block_ids)]
-
-    def unlabelled(self, block_ids: Int32Array) -> Int32Array:
-        """Return those of the blocks that have no label."""
-        return block_ids[~self._labels.are_labelled(block_ids)]
 
     def suspect(self, block_ids: Sequence[int]) -> None:
         """Forget stored copies of these blocks, because a rank holds something else."""
-        ids = int32_array([b for b in block_ids if 0 < b < self._labels.num_blocks])
-        ids = self.labelled(ids)
+        ids = int32_array([b for b in block_ids if 0 < b < self.labels.num_blocks])
+        ids = ids[self.labels.are_labelled(ids)]
         if len(ids):
-            self._tiers.forget(label_keys(self._labels.labels_of(ids)))
+            self._tiers.forget(label_keys(self.labels.labels_of(ids)))
 
     def restore(self, request_id: str, num_hit_tokens: int, now_s: float) -> list[Store]:
         """Store the parts of a hit that the tiers do not have; touch those that they have."""
@@ -103,11 +88,10 @@ class BlockStoring:
 
         Counts a sighting of each if `is_new`.
         """
-        block_ids = self.labelled(block_ids)
-        block_ids = block_ids[self._is_confirmed[block_ids]]
+        block_ids = block_ids[self.labels.are_labelled(block_ids) & self._is_confirmed[block_ids]]
         if not len(block_ids):
             return []
-        all_labels = self._labels.labels_of(block_ids)
+        all_labels = self.labels.labels_of(block_ids)
         all_keys = label_keys(all_labels)
         if is_new:
             self._tiers.host.sightings.see(all_keys)

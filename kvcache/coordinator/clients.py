@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from kvcache.base.errors import InvariantError, RequestError
-from kvcache.coordinator.job_table import EndedJob
+from kvcache.coordinator.job_table import Job
 from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.protocol.messages import Attach, Call, FailedForward, Progress
 from kvcache.protocol.step import NO_STEP
@@ -110,7 +110,7 @@ class ClientLedger:
         self._settle()
         return before != (self._applied_step, self._finished_step)
 
-    def on_job_ended(self, job: EndedJob) -> bool:
+    def on_job_ended(self, job: Job) -> bool:
         """Record the end of a forward; return whether to tell the client."""
         before = self._finished_step
         self._bytes_checked += job.num_bytes

@@ -13,39 +13,25 @@ from kvcache.base.errors import InvariantError, MalformedMessageError, RequestEr
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, FailedForward, JobReport
 
 
-@dataclass
-class RunningJob:
-    """An open job; without a client if it belongs to no step.
+@dataclass(eq=False)
+class Job:
+    """A job of a client's step, or of none; open until it is `reported` by every rank.
 
-    Invariant: `len(reported) < num_ranks`.
+    `failures`, by rank at the end, are empty if it succeeded everywhere; `block_ids` are those that
+    some rank reports as wrong or failed; `is_wholly_failed`: a rank failed without naming blocks,
+    or names more than a report holds. `lost_ids` of them are lost for good; `has_unread`: others
+    may be read later.
     """
 
-    client_id: str
-    step: int
-    reported: set[int] = field(default_factory=set)
+    job_id: int
+    client_id: str = ""
+    step: int = 0
     num_bytes: int = 0
+    reported: set[int] = field(default_factory=set)
     failures: list[FailedForward] = field(default_factory=list)
     block_ids: set[int] = field(default_factory=set)
     is_wholly_failed: bool = False
     lost_ids: set[int] = field(default_factory=set)
-    has_unread: bool = False
-
-
-@dataclass(frozen=True)
-class EndedJob:
-    """A job that every rank has reported. `failures` is empty if it succeeded everywhere;
-    `block_ids` are those that some rank reports as wrong or failed; `is_wholly_failed`: a rank
-    failed without naming blocks, or names more than a report holds. `lost_ids` of them are lost for
-    good; `has_unread`: others may be read later."""
-
-    job_id: int
-    client_id: str
-    step: int
-    num_bytes: int
-    failures: tuple[FailedForward, ...]
-    block_ids: tuple[int, ...] = ()
-    is_wholly_failed: bool = False
-    lost_ids: tuple[int, ...] = ()
     has_unread: bool = False
 
 
@@ -56,7 +42,7 @@ class JobTable:
         """Start without jobs."""
         self._num_ranks = num_ranks
         self._last_id = 0
-        self._open: dict[int, RunningJob] = {}
+        self._open: dict[int, Job] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -64,7 +50,7 @@ class JobTable:
     def open(self, client_id: str = "", step: int = 0) -> int:
         """Begin the job of a client's step, or of none; return its number."""
         self._last_id += 1
-        self._open[self._last_id] = RunningJob(client_id, step)
+        self._open[self._last_id] = Job(self._last_id, client_id, step)
         return self._last_id
 
     def cancel(self, job_id: int) -> None:
@@ -72,7 +58,7 @@ class JobTable:
         if self._open.pop(job_id, None) is None:
             raise RequestError(f"job {job_id} is not open: cancel what was opened and never sent")
 
-    def report(self, rank: int, report: JobReport) -> EndedJob | None:
+    def report(self, rank: int, report: JobReport) -> Job | None:
         """Record one rank's report; return the job if it was the last one missing.
 
         A repeat, or a report of a finished job, changes nothing.
@@ -97,18 +83,8 @@ class JobTable:
         if len(job.reported) < self._num_ranks:
             return None
         del self._open[report.job_id]
-        failures = tuple(sorted(job.failures, key=lambda failure: failure.rank))
-        return EndedJob(
-            report.job_id,
-            job.client_id,
-            job.step,
-            job.num_bytes,
-            failures,
-            tuple(sorted(job.block_ids)),
-            job.is_wholly_failed,
-            tuple(sorted(job.lost_ids)),
-            job.has_unread,
-        )
+        job.failures.sort(key=lambda failure: failure.rank)
+        return job
 
     def clear(self) -> None:
         """Drop all open jobs: their epoch has ended."""

@@ -19,7 +19,7 @@ from kvcache.base.arrays import EMPTY_INT32
 from kvcache.base.clock import Clock
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.block_storing import BlockStoring
-from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap
 from kvcache.coordinator.parts import OffloadParts
@@ -209,13 +209,13 @@ class Offloading:
         self._emit()
         return told
 
-    def on_ended(self, job: EndedJob) -> bool:
+    def on_ended(self, job: Job) -> bool:
         """Take the reports of all ranks; return whether it was a job of the tiers."""
         kind = self.tiers.transfers.kind_of(job.job_id)
         if kind is None:
             return False
         is_ok = not job.failures
-        failed = () if job.is_wholly_failed else job.block_ids
+        failed = set() if job.is_wholly_failed else job.block_ids
         if not is_ok:
             self._num_failed += 1
             self._last_failure = f"{kind.value}: " + "; ".join(
@@ -315,12 +315,12 @@ class Offloading:
                 case Label():
                     self.storing.on_labelled(command, is_confirmed=is_confirmed)
                 case Unlabel():
-                    self.storing.on_unlabelled(command.block_ids)
+                    self.storing.labels.withdraw(command.block_ids)
                 case Copy():
                     ends = np.concatenate((command.sources, command.destinations))
                     self._tails.on_copies(ends)
                 case Reset():
-                    self.storing.reset()
+                    self.storing.labels.reset()
                     self.tiers.reset()
                     self._tails.clear()
                     self._loading.clear()
@@ -335,7 +335,8 @@ class Offloading:
         entered = [c.block_ids for c in taken if isinstance(c, BlockTablePatch)]
         if result is not None:
             entered.append(result.patches.block_ids)
-        ids = self.storing.unlabelled(self._tails.read_among(entered))
+        ids = self._tails.read_among(entered)
+        ids = ids[~self.storing.labels.are_labelled(ids)]
         return [Unlabel(ids)] if len(ids) else []
 
     def _after_step(

@@ -174,15 +174,10 @@ class PrefixLoading:
             return RETRY if places.has_unknown else MISS
         if hit.num_tokens - num_device_tokens < self._min_load_tokens:
             return MISS
-        wish = _Wish(
-            request,
-            _Stage.WANTED,
-            now_s + self._wait_s,
-            num_device_tokens,
-            hit.num_tokens,
-            hit.keys,
+        until_s = now_s + self._wait_s
+        return self._want(
+            _Wish(request, _Stage.WANTED, until_s, num_device_tokens, hit.num_tokens, hit.keys)
         )
-        return self._want(wish)
 
     def prefetch(self, request: Request, num_device_tokens: int, now_s: float) -> OffloadHit:
         """Begin to load a prefix ahead of its requests; `request` has one token more, and an id
@@ -213,15 +208,9 @@ class PrefixLoading:
             return None
         if not _is_ready(places).all():
             return OffloadHit(OffloadAnswer.HIT_PENDING, tail.num_tokens - num_device_tokens)
-        wish = _Wish(
-            request,
-            _Stage.WANTED,
-            now_s + self._wait_s,
-            num_device_tokens,
-            tail.num_tokens,
-            keys,
-            tail=tail,
-        )
+        until_s = now_s + self._wait_s
+        wish = _Wish(request, _Stage.WANTED, until_s, num_device_tokens, tail.num_tokens, keys)
+        wish.tail = tail
         return self._want(wish)
 
     def _want(self, wish: _Wish) -> OffloadHit:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.coordinator import Coordinator
 from kvcache.coordinator.epoch_state import EpochState
-from kvcache.coordinator.job_table import RunningJob
+from kvcache.coordinator.job_table import Job
 from kvcache.coordinator.settings import Phase
 
 logger = get_logger(__name__)
@@ -138,7 +138,7 @@ class Watchdog:
                 yield "step", what, limits.step_s, None
 
     def _describe_job(
-        self, job_id: int, job: RunningJob, epoch_state: EpochState
+        self, job_id: int, job: Job, epoch_state: EpochState
     ) -> tuple[str, str, float]:
         """Return the kind of an open job, its description and its limit."""
         offloading = epoch_state._offloading

@@ -204,7 +204,6 @@ class TierHierarchy:
         now_s: float,
         *,
         labels: Label | None = None,
-        behind: OffloadKey | None = None,
         is_private: bool = False,
         namespace: Namespace | None = None,
     ) -> TransferJob | None:
@@ -216,7 +215,6 @@ class TierHierarchy:
         Args:
             keys: those of sealed blocks, in order of the chain.
             labels: one row per key; needed if the tiers keep labels.
-            behind: the key that `keys[0]` continues.
             is_private: swapped content without a label: stored however rarely it was seen, never
                 sealed or spilled, and dropped when its room is needed; all or nothing.
             namespace: of all keys; identifies their tenant, if there are tenants.
@@ -228,7 +226,6 @@ class TierHierarchy:
         reserved = self.host.reserve(
             keys,
             labels=labels,
-            behind=behind,
             is_forced=is_private,
             needs_all=is_private,
             drops_dirty=not self.is_disk_in_use,

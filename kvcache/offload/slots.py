@@ -289,73 +289,38 @@ class Placement:
 
 
 def place_keys(
-    table: SlotTable,
-    keys: Sequence[OffloadKey],
-    addresses: IndexArray,
-    positions: IndexArray,
-    behind: OffloadKey | None,
+    table: SlotTable, keys: Sequence[OffloadKey], addresses: IndexArray, positions: IndexArray
 ) -> Placement:
     """Return a place for each key at `positions`; none is in the table.
 
-    `addresses` are those of all keys; `behind` is the key that `keys[0]` continues.
+    `addresses` are those of all keys. A key goes behind the one before it if that is the last of
+    its slot, and of the same group.
     """
-    if table.blocks_per_slot == 1:
+    size, next_slot = table.blocks_per_slot, table.num_slots
+    if size == 1:
         count = len(positions)
-        slots = np.arange(table.num_slots, table.num_slots + count)
-        return Placement(positions, slots, np.zeros(count, np.intp), count)
-    return _PlacesInSlots(table).place(keys, addresses, positions, behind)
-
-
-class _PlacesInSlots:
-    """Follows a chain, a place at a time."""
-
-    def __init__(self, table: SlotTable) -> None:
-        self._table = table
-        self._size = table.blocks_per_slot
-        self._filled: dict[int, int] = {}
-        self._num_new = 0
-
-    def place(
-        self,
-        keys: Sequence[OffloadKey],
-        addresses: IndexArray,
-        positions: IndexArray,
-        behind: OffloadKey | None,
-    ) -> Placement:
-        slots: list[int] = []
-        places: list[int] = []
-        wanted = set(positions.tolist())
-        slot, place = -1, self._size
-        if behind is not None and behind in self._table.index:
-            slot, place = self._end_of(self._table.index[behind])
-        previous = behind
-        for i, (key, address) in enumerate(zip(keys, addresses.tolist(), strict=True)):
-            if address != NO_ADDRESS:
-                slot, place = self._end_of(address)
-            elif i not in wanted:
-                slot, place = -1, self._size
-            else:
-                is_continued = (
-                    previous is not None and previous[-GROUP_BYTES:] == key[-GROUP_BYTES:]
-                )
-                if place == self._size or not is_continued:
-                    slot, place = self._table.num_slots + self._num_new, 0
-                    self._num_new += 1
-                slots.append(slot)
-                places.append(place)
-                place += 1
-                self._filled[slot] = place
-            previous = key
-        return Placement(positions, index_array(slots), index_array(places), self._num_new)
-
-    def _end_of(self, address: int) -> tuple[int, int]:
-        """Return slot and place after an address; no place if something else is there."""
-        table = self._table
-        slot, place = divmod(address, self._size)
-        filled = self._filled.get(slot, int(table.next_places[slot]))
-        if table.states[address] == FORGOTTEN or place + 1 != filled:
-            return slot, self._size
-        return slot, place + 1
+        return Placement(positions, next_slot + np.arange(count), np.zeros(count, np.intp), count)
+    slots: list[int] = []
+    places: list[int] = []
+    filled: dict[int, int] = {}
+    wanted = set(positions.tolist())
+    slot, place = -1, size
+    for i, address in enumerate(addresses.tolist()):
+        if address != NO_ADDRESS:
+            slot, before = divmod(address, size)
+            is_last = before + 1 == filled.get(slot, int(table.next_places[slot]))
+            place = before + 1 if is_last and table.states[address] != FORGOTTEN else size
+        elif i not in wanted:
+            place = size
+        else:
+            if place == size or keys[i - 1][-GROUP_BYTES:] != keys[i][-GROUP_BYTES:]:
+                slot, place, next_slot = next_slot, 0, next_slot + 1
+            slots.append(slot)
+            places.append(place)
+            place += 1
+            filled[slot] = place
+    num_new = next_slot - table.num_slots
+    return Placement(positions, index_array(slots), index_array(places), num_new)
 
 
 class SlotEviction:

@@ -23,7 +23,6 @@ import numpy as np
 from kvcache.base.arguments import (
     as_bool,
     as_byte_strings,
-    as_bytes,
     as_text,
     check_kind,
     check_methods,
@@ -55,7 +54,7 @@ from kvcache.offload.statistics import TierStatistics
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import Label
 from kvcache.requests.request_content import parse_namespace_name
-from kvcache.tenants import TenantLedger, TenantStatistics
+from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import UNOWNED
 
 
@@ -127,32 +126,6 @@ class TierCounts:
         """Count a look-up of this many keys."""
         self.num_hits += num_hits
         self.num_misses += num_misses
-
-    def statistics(
-        self,
-        options: TierOptions,
-        table: SlotTable,
-        tenants: tuple[TenantStatistics, ...] = (),
-    ) -> TierStatistics:
-        """Return frozen statistics. Reads the whole table."""
-        is_ready = table.states == READY
-        is_held = (table.num_loads > 0) | (table.num_spills > 0)
-        is_forgotten = (table.states == FORGOTTEN).reshape(-1, table.blocks_per_slot)
-        return TierStatistics(
-            medium=options.medium,
-            num_slots=table.num_slots,
-            blocks_per_slot=table.blocks_per_slot,
-            num_free_slots=len(table.free_slots),
-            num_ready=int(np.count_nonzero(is_ready)),
-            num_pending=int(np.count_nonzero(table.states == STORING)),
-            num_held=int(np.count_nonzero(is_ready & is_held)),
-            num_dirty=int(np.count_nonzero(table.is_dirty)),
-            num_quarantined_slots=int(np.count_nonzero(is_forgotten.any(axis=1))),
-            **asdict(self),
-            stored_bytes=self.num_stored * options.block_bytes,
-            loaded_bytes=self.num_loaded * options.block_bytes,
-            tenants=tenants,
-        )
 
 
 SpecOf: TypeAlias = Callable[[Sequence[OffloadKey], Int32Array], LoadStoreSpec]
@@ -299,7 +272,6 @@ class TierManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         *,
         labels: Label | None = None,
-        behind: OffloadKey | None = None,
         spares: Sequence[OffloadKey] = (),
         is_forced: bool = False,
         drops_dirty: bool = True,
@@ -314,7 +286,6 @@ class TierManager(OffloadingManager):
 
         Args:
             labels: one row per key, kept if this tier keeps labels.
-            behind: the key that `keys[0]` continues, so that it may share that key's slot.
             spares: keys that are not evicted for these, and count as used.
             is_forced: also store keys that have not been seen often enough.
             drops_dirty: also evict keys that no lower tier has.
@@ -331,8 +302,6 @@ class TierManager(OffloadingManager):
         drops_dirty = as_bool("drops_dirty", drops_dirty)
         needs_all = as_bool("needs_all", needs_all)
         tenant = as_text("tenant", tenant, may_be_empty=True)
-        if behind is not None:
-            as_bytes("behind", behind)
         self.contents.validate(labels, len(keys))
         positions = self._wanted(keys, addresses, is_forced)
         if self.is_adopting:
@@ -340,7 +309,7 @@ class TierManager(OffloadingManager):
             return None
         if (tenants := self.tenants) is not None:
             tenants.serve(tenants.account_named(tenant))
-        placement = place_keys(table, keys, addresses, positions, behind)
+        placement = place_keys(table, keys, addresses, positions)
         present = np.concatenate([spared, addresses])
         here = np.concatenate([table.slots_of(present[present != NO_ADDRESS]), placement.slots])
         here = here[here < table.num_slots]
@@ -465,8 +434,25 @@ class TierManager(OffloadingManager):
         return self.contents.take_events()
 
     def statistics(self) -> TierStatistics:
-        told = () if self.tenants is None else self.tenants.statistics()
-        return self.counts.statistics(self.options, self.slots, told)
+        options, table, counts = self.options, self.slots, self.counts
+        is_ready = table.states == READY
+        is_held = (table.num_loads > 0) | (table.num_spills > 0)
+        is_forgotten = (table.states == FORGOTTEN).reshape(-1, table.blocks_per_slot)
+        return TierStatistics(
+            medium=options.medium,
+            num_slots=table.num_slots,
+            blocks_per_slot=table.blocks_per_slot,
+            num_free_slots=len(table.free_slots),
+            num_ready=int(np.count_nonzero(is_ready)),
+            num_pending=int(np.count_nonzero(table.states == STORING)),
+            num_held=int(np.count_nonzero(is_ready & is_held)),
+            num_dirty=int(np.count_nonzero(table.is_dirty)),
+            num_quarantined_slots=int(np.count_nonzero(is_forgotten.any(axis=1))),
+            **asdict(counts),
+            stored_bytes=counts.num_stored * options.block_bytes,
+            loaded_bytes=counts.num_loaded * options.block_bytes,
+            tenants=() if self.tenants is None else self.tenants.statistics(),
+        )
 
     def check(self) -> None:
         """Raise InvariantError with the sum that failed."""

@@ -251,7 +251,6 @@ def tier_subject() -> Subject:
         {
             "keys": KEYS[4:],
             "labels": None,
-            "behind": KEYS[1],
             "spares": KEYS[:1],
             "is_forced": False,
             "drops_dirty": True,
@@ -259,7 +258,6 @@ def tier_subject() -> Subject:
             "tenant": "",
         },
         labels=LABELS.without(None),
-        behind=BYTES.without(None),
         spares=KEY_LIST,
         is_forced=BOOL,
         drops_dirty=BOOL,
@@ -343,12 +341,10 @@ def hierarchy_subjects() -> tuple[Subject, ...]:
             "keys": KEYS[:2],
             "now_s": 1.0,
             "labels": None,
-            "behind": KEYS[4],
             "is_private": True,
             "namespace": Namespace(0, None, "s", None),
         },
         labels=LABELS.without(None),
-        behind=BYTES.without(None),
         is_private=BOOL,
         namespace=NAMESPACE.without(None),
     )

@@ -139,13 +139,10 @@ class Walk:
         keys = self.request()
         self.hierarchy.host.sightings.see(keys)
         skipped = self.rng.randrange(len(keys))
-        behind = keys[skipped - 1] if skipped else None
         tenant = self.tenant_of[keys[0]]
         namespace = Namespace(0, None, None, tenant)
         before = self.slots_of_tenants("host")
-        job = self.hierarchy.plan_store(
-            keys[skipped:], self.now_s, behind=behind, namespace=namespace
-        )
+        job = self.hierarchy.plan_store(keys[skipped:], self.now_s, namespace=namespace)
         self.compare_tenants("host", before, tenant)
         if job is not None:
             assert [keys[skipped:][i] for i in job.positions.tolist()] == list(job.keys)

@@ -53,19 +53,15 @@ class Walk:
         keys = self.some_keys()
         if self.rng.random() < 0.1:
             keys += self.some_of(keys)
-        chain = next(chain for chain in self.chains if keys[0] in chain)
-        place = chain.index(keys[0])
-        behind = chain[place - 1] if place and self.rng.random() < 0.7 else None
         drops_dirty, needs_all = self.rng.random() < 0.5, self.rng.random() < 0.3
         are_copies = self.size == 1 and self.rng.random() < 0.4
         reserved = self.tier.reserve(
             keys,
-            behind=behind,
             drops_dirty=drops_dirty,
             needs_all=needs_all,
             are_copies=are_copies,
         )
-        expected = self.model.reserve(keys, behind, drops_dirty, needs_all, are_copies)
+        expected = self.model.reserve(keys, drops_dirty, needs_all, are_copies)
         if expected is None or reserved is None:
             assert reserved is None
             assert expected is None

@@ -100,14 +100,13 @@ class ModelTier:
     def reserve(
         self,
         keys: Sequence[OffloadKey],
-        behind: OffloadKey | None,
         drops_dirty: bool,
         needs_all: bool,
         are_copies: bool = False,
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Return the stored positions and the evicted keys; None if not all fit."""
         wanted = [i for i, key in enumerate(keys) if self.find(key) is None and key not in keys[:i]]
-        targets = self._targets(keys, wanted, behind)
+        targets = self._targets(keys, wanted)
         here = self.slots_of(keys) + [slot for slot, _ in targets if slot in self.slots]
         self.idle = [slot for slot in self.idle if slot not in here]
         new = list(dict.fromkeys(slot for slot, _ in targets if slot not in self.slots))
@@ -135,11 +134,11 @@ class ModelTier:
         return positions, evicted
 
     def _targets(
-        self, keys: Sequence[OffloadKey], wanted: list[int], behind: OffloadKey | None
+        self, keys: Sequence[OffloadKey], wanted: list[int]
     ) -> list[tuple[ModelSlot, int]]:
         targets: dict[int, tuple[ModelSlot, int]] = {}
         for i in wanted:
-            before = keys[i - 1] if i else behind
+            before = keys[i - 1] if i else None
             slot, place = ModelSlot(), 0
             if before is not None and before[-GROUP_BYTES:] == keys[i][-GROUP_BYTES:]:
                 found = targets.get(i - 1)

@@ -16,7 +16,7 @@ from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
 from kvcache.coordinator import prefix_loading
-from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.parts import OffloadParts
@@ -179,7 +179,7 @@ def test_hints_of_a_finished_request_order_the_tiers() -> None:
         told = bench.offloading.commands(bench.manager.take_commands(), step, result)
         stores += [command for command in told if isinstance(command, Store)]
     for store in stores:  # the blocks are stored after the requests have finished
-        bench.offloading.on_ended(EndedJob(store.job_id, "", 0, 0, ()))
+        bench.offloading.on_ended(Job(store.job_id))
     keys = [hosts.slots.keys[slot] for slot in hosts.eviction.order()]
     chains = []
     for each in new:
@@ -213,10 +213,9 @@ class Prefetching(Bench):
 
     def end(self, *jobs: Store | Load, is_ok: bool = True) -> None:
         for job in jobs:
-            failures = () if is_ok else (FailedForward(0, 0, "broken"),)
-            self.offloading.on_ended(
-                EndedJob(job.job_id, "", 0, 0, failures, is_wholly_failed=not is_ok)
-            )
+            failures = [] if is_ok else [FailedForward(0, 0, "broken")]
+            ended = Job(job.job_id, failures=failures, is_wholly_failed=not is_ok)
+            self.offloading.on_ended(ended)
 
     def loads(self) -> list[Load]:
         """Send an idle engine's step; return the loads that begin."""

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import InvariantError
-from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.offloading import Offloading
 from kvcache.coordinator.partial_block_swap import MAX_HOST_SHARE
 from kvcache.coordinator.parts import OffloadParts
@@ -106,11 +106,11 @@ class Bench:
         """Let every copy end, and send the consequences."""
         ended, self.running = self.running, []
         for job in ended:
-            failures = () if ok else (FailedForward(0, 0, "no"),)
+            failures = [] if ok else [FailedForward(0, 0, "no")]
             if isinstance(job, Load) and ok:
                 pairs = zip(job.sources.tolist(), job.destinations.tolist(), strict=True)
                 self.device.update({block: self.host[slot] for slot, block in pairs})
-            self.offloading.on_ended(EndedJob(job.job_id, "", 0, 0, failures))
+            self.offloading.on_ended(Job(job.job_id, failures=failures))
         self.send(self.offloading.commands(self.manager.take_commands()))
 
     def run(self, name: str = "r", tokens: Sequence[int] = TOKENS[:30], **rest: Any) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.base.logs import get_logger
-from kvcache.coordinator.job_table import EndedJob, JobTable
+from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.tier_hits import BoolArray
 from kvcache.integrations.vllm.adapters import AdapterRevisions, digest_below
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
@@ -761,14 +761,14 @@ class BlockStore:
 
     # --- ends
 
-    def _end(self, job: EndedJob) -> None:
+    def _end(self, job: Job) -> None:
         """Take the reports of all ranks."""
         tiers = self._tiers
         kind = self._kinds.pop(job.job_id, None)
         if tiers is None or kind is None:
             return
         is_ok = not job.failures
-        failed = () if job.is_wholly_failed else job.block_ids
+        failed = set() if job.is_wholly_failed else job.block_ids
         if not is_ok:
             told = "; ".join(f"rank {each.rank}: {each.detail}" for each in job.failures)
             logger.warning("%s %d failed: %s", kind.value, job.job_id, told)
