@@ -59,9 +59,7 @@ def hit_tokens(manager: KVCacheManager, tokens: list[int]) -> int:
 def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: Shape) -> None:
     wanted = 44 if shape is CHUNKED else 48  # at the end of a chunk, nothing before it is needed
     tokens = TOKENS[: wanted + 1]
-    manager = make_manager(
-        shape,
-    )
+    manager = make_manager(shape)
     num_free = manager.statistics().core.num_free_blocks
     load = manager.tiers.loads.begin(request_of(tokens), wanted)
     assert load is not None
@@ -77,9 +75,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: S
     ids = [int(i) for ids in load.block_ids for i in ids]
     assert sorted(block_id for block_id, *_ in told) == sorted(ids)
 
-    other = make_manager(
-        shape,
-    )
+    other = make_manager(shape)
     computed = request_of(tokens)
     other.allocate_slots(computed, wanted)
     expected = {(group, digest, parent) for _, group, digest, parent in labels(other)}
@@ -92,9 +88,7 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: S
 
 
 def test_only_what_the_device_does_not_have_is_loaded() -> None:
-    manager = make_manager(
-        HYBRID,
-    )
+    manager = make_manager(HYBRID)
     first = request_of(TOKENS[:20], "first")
     manager.allocate_slots(first, 20)
     manager.free(first)
@@ -106,9 +100,7 @@ def test_only_what_the_device_does_not_have_is_loaded() -> None:
 
 
 def test_an_abandoned_load_leaves_nothing() -> None:
-    manager = make_manager(
-        HYBRID,
-    )
+    manager = make_manager(HYBRID)
     before = manager.statistics().core
     load = manager.tiers.loads.begin(request_of(TOKENS), 24)
     assert load is not None
@@ -133,9 +125,7 @@ def test_without_room_or_while_draining_nothing_is_begun() -> None:
 
 
 def test_a_drain_outlives_a_load_and_keeps_nothing_of_it() -> None:
-    manager = make_manager(
-        FULL,
-    )
+    manager = make_manager(FULL)
     load = manager.tiers.loads.begin(request_of(TOKENS), 48)
     assert load is not None
     assert not manager.reset_prefix_cache(drain=True)
@@ -187,9 +177,7 @@ def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays() 
 
 
 def test_a_tail_that_nobody_takes_is_free_again() -> None:
-    manager = make_manager(
-        FULL,
-    )
+    manager = make_manager(FULL)
     loads = manager.tiers.loads
     request = request_of(TOKENS[:22])
     request.append_output_token_ids(TOKENS[22:30])

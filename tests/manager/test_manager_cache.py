@@ -129,9 +129,7 @@ def test_a_reset_is_refused_while_blocks_are_in_use(caplog: pytest.LogCaptureFix
 def test_a_refused_reset_names_pins_holds_loads_and_copies_that_wait(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    manager = make_manager(
-        has_workers=True,
-    )
+    manager = make_manager(has_workers=True)
     parent = Request("parent", list(range(6)))
     manager.allocate_slots(parent, 6)
     parent.num_computed_tokens = 6

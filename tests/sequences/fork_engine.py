@@ -237,9 +237,7 @@ class ForkEngine:
 
     def finish_all(self) -> None:
         self.client.wait_finished(self.last_step)
-        self.send(
-            StepRequest(completed_step=self.finished_step(), finished=tuple(self.known)),
-        )
+        self.send(StepRequest(completed_step=self.finished_step(), finished=tuple(self.known)))
         self.client.wait_finished(self.last_step)
 
     # --- sending -------------------------------------------------------------------------------

@@ -70,9 +70,7 @@ def test_nothing_is_merged_before_the_steps_are_complete() -> None:
 
 
 def test_without_the_option_duplicates_stay() -> None:
-    manager = make_manager(
-        HYBRID,
-    )
+    manager = make_manager(HYBRID)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=2)
