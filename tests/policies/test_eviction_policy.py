@@ -41,31 +41,6 @@ def test_a_removed_policy_is_replaced_with_a_warning(
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-def test_a_policy_gives_out_every_entry_once(name: str) -> None:
-    policy = make_eviction_policy(name, 10, WrittenBook())
-    policy.insert([1, 2, 3, 4, 5])
-    policy.remove([2])
-    policy.discard([4])
-    assert len(policy) == 3
-    assert (1 in policy, 2 in policy) == (True, False)
-    order = policy.order()
-    assert evict(policy, 2) == order[:2]
-    policy.put_back(order[:2])
-    assert policy.order() == order
-    assert evict(policy, 9) == order
-    assert len(policy) == 0
-
-
-def test_lru_evicts_what_came_out_of_use_first() -> None:
-    policy = make_eviction_policy("lru", 10, WrittenBook())
-    policy.insert([3, 1])
-    policy.insert([2])
-    policy.remove([3])
-    policy.insert([3])
-    assert policy.order() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 @pytest.mark.seeds(1, long=3)
 def test_a_policy_gives_out_as_many_entries_as_are_wanted(name: str, seed: int) -> None:
     choose = random.Random(seed)

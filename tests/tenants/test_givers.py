@@ -26,17 +26,6 @@ def one_by_one(givers: list[Giver], num_blocks: int) -> list[int]:
     return counts
 
 
-def test_who_is_most_over_his_share_gives_until_all_are_level() -> None:
-    givers = [Giver(1, 10, 1.0, 10), Giver(2, 6, 1.0, 6), Giver(3, 2, 1.0, 2)]
-    assert counts_to_give(givers, 4) == [4, 0, 0]
-    assert counts_to_give(givers, 6) == [5, 1, 0]
-    assert counts_to_give(givers, 100) == [10, 6, 2]
-
-
-def test_a_tenant_of_twice_the_weight_keeps_twice_as_much() -> None:
-    assert counts_to_give([Giver(1, 30, 1.0, 30), Giver(2, 30, 2.0, 30)], 30) == [20, 10]
-
-
 @pytest.mark.seeds(200)
 def test_counts_are_those_of_one_block_after_the_other(seed: int) -> None:
     rng = random.Random(seed)
