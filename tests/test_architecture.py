@@ -56,7 +56,6 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("machine", "names", "free_queue"),
         ("kinds",),
         ("columns",),
-        ("interface",),
         ("prefix_tree", "digesting"),
         ("pool", "hits", "running"),
         ("states",),

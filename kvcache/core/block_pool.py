@@ -41,17 +41,17 @@ from kvcache.base.errors import (
     OutOfBlocksError,
     RequestError,
 )
-from kvcache.core.audit import check_list, check_nodes
-from kvcache.core.columns import ColumnStore
-from kvcache.core.eviction import PolicyOrder
-from kvcache.core.forgetting import forget
-from kvcache.core.interface import (
+from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
     ReferenceKind,
 )
+from kvcache.core.audit import check_list, check_nodes
+from kvcache.core.columns import ColumnStore
+from kvcache.core.eviction import PolicyOrder
+from kvcache.core.forgetting import forget
 from kvcache.core.names import *
 from kvcache.core.pool import acquire_all, first_free, release_all, take_blocks, take_listed
 from kvcache.core.prefix_tree import get_or_add_child, new_root, put_block

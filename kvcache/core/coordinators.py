@@ -15,8 +15,8 @@ from math import gcd, lcm
 from kvcache.base.arguments import as_bool, as_byte_strings, as_int, check_kind
 from kvcache.base.arrays import EMPTY_INT32, int32_array
 from kvcache.base.errors import ConfigurationError, RequestError
+from kvcache.core import CacheHit, Reservation, release_order
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.interface import CacheHit, Reservation, release_order
 from kvcache.core.single_type_managers import (
     MANAGERS,
     SingleTypeKVCacheManager,

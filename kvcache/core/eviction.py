@@ -24,6 +24,7 @@ import numpy as np
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.errors import InvariantError
+from kvcache.core import OffloadHooks
 from kvcache.core.columns import (
     BLANK,
     BLANKED,
@@ -45,7 +46,6 @@ from kvcache.core.columns import (
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
-from kvcache.core.interface import OffloadHooks
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy

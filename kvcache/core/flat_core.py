@@ -22,14 +22,7 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError, RequestError
-from kvcache.core.audit import check_core, dump_core, free_list
-from kvcache.core.columns import ColumnStore
-from kvcache.core.digesting import Digester
-from kvcache.core.eviction import PolicyOrder, offer_oldest
-from kvcache.core.forgetting import count_sealed, forget
-from kvcache.core.forks import RowForks
-from kvcache.core.hits import look_up, stale_hit
-from kvcache.core.interface import (
+from kvcache.core import (
     CacheHit,
     CoreSettings,
     CoreStatistics,
@@ -42,6 +35,13 @@ from kvcache.core.interface import (
     patch_of,
     release_order,
 )
+from kvcache.core.audit import check_core, dump_core, free_list
+from kvcache.core.columns import ColumnStore
+from kvcache.core.digesting import Digester
+from kvcache.core.eviction import PolicyOrder, offer_oldest
+from kvcache.core.forgetting import count_sealed, forget
+from kvcache.core.forks import RowForks
+from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.kinds.rule import SIZE
 from kvcache.core.names import *
 from kvcache.core.notifier import Notifier

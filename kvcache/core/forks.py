@@ -15,8 +15,8 @@ import numpy as np
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import RequestError
+from kvcache.core import NewestState, TableChange
 from kvcache.core.columns import ColumnStore
-from kvcache.core.interface import NewestState, TableChange
 from kvcache.core.kinds.rule import COLUMN, ENCODER, EXTRA, KIND, SIZE, STATE
 from kvcache.core.names import *
 from kvcache.core.notifier import Notifier

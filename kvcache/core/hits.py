@@ -13,8 +13,8 @@ import numpy as np
 from numba import types
 
 from kvcache.base.errors import RequestError
+from kvcache.core import CacheHit
 from kvcache.core.columns import columns_of, search_of
-from kvcache.core.interface import CacheHit
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
 from kvcache.core.machine import CORE, INT, INTS, address_of, inner, kernel, routine

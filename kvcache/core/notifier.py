@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.core.columns import ColumnStore
-from kvcache.core.digesting import Digester, describe
-from kvcache.core.interface import (
+from kvcache.core import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
     CacheEvent,
     CoreSettings,
 )
+from kvcache.core.columns import ColumnStore
+from kvcache.core.digesting import Digester, describe
 from kvcache.core.kinds.rule import LENGTH, SIZE
 from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
 from kvcache.protocol.labels import extra_keys_bytes, join_labels

@@ -23,8 +23,8 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.arrays import Ids
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError
+from kvcache.core import ReferenceKind, Reservation
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.interface import ReferenceKind, Reservation
 from kvcache.core.kinds.registry import longest_hit
 from kvcache.requests.hashing import BlockHash
 from kvcache.requests.request import Request

@@ -16,7 +16,7 @@ from kvcache.base.arguments import (
 )
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.tenants import TenantsConfig
-from kvcache.core.interface import CoreSettings
+from kvcache.core import CoreSettings
 from kvcache.requests.hashing import RequestBlockHasher
 from kvcache.specs import KVCacheConfig
 from kvcache.tenants import TenantLedger, TierShares

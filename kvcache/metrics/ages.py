@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.core import CoreSettings
 from kvcache.core.columns import AT_EVICTION, AT_HIT, BlockAges
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.metrics.metric import HistogramSample, Metric
 
 

@@ -16,6 +16,7 @@ from kvcache.core import (
     BlocksRemoved,
     CacheEvent,
     CacheHit,
+    CoreSettings,
     EventSink,
     Reservation,
     TableChange,
@@ -26,7 +27,6 @@ from kvcache.core import (
 )
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.core.pool import acquire_all
 from kvcache.protocol.commands import Command, Copy, Unlabel
 from kvcache.requests.request import Namespace, Request

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import KVCacheError
+from kvcache.core import CoreSettings
 from kvcache.core.flat_core import CoreFactory, FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager
 from kvcache.manager.pins import Pin
 from kvcache.protocol.commands import BlockTablePatch

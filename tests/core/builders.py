@@ -10,6 +10,7 @@ import numpy as np
 from kvcache.core import (
     CacheEvent,
     CacheHit,
+    CoreSettings,
     NewestState,
     Reservation,
     RowsReserved,
@@ -18,7 +19,6 @@ from kvcache.core import (
 from kvcache.core.audit import free_list
 from kvcache.core.columns import FLAGS, IS_SHARING
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.core.running import (
     END,
     END_OF_OWN,

@@ -24,6 +24,7 @@ from kvcache.core import (
     BlocksRemoved,
     BlocksStored,
     CacheHit,
+    CoreSettings,
     CoreStatistics,
     NewestState,
     Reservation,
@@ -32,7 +33,6 @@ from kvcache.core import (
     patch_of,
 )
 from kvcache.core.hits import stale_hit
-from kvcache.core.interface import CoreSettings
 from kvcache.core.running import (
     COMPUTED,
     END,

@@ -11,8 +11,8 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import RequestError
+from kvcache.core import CoreSettings
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager, request_table
 from kvcache.policies import hinted
 from kvcache.protocol.step import Fork, RequestHints, StepResult

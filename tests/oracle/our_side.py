@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvcache.core import CoreSettings
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager
 from kvcache.requests.request import Request
 from kvcache.specs import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvcache.core import CoreSettings
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.manager import KVCacheManager
 from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.requests.request import Request

@@ -14,8 +14,8 @@ import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
+from kvcache.core import CoreSettings
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.policies import EVICTION_POLICIES, hinted
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request

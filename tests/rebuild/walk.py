@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcache.core import AllBlocksCleared, BlocksStored, Reservation
+from kvcache.core import AllBlocksCleared, BlocksStored, CoreSettings, Reservation
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.interface import CoreSettings
 from kvcache.protocol.commands import Command
 from kvcache.protocol.labels import BlockLabel, LabelSet
 from kvcache.requests.hashing import get_request_block_hasher
