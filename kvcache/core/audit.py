@@ -44,7 +44,7 @@ def check_core(core: FlatCore) -> None:
 def dump_core(core: FlatCore) -> dict[str, object]:
     """Return contents, rows and orders as plain values. Cores that act alike have equal dumps."""
     c = core.store.columns
-    contents = core.contents()
+    contents = core.store.contents()
     core.digester.make(int32_array([n for n, _, _, _ in contents]))
     serials = {step.serial: (client, step.step) for client, step in core.steps.waiting()}
     return {
@@ -53,7 +53,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             (
                 b,
                 g,
-                str(core.namespaces[core.root_of(n)]),
+                str(core.namespaces[core.store.root_of(n)]),
                 c.digest[n].tobytes().hex(),
                 None if is_sealed else serials.get(int(c.node[n, OWNER + 2 * g])),
             )
@@ -62,7 +62,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
         "free": free_list(core.store),
         "order": [] if core.order is None else core.order.policy.order(),
         "tables": {
-            name: [core.table(r, g).tolist() for g in range(core.store.num_groups)]
+            name: [core.store.table(r, g).tolist() for g in range(core.store.num_groups)]
             for name, r in sorted(core.rows.items())
         },
         "ends": {
@@ -170,7 +170,7 @@ def check_nodes(store: ColumnStore, all_roots: Iterable[int], rows: Iterable[int
 
 
 def _check_contents(core: FlatCore) -> None:
-    c, contents = core.store.columns, core.contents()
+    c, contents = core.store.columns, core.store.contents()
     open_serials = {step.serial for _, step in core.steps.waiting()}
     for n, g, b, is_sealed in contents:
         owner = int(c.node[n, OWNER + 2 * g])
@@ -213,7 +213,10 @@ def _check_rows(core: FlatCore) -> Counter[int]:
                 length = int(c.group[g, LENGTH])
                 if c.group[g, KIND] != FULL or u % length:
                     continue
-                mine, cached = int(core.table(r, g)[u // length - 1]), int(c.node[n, BLOCK + 2 * g])
+                mine, cached = (
+                    int(core.store.table(r, g)[u // length - 1]),
+                    int(c.node[n, BLOCK + 2 * g]),
+                )
                 _require(cached, f"{name} continues node {n}, which has lost its block")
                 if mine != cached:
                     duplicates += 1
@@ -227,7 +230,9 @@ def _check_rows(core: FlatCore) -> Counter[int]:
             _require(
                 kept <= c.row[r, COLUMNS + 2 * g], f"{name} has skipped more than its table has"
             )
-            _require(not core.table(r, g)[:kept].any(), f"{name} has blocks that it has skipped")
+            _require(
+                not core.store.table(r, g)[:kept].any(), f"{name} has blocks that it has skipped"
+            )
     closed = np.setdiff1d(np.arange(len(c.row)), list(core.rows.values()))
     _require(not c.forward[closed, ENDS:].any(), "forwards are noted of closed rows")
     return held
@@ -242,15 +247,15 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
     wrong = np.flatnonzero((owners != UNOWNED) != is_used)
     _require(not len(wrong), f"blocks {wrong[:5]} have a tenant but are unused, or the reverse")
     unheld: Counter[int] = Counter()
-    for n, _, b, _ in core.contents():
-        namespace = core.namespaces[core.root_of(n)]
+    for n, _, b, _ in core.store.contents():
+        namespace = core.namespaces[core.store.root_of(n)]
         number = tenants.account(namespace).number
         _require(owners[b] == number, f"block {b} of {namespace} is tenant {owners[b]}'s")
         unheld[number] += c.block[b, REF] == 0
     for name, r in core.rows.items():
         number = tenants.account(core.namespaces[int(c.row[r, ROOT])]).number
         for g in range(core.store.num_groups):
-            table = core.table(r, g)
+            table = core.store.table(r, g)
             others = table[(table != 0) & (owners[table] != number)]
             _require(not len(others), f"{name} has blocks {others[:5]} of another tenant")
     for account in tenants.accounts():
@@ -262,7 +267,7 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
 
 
 def _check_references(core: FlatCore, duplicates: Counter[int]) -> None:
-    counts: Any = core.blocks_in_tables()
+    counts: Any = core.store.blocks_in_tables()
     for others in (core.pins, core.forks.copied, duplicates):
         for b, count in others.items():
             counts[b] += count

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.base.arrays import Int32Array
 from kvcache.base.compiled import IS_PLAIN
 from kvcache.base.errors import ConfigurationError
 from kvcache.core.kinds.registry import rule_of
@@ -296,6 +297,38 @@ class ColumnStore:
                 mark=_grown(c.mark, wanted),
             )
         return lacking <= wanted - size
+
+    def table(self, r: int, g: int) -> Int32Array:
+        """Return a view of a row's table of one group."""
+        c = self.columns
+        table: Int32Array = c.table[r * self.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)]
+        return table
+
+    def blocks_in_tables(self) -> Int32Array:
+        """Return how many rows have each block in their tables. O(rows)."""
+        held = np.zeros(len(self.columns.block), np.int32)
+        for r in np.flatnonzero(self.columns.row[:, FLAGS] & IS_OPEN).tolist():
+            for g in range(self.num_groups):
+                held[self.table(r, g)] += 1
+        held[0] = 0
+        return held
+
+    def contents(self) -> list[tuple[int, int, int, bool]]:
+        """Return node, group, block and whether it is sealed, for all cached blocks."""
+        c = self.columns
+        node = c.node[: c.number[NEXT_NODE]]
+        nodes, groups = np.nonzero(node[:, BLOCK::2])
+        blocks, owners = node[nodes, BLOCK + 2 * groups], node[nodes, OWNER + 2 * groups]
+        is_sealed = (owners < c.number[SEALED_BELOW]) | (c.client[owners & (NUM_STEPS - 1)] == 0)
+        columns = nodes, groups, blocks, is_sealed
+        return list(zip(*[column.tolist() for column in columns], strict=True))
+
+    def root_of(self, n: int) -> int:
+        """Return the root above a node."""
+        node = self.columns.node
+        while parent := node.item(n, PARENT):
+            n = parent
+        return n
 
     def _bind(self) -> None:
         c = self.columns

@@ -226,7 +226,6 @@ class FlatCore:
 
         Requests that hit such blocks keep them, without content.
         """
-        self._last = None
         failed = self.steps.take_failed(client_id, from_step)
         if failed:
             last = failed[-1]
@@ -389,7 +388,7 @@ class FlatCore:
         if self.tenants is not None:
             how = BY_TENANT
         publishes, lacks_nodes = self.is_caching and store.num_groups > 0, False
-        code, num_busy, self._last = NEEDS_SPACE, 0, None
+        code, num_busy = NEEDS_SPACE, 0
         while code != DONE:
             code, first, second, third = run_rows(
                 store.address, publishes, how, lacks_nodes, num_busy, store.num_reached,
@@ -462,7 +461,6 @@ class FlatCore:
         while len(store.free_rows) < len(slots):
             store.more_rows()
         self._reach_rows(count)
-        self._last = None
         client = 0 if self.steps.current is None else self.steps.current.client
         free, answers = store.free_rows[: -len(slots) - 1 : -1], np.empty((3, count), np.int32)
         places, num_admitted = np.array((free, slots), np.int32), -1
@@ -514,7 +512,6 @@ class FlatCore:
                     f"request {request.request_id} has {columns} blocks in group {g}, "
                     f"{num_tokens // size} cannot be cached: allocate them first"
                 )
-        self._last = None
         self._publish(r, request, num_tokens)
         self._settle()
 
@@ -532,7 +529,6 @@ class FlatCore:
         """
         r = self.rows.get(parent.request_id, NO_ROW)
         self.forks.require_blocks(r, parent.request_id, num_tokens, newest)
-        self._last = None
         num_units = num_tokens // self.hash_block_size
         if self.store.columns.row.item(r, UNITS) > num_units:
             # When the parent writes, the partly filled block may be freed before later blocks.
@@ -596,7 +592,7 @@ class FlatCore:
         r = self.rows.get(request_id, NO_ROW)
         if r == NO_ROW:
             return tuple([[] for _ in range(self.store.num_groups)])
-        return tuple([self.table(r, g).tolist() for g in range(self.store.num_groups)])
+        return tuple([self.store.table(r, g).tolist() for g in range(self.store.num_groups)])
 
     def common_prefix_blocks(self, request_id: str, num_running_requests: int) -> list[int]:
         """Return, per group, how many leading blocks every running request shares."""
@@ -604,9 +600,9 @@ class FlatCore:
         counts = [0] * self.store.num_groups
         if r == NO_ROW or not self.prefix_groups:
             return counts
-        held = self.blocks_in_tables()
+        held = self.store.blocks_in_tables()
         for g in self.prefix_groups:
-            differs = held[self.table(r, g)] != num_running_requests
+            differs = held[self.store.table(r, g)] != num_running_requests
             counts[g] = int(differs.argmax()) if differs.any() else len(differs)
         return counts
 
@@ -615,7 +611,7 @@ class FlatCore:
     def sealed_contents(self) -> SealedContents:
         """Return what the labels of all sealed blocks say. O(blocks)."""
         c = self.store.columns
-        ids = [(b, g, n) for n, g, b, is_sealed in self.contents() if is_sealed]
+        ids = [(b, g, n) for n, g, b, is_sealed in self.store.contents() if is_sealed]
         if not ids:
             return SealedContents(EMPTY_INT32, EMPTY_INT32, b"")
         blocks, groups, nodes = int32_array(np.array(ids, np.int32).T)
@@ -626,7 +622,6 @@ class FlatCore:
     def pin(self, hit: CacheHit) -> None:
         """Add a pin reference to the blocks of `hit`, which was just looked up."""
         ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
-        self._last = None
         acquire_all(self.store.address, ids)
         self.pins.update(ids.tolist())
         self._settle()
@@ -634,7 +629,6 @@ class FlatCore:
     def unpin(self, hit: CacheHit) -> None:
         """Drop one pin reference per block of `hit`."""
         ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
-        self._last = None
         self.pins -= Counter(ids.tolist())
         release_all(self.store.address, ids)
         self._settle()
@@ -650,7 +644,6 @@ class FlatCore:
         bad = [b for b in block_ids if not 0 <= b < num_blocks]
         if bad:
             raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {num_blocks}")
-        self._last = None
         self._forget(int32_array(block_ids))
 
     def reset(self) -> int:
@@ -678,9 +671,8 @@ class FlatCore:
 
     def _forget_all(self) -> None:
         c = self.store.columns
-        self._last = None
         cached = int32_array(np.flatnonzero(c.block[:, NODE]))
-        sealed = int32_array([b for _, _, b, is_sealed in self.contents() if is_sealed])
+        sealed = int32_array([b for _, _, b, is_sealed in self.store.contents() if is_sealed])
         no_caching = c.row[:, FLAGS] & NO_CACHING
         c.number[LOGS_GONE] = 0
         forget(self.store.address, cached, 0, 0, self._no_blocks())
@@ -698,7 +690,6 @@ class FlatCore:
         """Return label, unlabel, zero and copy commands since the last call, in order."""
         commands = self.notifier.take_commands()
         if self.forks.release_copied():
-            self._last = None
             self._settle()
         return commands
 
@@ -727,7 +718,7 @@ class FlatCore:
                 ReferenceKind.PIN.value: self.pins.total(),
                 ReferenceKind.FORK.value: self.forks.copied.total(),
                 ReferenceKind.TRANSFER.value: 0,
-                ReferenceKind.REQUEST.value: int(self.blocks_in_tables().sum()),
+                ReferenceKind.REQUEST.value: int(self.store.blocks_in_tables().sum()),
             },
             num_merged_blocks=self._num_merged,
             merged_bytes=self._num_merged * self._block_bytes,
@@ -750,46 +741,11 @@ class FlatCore:
         Raises:
             BlockError: a block is referenced or cached already; nothing was changed.
         """
-        self._last = None
         kept = rebuild(self, labels)
         self._settle()
         return kept
 
     # --- for other modules of the core -------------------------------------------------------
-
-    def table(self, r: int, g: int) -> Int32Array:
-        """Return a view of a row's table of one group."""
-        c = self.store.columns
-        columns: Int32Array = c.table[
-            r * self.store.num_groups + g, : c.row.item(r, COLUMNS + 2 * g)
-        ]
-        return columns
-
-    def blocks_in_tables(self) -> Int32Array:
-        """Return how many rows have each block in their tables. O(rows)."""
-        held = np.zeros(len(self.store.columns.block), np.int32)
-        for r in self.rows.values():
-            for g in range(self.store.num_groups):
-                held[self.table(r, g)] += 1
-        held[0] = 0
-        return held
-
-    def contents(self) -> list[tuple[int, int, int, bool]]:
-        """Return node, group, block and whether it is sealed, for all cached blocks."""
-        c = self.store.columns
-        node = c.node[: c.number[NEXT_NODE]]
-        nodes, groups = np.nonzero(node[:, BLOCK::2])
-        blocks, owners = node[nodes, BLOCK + 2 * groups], node[nodes, OWNER + 2 * groups]
-        is_sealed = (owners < c.number[SEALED_BELOW]) | (c.client[owners & (NUM_STEPS - 1)] == 0)
-        columns = nodes, groups, blocks, is_sealed
-        return list(zip(*[column.tolist() for column in columns], strict=True))
-
-    def root_of(self, n: int) -> int:
-        """Return the root above a node."""
-        node = self.store.columns.node
-        while parent := node.item(n, PARENT):
-            n = parent
-        return n
 
     def root(self, namespace: Namespace) -> int:
         """Return the root of a namespace; make it if necessary. InvariantError: no node is left."""
@@ -840,6 +796,7 @@ class FlatCore:
 
     def _settle(self) -> None:
         """Read the kernels' logs: report forgotten contents, then what became hittable."""
+        self._last = None
         cells = self.store.cells
         if self.order is None and cells[HAS_GAPS]:
             self.order = self._make_order()
@@ -988,7 +945,6 @@ class FlatCore:
             and (cached < (row.item(r, UNITS) + 1) * unit or not self._publishes(r))
         ):
             return []
-        self._last = None
         if is_late:
             serve_row(store.address, r, computed, wanted, SKIP, 0)
             self._settle()
@@ -1034,7 +990,7 @@ class FlatCore:
         for r, generation, first, end in published:
             if self.store.columns.row.item(r, GENERATION) != generation:
                 continue
-            tables = [self.table(r, g) for g in range(self.store.num_groups)]
+            tables = [self.store.table(r, g) for g in range(self.store.num_groups)]
             before = [table.copy() for table in tables]
             self._num_merged += merge_row(self.store.address, r, first, end)
             for g, (old, new) in enumerate(zip(before, tables, strict=True)):

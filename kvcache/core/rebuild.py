@@ -322,7 +322,7 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
         notes = np.zeros((len(nodes), 5), np.int32)
         notes[:, 0] = nodes[np.argsort(ranks[nodes])]
         notes[:, 1], notes[:, 2] = g, -1
-        notes[:, 4] = [core.root_of(n) for n in notes[:, 0].tolist()]
+        notes[:, 4] = [core.store.root_of(n) for n in notes[:, 0].tolist()]
         core.notifier.sealed(notes, is_labelled=True)
     return len(victims)
 

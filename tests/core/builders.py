@@ -139,7 +139,7 @@ def eviction_order(core: FlatCore) -> list[int]:
     """Return the cached blocks without references, the next victim first."""
     if core.order is not None:
         return [int(block) for block in core.order.policy.order()]
-    cached = {block for _, _, block, _ in core.contents()}
+    cached = {block for _, _, block, _ in core.store.contents()}
     return [block for block in free_list(core.store) if block in cached]
 
 

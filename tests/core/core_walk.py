@@ -446,10 +446,10 @@ class Walk:
 
 def flat_contents(core: FlatCore) -> dict[tuple[object, ...], int]:
     """Return the block of every content: namespace, group, digest, whether it is sealed."""
-    found = [*core.contents()]
+    found = [*core.store.contents()]
     core.digester.make(np.array([n for n, *_ in found], np.int32))
     digests = core.store.columns.digest
     return {
-        (core.namespaces[core.root_of(n)], g, digests[n].tobytes(), is_sealed): block
+        (core.namespaces[core.store.root_of(n)], g, digests[n].tobytes(), is_sealed): block
         for n, g, block, is_sealed in found
     }

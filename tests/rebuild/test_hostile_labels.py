@@ -200,7 +200,7 @@ def test_tails_of_a_windowed_group_go_first_where_the_prefix_groups_labels_are_l
     assert num_kept == 3
     run_request(core, make_request("filler", [7] * 4 * 9))  # of 19 blocks it takes 18
     tokens = core.store.columns.tokens
-    kept = {int(tokens[n, 0]) for n, g, _, _ in core.contents() if g == 1}
+    kept = {int(tokens[n, 0]) for n, g, _, _ in core.store.contents() if g == 1}
     assert kept == {1, 7}
 
 
