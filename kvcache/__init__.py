@@ -55,23 +55,6 @@ if TYPE_CHECKING:
         ReferenceKind,
     )
     from kvcache.core.block_pool import BlockPool, BlockState, KVCacheBlock
-    from kvcache.core.coordinators import (
-        HybridKVCacheCoordinator,
-        KVCacheCoordinator,
-        KVCacheCoordinatorNoPrefixCache,
-        UnitaryKVCacheCoordinator,
-        get_kv_cache_coordinator,
-    )
-    from kvcache.core.free_queue import FreeKVCacheBlockQueue
-    from kvcache.core.single_type_managers import (
-        ChunkedLocalAttentionManager,
-        CrossAttentionManager,
-        FullAttentionManager,
-        MambaManager,
-        SingleTypeKVCacheManager,
-        SlidingWindowManager,
-        get_manager_for_kv_cache_spec,
-    )
     from kvcache.manager import KVCacheManager
     from kvcache.manager.cache_blocks import KVCacheBlocks
     from kvcache.manager.pins import Pin
@@ -153,15 +136,29 @@ if TYPE_CHECKING:
         MLAAttentionSpec,
         SlidingWindowSpec,
     )
+    from kvcache.tables.coordinators import (
+        HybridKVCacheCoordinator,
+        KVCacheCoordinator,
+        KVCacheCoordinatorNoPrefixCache,
+        UnitaryKVCacheCoordinator,
+        get_kv_cache_coordinator,
+    )
+    from kvcache.tables.free_queue import FreeKVCacheBlockQueue
+    from kvcache.tables.single_type_managers import (
+        ChunkedLocalAttentionManager,
+        CrossAttentionManager,
+        FullAttentionManager,
+        MambaManager,
+        SingleTypeKVCacheManager,
+        SlidingWindowManager,
+        get_manager_for_kv_cache_spec,
+    )
 
 _MODULES = (
     "kvcache.base.clock",
     "kvcache.base.errors",
     "kvcache.core",
     "kvcache.core.block_pool",
-    "kvcache.core.coordinators",
-    "kvcache.core.free_queue",
-    "kvcache.core.single_type_managers",
     "kvcache.manager",
     "kvcache.manager.cache_blocks",
     "kvcache.manager.pins",
@@ -173,6 +170,9 @@ _MODULES = (
     "kvcache.requests.request",
     "kvcache.sequences",
     "kvcache.specs",
+    "kvcache.tables.coordinators",
+    "kvcache.tables.free_queue",
+    "kvcache.tables.single_type_managers",
 )
 
 __all__ = [

@@ -22,7 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("specs", "policies", "requests", "config"),
     ("protocol", "tenants", "planner", "memory_service", "sharing"),
     ("core",),
-    ("manager", "sequences", "offload", "events"),
+    ("manager", "tables", "sequences", "offload", "events"),
     ("worker", "coordinator"),
     ("client", "recorder", "metrics", "simulate", "replay"),
     ("integrations",),
@@ -53,7 +53,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("kv_cache_manager",),
     ),
     "core": (
-        ("machine", "names", "free_queue"),
+        ("machine", "names"),
         ("kinds",),
         ("columns",),
         ("prefix_tree", "digesting"),
@@ -64,9 +64,8 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("eviction",),
         ("audit", "rebuild", "flat_core"),
         ("block_pool",),
-        ("single_type_managers",),
-        ("coordinators",),
     ),
+    "tables": (("single_type_managers", "free_queue"), ("coordinators",)),
     "coordinator": (
         (
             "event_feed",

@@ -50,12 +50,12 @@ from kvcache.core import (
     Reservation,
 )
 from kvcache.core.flat_core import FlatCore
-from kvcache.core.single_type_managers import MANAGERS
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.labels import LabelSet
 from kvcache.requests.hashing import BlockHash
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import KVCacheSpec
+from kvcache.tables.single_type_managers import MANAGERS
 from tests.attack.argument_kinds import (
     BOOL,
     BYTES,

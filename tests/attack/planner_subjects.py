@@ -43,7 +43,6 @@ from kvcache import (
     unify_kv_cache_configs,
 )
 from kvcache.config import ClusterConfig, parse_config
-from kvcache.core.single_type_managers import MANAGERS
 from kvcache.planner import (
     RankCoordinates,
     get_kv_cache_groups,
@@ -67,6 +66,7 @@ from kvcache.specs import (
     require_eagle_support,
     spec_from_dict,
 )
+from kvcache.tables.single_type_managers import MANAGERS
 from tests.attack.argument_kinds import (
     BOOL,
     COUNT,

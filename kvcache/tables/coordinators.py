@@ -17,15 +17,15 @@ from kvcache.base.arrays import EMPTY_INT32, int32_array
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.core import CacheHit, Reservation, release_order
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.single_type_managers import (
-    MANAGERS,
-    SingleTypeKVCacheManager,
-    get_manager_for_kv_cache_spec,
-)
 from kvcache.requests.hashing import BlockHash
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import Namespace
 from kvcache.specs import KVCacheConfig, KVCacheSpec, can_cache_prefixes, require_eagle_support
+from kvcache.tables.single_type_managers import (
+    MANAGERS,
+    SingleTypeKVCacheManager,
+    get_manager_for_kv_cache_spec,
+)
 
 
 class KVCacheCoordinator(ABC):

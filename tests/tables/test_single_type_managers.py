@@ -10,7 +10,8 @@ from kvcache import KVCacheManager, Request
 from kvcache.base.errors import BlockError, ConfigurationError, OutOfBlocksError, RequestError
 from kvcache.core import NewestState, Reservation
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.single_type_managers import (
+from kvcache.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec
+from kvcache.tables.single_type_managers import (
     MANAGERS,
     ChunkedLocalAttentionManager,
     CrossAttentionManager,
@@ -20,7 +21,6 @@ from kvcache.core.single_type_managers import (
     SlidingWindowManager,
     get_manager_for_kv_cache_spec,
 )
-from kvcache.specs import AttentionSpec, KVCacheSpec, SlidingWindowSpec
 from tests.core.builders import (
     chunked,
     cross,
@@ -31,7 +31,7 @@ from tests.core.builders import (
     plan,
     window,
 )
-from tests.core.tables import Tables
+from tests.tables.builders import Tables
 
 
 def hits_of(spec: KVCacheSpec, cached: list[int], length: int) -> list[int]:

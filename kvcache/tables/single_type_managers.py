@@ -100,7 +100,7 @@ class SingleTypeKVCacheManager:
     # --- look-up -------------------------------------------------------------------------------
 
     @classmethod
-    def find_longest_cache_hit(
+    def find_longest_cache_hit(  # noqa: PLR0917 - called as in vLLM
         cls,
         block_hashes: Sequence[BlockHash],
         max_length: int,
@@ -131,7 +131,7 @@ class SingleTypeKVCacheManager:
         return tuple([match[: max(0, len(match) - num_extra)] for match in matches])
 
     @classmethod
-    def match(
+    def match(  # noqa: PLR0917 - those of `find_longest_cache_hit`
         cls,
         block_hashes: Sequence[BlockHash],
         group_ids: Sequence[int],

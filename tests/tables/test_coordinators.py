@@ -11,14 +11,14 @@ import pytest
 from kvcache.base.errors import ConfigurationError
 from kvcache.core import CacheHit, Reservation
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.coordinators import (
+from kvcache.requests.request_content import DEFAULT_NAMESPACE
+from kvcache.specs import KVCacheSpec, SlidingWindowSpec
+from kvcache.tables.coordinators import (
     HybridKVCacheCoordinator,
     KVCacheCoordinatorNoPrefixCache,
     UnitaryKVCacheCoordinator,
     get_kv_cache_coordinator,
 )
-from kvcache.requests.request_content import DEFAULT_NAMESPACE
-from kvcache.specs import KVCacheSpec, SlidingWindowSpec
 from tests.core.builders import (
     chunked,
     cross,
@@ -30,7 +30,7 @@ from tests.core.builders import (
     window,
 )
 from tests.core.model_group import ModelGroup, spec_of
-from tests.core.tables import Tables
+from tests.tables.builders import Tables
 
 FULL, WINDOW = ModelGroup(4), ModelGroup(4, window=6)
 CHUNKED, STATES = ModelGroup(4, chunk=8), ModelGroup(4, states="align")

@@ -7,8 +7,8 @@ from typing import Any
 from kvcache import CacheHit, OutOfBlocksError, Request
 from kvcache.core import Reservation
 from kvcache.core.block_pool import BlockPool
-from kvcache.core.coordinators import get_kv_cache_coordinator
 from kvcache.specs import KVCacheSpec
+from kvcache.tables.coordinators import get_kv_cache_coordinator
 from tests.core.builders import plan
 
 
