@@ -381,7 +381,7 @@ class Walk:
                 core.unpin(hit)
 
     def evict(self) -> None:
-        cached = sorted(block for _, _, block, _ in self.flat.contents())
+        cached = sorted(block for _, _, block, _ in self.flat.store.contents())
         chosen = self.random.sample(cached, min(self.random.randint(1, 2), len(cached)))
         self.slow.evict([self.twins.there[block] for block in chosen])
         self.flat.evict(chosen)
