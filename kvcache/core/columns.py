@@ -241,9 +241,9 @@ class ColumnStore:
         old, new = len(c.row), 2 * len(c.row)
         changes = max(c.change.shape[1], 2 * new * self.num_groups)
         self.replace(
-            row=_grown(c.row, new),
-            table=_grown(c.table, new * self.num_groups),
-            forward=_grown(c.forward, new),
+            row=grown(c.row, new),
+            table=grown(c.table, new * self.num_groups),
+            forward=grown(c.forward, new),
             change=np.zeros((4, changes), np.int32),
         )
         self.free_rows = [*range(new - 1, old - 1, -1), *self.free_rows]
@@ -260,13 +260,12 @@ class ColumnStore:
         in_use = int(c.row[:, COLUMNS::2].max(initial=0)) if self.num_groups else 0
         table = np.zeros((c.table.shape[0], width), np.int32)
         table[:, :in_use] = c.table[:, :in_use]
-        found = np.zeros((self.num_groups, width), np.int32)
-        found[:, : c.found.shape[1]] = c.found
-        path = np.zeros(width, np.int32)
-        path[: len(c.path)] = c.path
-        forward = np.zeros((len(c.forward), ENDS + self._has_ends * width), np.int32)
-        forward[:, : c.forward.shape[1]] = c.forward
-        self.replace(table=table, found=found, path=path, forward=forward)
+        self.replace(
+            table=table,
+            found=grown(c.found, self.num_groups, width),
+            path=grown(c.path, width),
+            forward=grown(c.forward, len(c.forward), ENDS + self._has_ends * width),
+        )
         self.num_reached = width - self._extra_columns
         self.reach_changes(width * self.num_groups)
 
@@ -291,10 +290,10 @@ class ColumnStore:
         wanted = min(max(size + lacking, size + size // 2), self.max_nodes)
         if wanted > size:
             self.replace(
-                node=_grown(c.node, wanted),
-                tokens=_grown(c.tokens, wanted),
-                digest=_grown(c.digest, wanted),
-                mark=_grown(c.mark, wanted),
+                node=grown(c.node, wanted),
+                tokens=grown(c.tokens, wanted),
+                digest=grown(c.digest, wanted),
+                mark=grown(c.mark, wanted),
             )
         return lacking <= wanted - size
 
@@ -343,7 +342,8 @@ class ColumnStore:
         self.address = entries.ctypes.data
 
 
-def _grown(column: Any, size: int) -> Any:
-    grown = np.zeros((size, *column.shape[1:]), column.dtype)
-    grown[: len(column)] = column
-    return grown
+def grown(column: Any, *shape: int) -> Any:
+    """Return a larger column that begins with this one. Dimensions that are not given stay."""
+    longer = np.zeros((*shape, *column.shape[len(shape) :]), column.dtype)
+    longer[tuple(map(slice, column.shape))] = column
+    return longer

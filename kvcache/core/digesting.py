@@ -19,7 +19,7 @@ import numpy as np
 import xxhash  # noqa: F401 - its module is looked up by name
 
 from kvcache.base.compiled import IS_PLAIN, array_type
-from kvcache.core.columns import ColumnStore, columns_of, logs_of, search_of
+from kvcache.core.columns import ColumnStore, columns_of, grown, logs_of, search_of
 from kvcache.core.machine import (
     CORE,
     INT,
@@ -267,14 +267,10 @@ class Digester:
     def _add_tail(self, number: int, data: bytes) -> None:
         c = self._store.columns
         if number >= len(c.tail_at):
-            tail_at = np.zeros((2 * number + 16, 2), np.int64)
-            tail_at[: len(c.tail_at)] = c.tail_at
-            self._store.replace(tail_at=tail_at)
+            self._store.replace(tail_at=grown(c.tail_at, 2 * number + 16))
         start, self._tail_bytes = self._tail_bytes, self._tail_bytes + len(data)
         if self._tail_bytes > len(c.tail):
-            tail = np.zeros(2 * self._tail_bytes, np.uint8)
-            tail[:start] = c.tail[:start]
-            self._store.replace(tail=tail)
+            self._store.replace(tail=grown(c.tail, 2 * self._tail_bytes))
         c = self._store.columns
         c.tail[start : self._tail_bytes] = np.frombuffer(data, np.uint8)
         c.tail_at[number] = start, len(data)
