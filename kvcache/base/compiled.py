@@ -35,11 +35,10 @@ Signature: TypeAlias = Any
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_config: Any = config
-IS_PLAIN = bool(_config.DISABLE_JIT)
+IS_PLAIN = bool(config.DISABLE_JIT)
 """Whether functions are left uncompiled, for debuggers."""
 
-IS_CHECKED = bool(_config.BOUNDSCHECK)
+IS_CHECKED = bool(config.BOUNDSCHECK)
 """Whether compiled functions check every index, for tests."""
 
 _OPTIONS = {
@@ -48,11 +47,6 @@ _OPTIONS = {
     "error_model": "numpy",
     "no_cfunc_wrapper": True,
 }
-
-_njit: Any = njit
-_NumbaCache: Any = FunctionCache  # numba's types are missing or too narrow
-_NumbaFile: Any = IndexDataCacheFile
-_runtime: Any = rtsys
 
 
 def array_type(dtype: str, num_dimensions: int = 1, *, is_read: bool = False) -> types.Array:
@@ -75,7 +69,7 @@ def compiled(
         if IS_PLAIN:
             return function
         all_options = {**_OPTIONS, **options}
-        made: Any = _njit(**all_options)(function)
+        made: Any = njit(**all_options)(function)
         try:
             made._cache = _Kept(function, made.targetctx, (family, sorted(all_options.items())))
         except Exception as error:  # no place for a cache, or another numba
@@ -88,7 +82,7 @@ def compiled(
     return compile_now
 
 
-class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
+class _Kept(FunctionCache):  # type: ignore[misc]  # numba has no types for it
     """The cache of one function: its own files for each source, processor and version.
 
     numba writes the index before the numbered files with code. If versions or processors shared an
@@ -105,14 +99,14 @@ class _Kept(_NumbaCache):  # type: ignore[misc]  # numba has no types for it
         made_of = stamp, versions, target.codegen().magic_tuple(), made_by
         name = hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
         base = f"{self._impl.filename_base}-{name}"
-        self._cache_file = _NumbaFile(self._cache_path, base, stamp)
+        self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)
 
     def load_overload(self, sig: Signature, target_context: Any) -> Any:
         """Return the cached code for a signature, or None."""
         try:
             # Numba's own method first prepares the context for compiling, which takes longer than
             # to load all cached code. The compiler prepares it itself.
-            _runtime.initialize(target_context)
+            rtsys.initialize(target_context)
             return self._load_overload(sig, target_context)
         except Exception as error:  # a truncated file can raise anything
             logger.warning("%s is compiled again: %r", self._name, error)

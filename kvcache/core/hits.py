@@ -22,8 +22,6 @@ from kvcache.core.names import *
 from kvcache.core.prefix_tree import are_tokens, find_child, is_sealed, is_visible
 from kvcache.requests.request import Request
 
-_types: Any = types
-
 
 class GroupPath(NamedTuple):
     """The blocks of group `g` on the last walk's path of `depth` units, as a client sees them."""
@@ -131,7 +129,7 @@ def fit(core: Any, depth: int, max_tokens: int, client: int) -> int:
     return length
 
 
-@kernel(_types.UniTuple(INT, 2), CORE, INT, INT, INT, INT, INTS, INTS, INT)
+@kernel(types.UniTuple(INT, 2), CORE, INT, INT, INT, INT, INTS, INTS, INT)
 def look_up(
     core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> Any:

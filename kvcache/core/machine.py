@@ -29,17 +29,6 @@ from numba.np.arrayobj import populate_array
 from kvcache.base.compiled import IS_CHECKED, IS_PLAIN, Signature, array_type, compiled
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_njit: Any = njit
-_intrinsic: Any = intrinsic
-_types: Any = types
-_ir: Any = ir
-_cgutils: Any = cgutils
-_Library: Any = JITCodeLibrary
-_Lowering: Any = NativeLowering
-_Compiler: Any = CompilerBase
-_passes: Any = DefaultPassBuilder
-_register_pass: Any = register_pass
-_populate: Any = populate_array
 
 _OPTIONS = {
     "nogil": False,  # no other thread sees a kernel's unfinished changes
@@ -93,7 +82,7 @@ def kernel(*signature: Signature, checks_types: bool = False) -> Callable[[_Func
     return compile_entry
 
 
-class _PartLibrary(_Library):  # type: ignore[misc]  # numba's
+class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]  # numba's
     """A library that is optimised and turned into machine code only as a part of kernels."""
 
     def _optimize_final_module(self) -> None:
@@ -104,8 +93,8 @@ class _PartLibrary(_Library):  # type: ignore[misc]  # numba's
         self._finalized = True
 
 
-@_register_pass(mutates_CFG=True, analysis_only=False)
-class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(NativeLowering):  # type: ignore[misc]  # numba's
     """Lower a function just far enough that kernels can include it."""
 
     _name = "part_lowering"
@@ -122,12 +111,14 @@ class _PartLowering(_Lowering):  # type: ignore[misc]  # numba's
         return True
 
 
-class _PartCompiler(_Compiler):  # type: ignore[misc]  # numba's
+class _PartCompiler(CompilerBase):  # type: ignore[misc]  # numba's
     """Compile with a lowering pass of its own instead of numba's."""
 
     def define_pipelines(self) -> list[Any]:
-        made = _passes.define_nopython_pipeline(self.state)
-        made.passes = [(_PartLowering if p is _Lowering else p, text) for p, text in made.passes]
+        made = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        made.passes = [
+            (_PartLowering if p is NativeLowering else p, text) for p, text in made.passes
+        ]
         made._finalized = False
         made.finalize()
         return [made]
@@ -147,7 +138,7 @@ def routine(function: _Function) -> _Function:
 
 
 def _part(function: _Function, **options: Any) -> _Function:
-    made: Any = _njit(**_PART_OPTIONS, **options)(function)
+    made: Any = njit(**_PART_OPTIONS, **options)(function)
     if not IS_PLAIN:
         find = made.get_call_template
         made.get_call_template = lambda args, names: find([_widened(t) for t in args], names)
@@ -156,40 +147,40 @@ def _part(function: _Function, **options: Any) -> _Function:
 
 def _widened(kind: Any) -> Any:
     """Return an argument's type, with 64 bits for every integer."""
-    return _types.int64 if isinstance(kind, (_types.Integer, _types.IntegerLiteral)) else kind
+    return types.int64 if isinstance(kind, (types.Integer, types.IntegerLiteral)) else kind
 
 
 def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
     """Return a function that makes a named tuple `result` of some columns behind an address. Each
     entry of `columns` is a column's number in the address table, its dtype and its number of
     dimensions."""
-    kinds = [_types.Array(getattr(_types, dtype), ndim, "C") for _, dtype, ndim in columns]
-    made = _types.NamedTuple(kinds, result)
-    word = _ir.IntType(64)
+    kinds = [types.Array(getattr(types, dtype), ndim, "C") for _, dtype, ndim in columns]
+    made = types.NamedTuple(kinds, result)
+    word = ir.IntType(64)
 
-    @_intrinsic  # type: ignore[untyped-decorator]  # numba's
+    @intrinsic  # type: ignore[untyped-decorator]  # numba's
     def columns_of(typing_context: Any, core: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             entries, arrays = builder.inttoptr(values[0], word.as_pointer()), []
             for (number, _, ndim), kind in zip(columns, kinds, strict=True):
-                places = [_ir.Constant(word, 3 * number + k) for k in range(ndim + 1)]
+                places = [ir.Constant(word, 3 * number + k) for k in range(ndim + 1)]
                 address, *shape = [builder.load(builder.gep(entries, [at])) for at in places]
                 item = context.get_data_type(kind.dtype)
-                size = _ir.Constant(word, context.get_abi_sizeof(item))
+                size = ir.Constant(word, context.get_abi_sizeof(item))
                 strides = [size] if ndim == 1 else [builder.mul(shape[1], size), size]
                 array = context.make_array(kind)(context, builder)
-                _populate(
+                populate_array(
                     array,
                     data=builder.inttoptr(address, item.as_pointer()),
-                    shape=_cgutils.pack_array(builder, shape),
-                    strides=_cgutils.pack_array(builder, strides),
+                    shape=cgutils.pack_array(builder, shape),
+                    strides=cgutils.pack_array(builder, strides),
                     itemsize=size,
                     meminfo=None,
                 )
                 arrays.append(array._getvalue())
             return context.make_tuple(builder, made, arrays)
 
-        return made(_types.int64), generate
+        return made(types.int64), generate
 
     return columns_of
 
@@ -197,87 +188,87 @@ def columns_at(result: type, columns: Sequence[tuple[int, str, int]]) -> Any:
 def _call_by_address(num_arguments: int) -> Any:
     """Return `call(address, arguments)`. All arguments and the result have 64 bits."""
 
-    @_intrinsic  # type: ignore[untyped-decorator]  # numba's
+    @intrinsic  # type: ignore[untyped-decorator]  # numba's
     def call(typing_context: Any, address: Any, arguments: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            word = _ir.IntType(64)
-            kind = _ir.FunctionType(word, [word] * num_arguments)
+            word = ir.IntType(64)
+            kind = ir.FunctionType(word, [word] * num_arguments)
             function = builder.inttoptr(values[0], kind.as_pointer())
             each = [builder.extract_value(values[1], i) for i in range(num_arguments)]
             return builder.call(function, each)
 
-        arguments_type = _types.UniTuple(_types.int64, num_arguments)
-        return _types.int64(_types.int64, arguments_type), generate
+        arguments_type = types.UniTuple(types.int64, num_arguments)
+        return types.int64(types.int64, arguments_type), generate
 
     return call
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _call_for_pair(typing_context: Any, address: Any, data: Any, num_bytes: Any) -> Any:
     """Call a function that returns two words in registers, low word first: XXH3_128bits."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        word = _ir.IntType(64)
-        kind = _ir.FunctionType(_ir.LiteralStructType([word, word]), [word, word])
+        word = ir.IntType(64)
+        kind = ir.FunctionType(ir.LiteralStructType([word, word]), [word, word])
         made = builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return _cgutils.pack_array(builder, [builder.extract_value(made, i) for i in range(2)])
+        return cgutils.pack_array(builder, [builder.extract_value(made, i) for i in range(2)])
 
-    pair = _types.UniTuple(_types.int64, 2)
-    return pair(_types.int64, _types.int64, _types.int64), generate
+    pair = types.UniTuple(types.int64, 2)
+    return pair(types.int64, types.int64, types.int64), generate
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _are_same(typing_context: Any, one: Any, other: Any, num_bytes: Any) -> Any:
     """Return whether the bytes at two addresses are equal."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        byte = _cgutils.voidptr_t
-        kind = _ir.FunctionType(_ir.IntType(32), [byte, byte, _ir.IntType(64)])
-        function = _cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+        byte = cgutils.voidptr_t
+        kind = ir.FunctionType(ir.IntType(32), [byte, byte, ir.IntType(64)])
+        function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
         first, second = (builder.inttoptr(value, byte) for value in values[:2])
         answer = builder.call(function, [first, second, values[2]])
-        return builder.icmp_signed("==", answer, _ir.Constant(_ir.IntType(32), 0))
+        return builder.icmp_signed("==", answer, ir.Constant(ir.IntType(32), 0))
 
-    return _types.boolean(_types.int64, _types.int64, _types.int64), generate
+    return types.boolean(types.int64, types.int64, types.int64), generate
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _are_same_64(typing_context: Any, one: Any, other: Any) -> Any:
     """Return whether 64 bytes at two addresses are equal, in a few instructions."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        line = _ir.VectorType(_ir.IntType(64), 8)
+        line = ir.VectorType(ir.IntType(64), 8)
         first, second = (
             builder.load(builder.inttoptr(value, line.as_pointer()), align=4) for value in values
         )
         differs = builder.icmp_unsigned("!=", first, second)
-        bits = builder.bitcast(differs, _ir.IntType(8))
-        return builder.icmp_unsigned("==", bits, _ir.Constant(_ir.IntType(8), 0))
+        bits = builder.bitcast(differs, ir.IntType(8))
+        return builder.icmp_unsigned("==", bits, ir.Constant(ir.IntType(8), 0))
 
-    return _types.boolean(_types.int64, _types.int64), generate
+    return types.boolean(types.int64, types.int64), generate
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _int32_at(typing_context: Any, address: Any) -> Any:
     """Return the int32 at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.load(builder.inttoptr(values[0], _ir.IntType(32).as_pointer()))
+        return builder.load(builder.inttoptr(values[0], ir.IntType(32).as_pointer()))
 
-    return _types.int32(_types.int64), generate
+    return types.int32(types.int64), generate
 
 
-@_intrinsic  # type: ignore[untyped-decorator]  # numba's
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
 def _copy(typing_context: Any, target: Any, source: Any, num_bytes: Any) -> Any:
     """Copy bytes from one address to another. The ranges must not overlap."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        places = [builder.inttoptr(value, _cgutils.voidptr_t) for value in values[:2]]
-        alignment = _ir.Constant(_ir.IntType(64), 1)
-        _cgutils.raw_memcpy(builder, *places, values[2], alignment)
+        places = [builder.inttoptr(value, cgutils.voidptr_t) for value in values[:2]]
+        alignment = ir.Constant(ir.IntType(64), 1)
+        cgutils.raw_memcpy(builder, *places, values[2], alignment)
         return context.get_dummy_value()
 
-    return _types.void(_types.int64, _types.int64, _types.int64), generate
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 def _plain_are_same(one: int, other: int, num_bytes: int) -> bool:

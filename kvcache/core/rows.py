@@ -57,8 +57,6 @@ from kvcache.core.running import (
 )
 from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
 
-_types: Any = types
-
 BUSY, LATE, LONG, NUM_PLACES = range(4)
 """Lines of `places`, which `run_rows` fills with the positions of rows in a batch: rows that need
 anything; rows that skip; rows whose full units Python must publish, because they have multimodal
@@ -356,7 +354,7 @@ def admit(
     return needed
 
 
-@kernel(_types.UniTuple(INT, 2), CORE, *[INT] * 14, INTS, INTS, BYTE_ROWS)
+@kernel(types.UniTuple(INT, 2), CORE, *[INT] * 14, INTS, INTS, BYTE_ROWS)
 def admit_row(
     core: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
@@ -527,7 +525,7 @@ SLOT, NUM_HIT, NUM_SCHEDULED = range(3)
 
 
 @kernel(
-    _types.UniTuple(INT, 4), CORE, *[INT] * 8, INTS, INT_ROWS, INT_ROWS, *[NEW_INT_ROWS] * 4,
+    types.UniTuple(INT, 4), CORE, *[INT] * 8, INTS, INT_ROWS, INT_ROWS, *[NEW_INT_ROWS] * 4,
 )  # fmt: skip
 def admit_rows(
     core: Any, root: int, client: int, publishes: int, num_reached: int, client_index: int,
@@ -696,7 +694,7 @@ ALONE, ASKING, BY_TENANT = range(3)
 
 
 @kernel(
-    _types.UniTuple(INT, 4), CORE, *[INT] * 5, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
+    types.UniTuple(INT, 4), CORE, *[INT] * 5, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
     INT_ROWS, INTS, INTS, NEW_INT_ROWS, NEW_INTS, NEW_INT_ROWS,
 )  # fmt: skip
 def run_rows(

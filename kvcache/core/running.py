@@ -108,8 +108,6 @@ class RowTable(Protocol):
         """Bring the request in a slot up to date with all of its tokens."""
 
 
-_types: Any = types
-
 NO_ROWS = RunningRows(
     EMPTY_INT32,
     np.empty(0, np.int64),
@@ -124,7 +122,7 @@ NEW_LONGS = array_type("int64")
 
 
 @kernel(
-    _types.UniTuple(INT, 2), NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5,
+    types.UniTuple(INT, 2), NEW_INT_ROWS, LONGS, *[INTS] * 8, NEW_INT_ROWS, NEW_LONGS, *[INT] * 5,
     checks_types=True,
 )  # fmt: skip
 def check_rows(

@@ -204,7 +204,7 @@ _stream = _stripes(STREAMED, False)
 # waits until all writes past the cache have arrived.
 
 
-@register_jitable
+@register_jitable  # type: ignore[untyped-decorator]  # numba's
 def _hash_of(lanes: UInt64Array, row: int, num_bytes: int) -> Any:
     """Return the hash of that many bytes; all their stripes were hashed."""
     result = np.uint64(num_bytes) * _LENGTH_PRIME
