@@ -1,10 +1,13 @@
-"""Opens a worker's or client's connection to an endpoint."""
+"""Finds and ends the package's actors, and opens connections to the coordinator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from actors.names import RAY_NAMESPACE
 from actors.reports import NodeAddress
@@ -57,19 +60,35 @@ def connect_peer(
     if not endpoint.address.startswith(RAY_SCHEME):
         return ZmqPeer(endpoint, peer, limits)
     name = endpoint.address.removeprefix(RAY_SCHEME)
-    try:
-        coordinator = ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError as error:
-        raise NotRunningError(f"there is no coordinator {name}: is the cluster up?") from error
+    coordinator = find_actor(name)
+    if coordinator is None:
+        raise NotRunningError(f"there is no coordinator {name}: is the cluster up?")
     if isinstance(peer.address, WorkerAddress):
         return RayPeer(coordinator, peer, limits, mailbox)
     return RayClientPeer(coordinator, peer, limits)
 
 
+def find_actor(name: str) -> Any | None:
+    """Return the actor of this name in the package's Ray namespace, None if there is none."""
+    try:
+        return ray.get_actor(name, namespace=RAY_NAMESPACE)
+    except ValueError:
+        return None
+
+
 def is_actor_known(name: str) -> bool:
     """Say whether an actor of this name lives in the package's Ray namespace."""
-    try:
-        ray.get_actor(name, namespace=RAY_NAMESPACE)
-    except ValueError:
-        return False
-    return True
+    return find_actor(name) is not None
+
+
+def actor_names() -> list[str]:
+    """Return the names of all actors in the package's Ray namespace."""
+    actors: Any = ray.util.list_named_actors(all_namespaces=True)
+    return [str(actor["name"]) for actor in actors if actor["namespace"] == RAY_NAMESPACE]
+
+
+def end_actors(actors: Iterable[Any]) -> None:
+    """End actors permanently, whatever state they are in; their names become free."""
+    for actor in actors:
+        with suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)

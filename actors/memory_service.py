@@ -11,7 +11,6 @@ descriptors only and never reads the memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.connect import actor_names, end_actors, find_actor
 from actors.names import (
     OUR_LOGGERS,
     RAY_NAMESPACE,
@@ -133,7 +133,7 @@ def make_memory_services(
     waiting = [service.__ray_ready__.remote() for service in memory_services]
     ended, late = ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
     if late:
-        end_memory_services(memory_services)
+        end_actors(memory_services)
         raise StartupError(
             f"{len(late)} of {len(waiting)} memory services did not start within {timeout_s:.0f} "
             "s: look at the Ray logs of the nodes, or set offload.keeps_memory to false"
@@ -141,28 +141,16 @@ def make_memory_services(
     try:
         ray.get(ended)
     except RayError as error:
-        end_memory_services(memory_services)
+        end_actors(memory_services)
         raise StartupError(f"a memory service cannot start: {error}") from error
     return memory_services
 
 
 def find_memory_services(cluster: str) -> list[Any]:
     """Return the memory services of a cluster on all nodes."""
-    found = []
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == RAY_NAMESPACE and actor["name"].startswith(
-            memory_service_prefix(cluster)
-        ):
-            with contextlib.suppress(ValueError):
-                found.append(ray.get_actor(actor["name"], namespace=RAY_NAMESPACE))
-    return found
-
-
-def end_memory_services(memory_services: Sequence[Any]) -> None:
-    """End these services. Memory is freed with the last worker that uses it."""
-    for service in memory_services:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(service, no_restart=True)
+    prefix = memory_service_prefix(cluster)
+    found = [find_actor(name) for name in actor_names() if name.startswith(prefix)]
+    return [actor for actor in found if actor is not None]
 
 
 def await_no_memory_services(cluster: str, give_up_s: float) -> None:

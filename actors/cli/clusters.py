@@ -31,8 +31,9 @@ from ray.exceptions import RayError
 from actors.cli.command import EXIT_CLUSTER
 from actors.clusters.cluster import KVCacheCluster
 from actors.clusters.replicas import KVCacheReplicas
+from actors.connect import actor_names
 from actors.embedded.site import EmbeddedSite, find_cluster
-from actors.names import RAY_NAMESPACE, coordinator_name
+from actors.names import coordinator_name
 from actors.reports import ClusterStatus
 from actors.state import recorded_clusters
 from kvcache.base.errors import ClusterError, NotRunningError
@@ -119,13 +120,8 @@ def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
 def running_clusters() -> list[str]:
     """Return the sorted names of the clusters in this Ray cluster."""
     suffix = coordinator_name("")
-    actors: Any = ray.util.list_named_actors(all_namespaces=True)
-    named = {
-        actor["name"].removesuffix(suffix)
-        for actor in actors
-        if actor["namespace"] == RAY_NAMESPACE and actor["name"].endswith(suffix)
-    }
-    return sorted(map(str, named.union(recorded_clusters())))
+    named = {name.removesuffix(suffix) for name in actor_names() if name.endswith(suffix)}
+    return sorted(named.union(recorded_clusters()))
 
 
 def only_cluster(names: list[str] | None = None) -> str:

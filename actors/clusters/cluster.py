@@ -21,10 +21,10 @@ from ray.exceptions import ActorDiedError, RayError
 from actors.clusters.access import ClusterAccess, ask, connect_to_ray
 from actors.clusters.launch import Launch, LaunchOptions, OnProgress
 from actors.clusters.shutdown import ClusterParts, take_down
-from actors.connect import connect_peer, require_ray, this_node
+from actors.connect import connect_peer, find_actor, require_ray, this_node
 from actors.embedded.record import load_record
 from actors.endpoints import load_endpoint
-from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name
+from actors.names import coordinator_name, placement_group_name
 from actors.reports import ClusterStatus, describe_losses
 from actors.service import ServiceStatistics
 from actors.transport import Endpoint, Peer, PeerTransport
@@ -90,18 +90,17 @@ class KVCacheCluster(ClusterAccess):
         Raises NotRunningError if there is none, or if its coordinator is embedded in a process.
         """
         connect_to_ray()
-        try:
-            coordinator = ray.get_actor(coordinator_name(name), namespace=RAY_NAMESPACE)
-        except ValueError as error:
+        coordinator = find_actor(coordinator_name(name))
+        if coordinator is None:
             record = load_record(name)
             if record is not None:
                 raise NotRunningError(
                     f"the coordinator of cluster {name!r} is in {record.where()}, which alone has "
                     "clients: EmbeddedCluster.take_over moves it here"
-                ) from error
+                )
             raise NotRunningError(
                 f"no cluster named {name!r} is running: launch it, or check the name"
-            ) from error
+            )
         config = ask(coordinator.connection_settings.remote(), f"the coordinator of {name}")
         parts = ClusterParts(name, config.deadlines, coordinator)
         parts.find_workers(config.parallel.num_ranks)

@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from actors.clusters.access import connect_to_ray
 from actors.clusters.cluster import KVCacheCluster
 from actors.clusters.launch import OnProgress
-from actors.names import RAY_NAMESPACE, coordinator_name
+from actors.connect import actor_names
+from actors.names import coordinator_name
 from actors.routing.event_endpoints import endpoints_in, publisher_host
 from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import ConfigurationError, NotRunningError
@@ -100,13 +99,10 @@ class KVCacheReplicas(Sequence[KVCacheCluster]):
         none."""
         connect_to_ray()
         prefix, suffix = replica_name(name, 0).removesuffix("0"), coordinator_name("")
-        actors: Any = ray.util.list_named_actors(all_namespaces=True)
         middles = [
-            actor["name"].removeprefix(prefix).removesuffix(suffix)
-            for actor in actors
-            if actor["namespace"] == RAY_NAMESPACE
-            and actor["name"].startswith(prefix)
-            and actor["name"].endswith(suffix)
+            name.removeprefix(prefix).removesuffix(suffix)
+            for name in actor_names()
+            if name.startswith(prefix) and name.endswith(suffix)
         ]
         ranks = sorted(int(middle) for middle in middles if middle.isdecimal())
         found = [KVCacheCluster.connect(replica_name(name, rank)) for rank in ranks]

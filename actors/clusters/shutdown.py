@@ -9,7 +9,6 @@ is not an error.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.clusters.placement import POLL_S, remove_placement, wait_until
-from actors.connect import is_actor_known
+from actors.connect import actor_names, end_actors, find_actor, is_actor_known
 from actors.memory_service import (
     await_no_memory_services,
-    end_memory_services,
     find_memory_services,
 )
 from actors.names import (
-    RAY_NAMESPACE,
     coordinator_name,
     placement_group_name,
     worker_name,
@@ -59,12 +56,9 @@ class ClusterParts:
         """Find everything by the cluster's name, with the usual deadlines. For a cluster whose
         coordinator hangs: it is not asked."""
         parts = cls(name, DeadlinesConfig())
-        with contextlib.suppress(ValueError):
-            parts.coordinator = ray.get_actor(coordinator_name(name), namespace=RAY_NAMESPACE)
+        parts.coordinator = find_actor(coordinator_name(name))
         prefix = worker_name(name, 0).removesuffix("0")
-        actors: Any = ray.util.list_named_actors(all_namespaces=True)
-        names = [actor["name"] for actor in actors if actor["namespace"] == RAY_NAMESPACE]
-        places = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
+        places = [n.removeprefix(prefix) for n in actor_names() if n.startswith(prefix)]
         parts.find_workers(max((int(place) + 1 for place in places if place.isdigit()), default=0))
         parts.find_placement(placement_group_name(name))
         return parts
@@ -72,11 +66,8 @@ class ClusterParts:
     def find_workers(self, num_ranks: int) -> None:
         """Look up the present worker actors, except an engine's own."""
         self.num_places = num_ranks
-        self.workers = []
-        for place in range(num_ranks):
-            with contextlib.suppress(ValueError):
-                name = worker_name(self.name, place)
-                self.workers.append(ray.get_actor(name, namespace=RAY_NAMESPACE))
+        found = [find_actor(worker_name(self.name, place)) for place in range(num_ranks)]
+        self.workers = [actor for actor in found if actor is not None]
 
     def find_placement(self, group_name: str) -> None:
         """Look up the placement group of a cluster that another driver launched. Searches all
@@ -98,11 +89,11 @@ def take_down(parts: ClusterParts) -> None:
     actors = [*parts.workers, *coordinators]
     ending = [actor.__ray_terminate__.remote() for actor in actors]
     _settle(ending, share_s)
-    _kill(actors)
+    end_actors(actors)
     parts.find_workers(parts.num_places)
-    _kill(parts.workers)
+    end_actors(parts.workers)
     _await_gone(parts, give_up_s + shutdown_s)
-    end_memory_services(find_memory_services(parts.name))
+    end_actors(find_memory_services(parts.name))
     await_no_memory_services(parts.name, give_up_s + shutdown_s)
     if parts.placement is not None:
         remove_placement(parts.placement, shutdown_s)
@@ -129,12 +120,6 @@ def _close(parts: ClusterParts, give_up_s: float) -> None:
             parts.foreign_workers += end.foreign_workers
             parts.process_ids = end.process_ids or parts.process_ids
         return
-
-
-def _kill(actors: Sequence[Any]) -> None:
-    for actor in actors:
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(actor, no_restart=True)
 
 
 def _settle(calls: Sequence[Any], timeout_s: float) -> None:

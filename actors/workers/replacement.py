@@ -10,17 +10,17 @@ a process that does not fit it is refused, and the error says why.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.names import RAY_NAMESPACE, worker_name
+from actors.connect import end_actors, find_actor
+from actors.names import worker_name
 from actors.reports import WorkerReport
 from actors.workers.health import describe_death
 from actors.workers.making import WorkerOptions, begin_making_worker
@@ -191,7 +191,7 @@ class Replacement:
             self._await_served(report.incarnation, give_up_s)
         except BaseException:
             if self._given is None:
-                end_actor(actor)
+                end_actors([actor])
             raise
 
     def _make(self, give_up_s: float) -> Any:
@@ -207,9 +207,9 @@ class Replacement:
             self._is_stopping.set()
             raise StartupError("another coordinator has taken over: it replaces lost workers")
         # The actor with this name is dead, or belongs to an abandoned attempt.
-        with contextlib.suppress(ValueError):
-            name = worker_name(site.config.name, place)
-            end_actor(ray.get_actor(name, namespace=RAY_NAMESPACE))
+        before = find_actor(worker_name(site.config.name, place))
+        if before is not None:
+            end_actors([before])
         self._enter(STARTING)
         call = begin_making_worker(site.config, site.worker_options, place, worker_set.placement)
         try:
@@ -310,12 +310,6 @@ def require_fit(
             f"{report.node.host}: free memory there, or stop the cluster and launch it again, "
             "which makes a new plan"
         )
-
-
-def end_actor(actor: Any) -> None:
-    """End an actor permanently, whatever state it is in; its name becomes free."""
-    with contextlib.suppress(RayError, ValueError):
-        ray.kill(actor, no_restart=True)
 
 
 def explain(error: BaseException) -> str:

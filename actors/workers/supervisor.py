@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from actors.connect import end_actors
 from actors.memory_service import MemoryServiceWatch, keeps_memory
 from actors.processes import ProcessIdentity, end_process
 from actors.reports import NodeAddress, RankStatus, WorkerReport
@@ -25,7 +26,7 @@ from actors.state import RayStateStore
 from actors.transport import Endpoint
 from actors.workers.health import DeathWatch, SilenceWatch
 from actors.workers.making import WorkerOptions
-from actors.workers.replacement import Replacement, end_actor, patience_for
+from actors.workers.replacement import Replacement, patience_for
 from actors.workers.worker_set import WorkerSet, save_roster
 from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, KVCacheError, RequestError, StartupError
@@ -404,7 +405,7 @@ class WorkerSupervisor:
         )
         if failure or not self._is_proven_dead(report.incarnation):
             logger.warning("rank %d is ended by Ray: %s", rank, failure or "it lives on")
-            end_actor(actor)
+            end_actors([actor])
             self._is_proven_dead(report.incarnation)
 
     def _is_proven_dead(self, incarnation: str) -> bool:

@@ -18,11 +18,12 @@ from ray._private import worker as ray_worker
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
-from actors.names import RAY_NAMESPACE, worker_name
+from actors.connect import find_actor
+from actors.names import worker_name
 from actors.reports import NodeAddress, WorkerReport
 from actors.state import RayRecordStore
 from actors.workers.health import describe_death
-from kvcache.base.errors import ClusterError, StartupError
+from kvcache.base.errors import ClusterError
 from kvcache.base.logs import get_logger
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.planner import Plan, RankMemory
@@ -127,21 +128,6 @@ def _read_roster(record: Any, config: ClusterConfig) -> Roster:
     return Roster(tuple(actors), tuple(reports), placement)
 
 
-def find_workers(config: ClusterConfig) -> WorkerSet:
-    """Return all workers of the cluster, found by name.
-
-    Raises StartupError if one of them cannot be found or has no plan.
-    """
-    discovered = look_for_workers(config)
-    for rank, cause in discovered.lost.items():
-        raise StartupError(f"rank {rank} of {config.name} does not answer: {cause}")
-    if discovered.worker_set is None or not all(
-        r.incarnation for r in discovered.worker_set.reports
-    ):
-        raise StartupError(f"not all workers of {config.name} answer")
-    return discovered.worker_set
-
-
 def look_for_workers(config: ClusterConfig) -> DiscoveredCluster:
     """Ask all workers for their plan; one that does not answer in time counts as hanging."""
     roster = load_roster(config)
@@ -187,17 +173,12 @@ def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
     everything that a worker imports.
     """
     known = {} if roster is None else {r.place: a for r, a in _pairs(roster)}
-    found: dict[int, Any] = {}
-    for place in range(config.parallel.num_ranks):
-        if known.get(place) is not None:
-            found[place] = known[place]
-            continue
-        try:
-            name = worker_name(config.name, place)
-            found[place] = ray.get_actor(name, namespace=RAY_NAMESPACE)
-        except ValueError:
-            found[place] = known.get(place)
-    return found
+    return {
+        place: known[place]
+        if known.get(place) is not None
+        else find_actor(worker_name(config.name, place))
+        for place in range(config.parallel.num_ranks)
+    }
 
 
 def _pairs(roster: Roster) -> list[tuple[WorkerReport, Any]]:
