@@ -1,7 +1,8 @@
 """`kvcache record`: write the requests of a running cluster to a trace for `kvcache simulate`.
 
 Asks the coordinator periodically for newly served requests. Tokens do not leave the coordinator,
-and digests do not leave this process. Ctrl-C, SIGTERM and the limits all end a recording after
+and digests do not leave this process. Ctrl-C, SIGTERM and the limits all end a recording after a
+whole line.
 """
 
 from __future__ import annotations
