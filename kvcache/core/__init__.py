@@ -201,13 +201,11 @@ class TableChange(NamedTuple):
 
 class RowsAdmitted(NamedTuple):
     """For each new request: its slot, or -1 if there was no room; how many of its tokens were hit;
-    how many are computed now. Shapes `(n,)`. `patches` has the whole tables of the admitted
-    requests."""
+    how many are computed now. Shapes `(n,)`."""
 
     slots: Int32Array
     num_hit_tokens: Int32Array
     num_scheduled_tokens: Int32Array
-    patches: BlockTablePatch
 
 
 def release_order(
@@ -256,11 +254,11 @@ def joined(before: BlockTablePatch, then: BlockTablePatch) -> BlockTablePatch:
 
 
 class RowsReserved(NamedTuple):
-    """`is_reserved[i]` is 1 if row `i` got all its blocks, 0 if it got none. `patches` has the
-    table changes of all rows."""
+    """`is_reserved[i]` is 1 if row `i` got all its blocks, 0 if it got none. `changes` are the
+    table changes, by slot, of rows that were served one by one."""
 
     is_reserved: Int32Array
-    patches: BlockTablePatch
+    changes: list[tuple[int, TableChange]]
 
 
 @dataclass(frozen=True)

@@ -239,12 +239,13 @@ class ColumnStore:
         """Double the number of rows. The new ones are taken last."""
         c = self.columns
         old, new = len(c.row), 2 * len(c.row)
-        changes = max(c.change.shape[1], 2 * new * self.num_groups)
+        change = np.zeros((4, max(c.change.shape[1], 2 * new * self.num_groups)), np.int32)
+        change[:, : c.change.shape[1]] = c.change
         self.replace(
             row=grown(c.row, new),
             table=grown(c.table, new * self.num_groups),
             forward=grown(c.forward, new),
-            change=np.zeros((4, changes), np.int32),
+            change=change,
         )
         self.free_rows = [*range(new - 1, old - 1, -1), *self.free_rows]
 
@@ -273,7 +274,7 @@ class ColumnStore:
         """Make room in `ids` for `num_columns` table columns and all blocks."""
         wanted = 2 * (num_columns + len(self.columns.block))
         if wanted > len(self.columns.ids):
-            self.replace(ids=np.zeros(wanted, np.int32))
+            self.replace(ids=grown(self.columns.ids, wanted))
 
     def has_nodes(self, num_more: int) -> bool:
         """Return whether `num_more` nodes fit into the columns and into `index` without growing."""

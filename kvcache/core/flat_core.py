@@ -32,7 +32,6 @@ from kvcache.core import (
     RowsAdmitted,
     RowsReserved,
     TableChange,
-    patch_of,
     release_order,
 )
 from kvcache.core.audit import check_core, dump_core, free_list
@@ -378,8 +377,9 @@ class FlatCore:
         tokens.
 
         All rows skip before the first one gets blocks, and all get blocks before the first one
-        publishes. But if some share blocks that they may write, or if there is no room for all
-        tenants' rows, they are served one by one.
+        publishes; `take_patch` returns the table changes. But if some share blocks that they may
+        write, or if there is no room for all tenants' rows, they are served one by one, and the
+        result has their changes.
         """
         store, slots = self.store, rows.slots
         self._reach_rows(len(slots))
@@ -408,10 +408,10 @@ class FlatCore:
                 busy, late = places[BUSY, :num_busy].tolist(), places[LATE, :num_late].tolist()
                 wanted = {i: Reservation(*columns[i].tolist()) for i in busy}
                 if code == SINGLY or not self._grow_by_tenant(table, slots, wanted):
-                    patch = self._serve_singly(table, slots, late, wanted, is_reserved)
+                    changes = self._serve_singly(table, slots, late, wanted, is_reserved)
                     note_row_ends(table.rows, slots, rows.positions, is_reserved)
-                    return RowsReserved(is_reserved, patch)
-        patch = self._take_patch()
+                    return RowsReserved(is_reserved, changes)
+        self._zero_new_blocks()
         if first:
             self.steps.note_rows(self._published[:first].copy())
         for place in places[LONG, :second].tolist():
@@ -420,7 +420,7 @@ class FlatCore:
             num_cached = int(rows.positions[END_OF_OWN, place])
             self._publish(int(table.rows[slot, ROW]), table.requests[slot], num_cached)
         self._settle()
-        return RowsReserved(is_reserved, patch)
+        return RowsReserved(is_reserved, [])
 
     def admit_rows(
         self, table: RowTable, new: Sequence[tuple[Request, NewRequest]], slots: Sequence[int],
@@ -428,7 +428,7 @@ class FlatCore:
     ) -> RowsAdmitted | None:  # fmt: skip
         """Do `look_up` and `reserve` for the new requests of a step, in order and in one piece;
         enter their rows into `table`, as those of client `client_index`. The requests that find
-        room get the first of `slots`.
+        room get the first of `slots`; `take_patch` returns their tables.
 
         While any request runs (`num_running` did before), `num_spare` blocks must stay free. No
         request gets slots for more than `max_model_len` tokens. Return None, unchanged, if this
@@ -483,11 +483,10 @@ class FlatCore:
             if slot >= 0:
                 r = next(left)
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
-        patch = self._take_patch()
         if num_published:
             self.steps.note_rows(self._published[:num_published].copy())
         self._settle()
-        return RowsAdmitted(taken, num_hit, num_scheduled, patch)
+        return RowsAdmitted(taken, num_hit, num_scheduled)
 
     def _reach_rows(self, count: int) -> None:
         """Make room in the scratch arrays for a batch of `count` rows."""
@@ -1020,8 +1019,9 @@ class FlatCore:
         self._drop_changes()
         return changes
 
-    def _take_patch(self) -> BlockTablePatch:
-        """Return what entered the tables of a batch's rows."""
+    def take_patch(self) -> BlockTablePatch:
+        """Return what entered tables in `run_rows` and `admit_rows`, unless rows were served one by
+        one. Take it before a call for one request."""
         c, cells = self.store.columns, self.store.cells
         count = cells[NUM_CHANGES]
         if not count:
@@ -1029,16 +1029,21 @@ class FlatCore:
         changes, ids = c.change[:, :count].copy(), c.ids[: cells[NUM_IDS]].copy()
         if self.store.keeps_states:
             np.abs(ids, out=ids)
-        self._drop_changes()
+        cells[NUM_CHANGES] = cells[NUM_IDS] = 0
         slots, groups, first_indices, counts = changes
         return BlockTablePatch(slots, groups, first_indices, counts, ids)
 
     def _drop_changes(self) -> None:
+        self._zero_new_blocks()
+        cells = self.store.cells
+        cells[NUM_CHANGES] = cells[NUM_IDS] = 0
+
+    def _zero_new_blocks(self) -> None:
+        """Queue the command that zeroes the blocks which have just entered tables."""
         cells = self.store.cells
         if self._zeroes and cells[NUM_IDS]:
             ids = self.store.columns.ids[: cells[NUM_IDS]]
             self.notifier.zero(ids[ids > 0])
-        cells[NUM_CHANGES] = cells[NUM_IDS] = 0
 
     def _grow_by_tenant(
         self, table: RowTable, slots: Int32Array, wanted: Mapping[int, Reservation]
@@ -1075,8 +1080,9 @@ class FlatCore:
         late: Sequence[int],
         wanted: Mapping[int, Reservation],
         is_reserved: Int32Array,
-    ) -> BlockTablePatch:
-        """Serve rows, named by their places in `slots`, one by one. Those in `late` skip first."""
+    ) -> list[tuple[int, TableChange]]:
+        """Serve rows, named by their places in `slots`, one by one; return their table changes.
+        Those in `late` skip first."""
         lines = table.rows[slots, ROW].tolist()
         for i in late:
             serve_row(self.store.address, lines[i], wanted[i].num_computed_tokens, 0, SKIP, 0)
@@ -1088,7 +1094,7 @@ class FlatCore:
             changed = self._extend(lines[i], table.requests[slot], reservation)
             is_reserved[i] = changed is not None
             changes += [(slot, change) for change in changed or ()]
-        return patch_of(changes)
+        return changes
 
     def _slots_of(self, notes: Any) -> Int32Array:
         """Return the slots of the requests that made blocks hittable, -1 if they have ended."""

@@ -543,7 +543,8 @@ def admit_rows(
     """
     c = columns_of(core)
     unit, width, none, num_groups = c.tokens.shape[1], ring.shape[1], np.int64(0), len(c.group)
-    most = total = num_nodes = num_columns = none
+    most = total = num_nodes = none
+    num_columns = c.number[NUM_IDS]  # those of the rows that ran
     for i in range(len(wishes)):
         wanted = min(np.int64(wishes[i, NUM_TOKENS]) + wishes[i, NUM_AHEAD], max_model_len)
         wanted = max(wanted, np.int64(wishes[i, NUM_OF_ENCODER]))

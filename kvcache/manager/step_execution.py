@@ -37,7 +37,6 @@ from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback, SlotAssignment, StepRecord
 from kvcache.manager.step_plan import StepPlan
 from kvcache.manager.tiers import TierLink
-from kvcache.protocol.commands import EMPTY_PATCH
 from kvcache.protocol.step import NO_SLOT, NewRequest, Refusal, StepResult
 from kvcache.requests.request import Request, copy_request
 
@@ -106,11 +105,15 @@ class StepExecutor:
                 answer.changes.append((holder.slot, change))
         for parent, child_id in plan.forks:
             self._fork(parent, child_id, record, answer)
-        is_reserved, patch = EMPTY_INT32, EMPTY_PATCH
+        is_reserved, admitted = EMPTY_INT32, None
         if len(plan.rows.slots):
-            is_reserved, patch = self._run_rows(plan, record)
+            is_reserved, changes = self._run_rows(plan, record)
+            answer.changes += changes
             if self._admission.has_tenants:
                 self._refuse_rows(plan.rows, is_reserved, answer)
+        if plan.new and not plan.resumed:
+            admitted = self._admit_together(plan, record, answer)
+        patch = core.take_patch()
         ahead = step.num_lookahead_tokens
         for known, max_new in plan.resumed:
             if known.request.namespace.model_epoch != plan.model_epoch:
@@ -125,7 +128,6 @@ class StepExecutor:
                 num_encoder_tokens=known.num_encoder_tokens,
             )
             self._admit(known.request, wish, client.index, answer, record.resumed)
-        admitted = self._admit_together(plan, record, answer) if plan.new else None
         if admitted is None:
             for request, wish in plan.new:
                 self._admit(request, wish, client.index, answer, record.new)
@@ -135,8 +137,6 @@ class StepExecutor:
             client.records.append(record)
         if answer.changes:
             patch = joined(patch, patch_of(answer.changes))
-        if admitted is not None:
-            patch = joined(patch, admitted.patches)
         fields: dict[str, Any] = {"running_scheduled": is_reserved, "patches": patch}
         self._add_fields(fields, plan, answer, admitted)
         return StepResult(step.client_id, step.step, step.epoch, 0, **fields)
@@ -230,7 +230,7 @@ class StepExecutor:
         record.new.append(SlotAssignment(known, known.generation, known.request.num_tokens))
 
     def _run_rows(self, plan: StepPlan, record: StepRecord) -> RowsReserved:
-        """Settle the rows and reserve their blocks; return which rows got them, and the patch."""
+        """Settle the rows and reserve their blocks; see `FlatCore.run_rows`."""
         rows, table = plan.rows, self._table
         record.rows = rows
         confirmed = plan.client.confirmed_tokens(rows, table)
@@ -266,8 +266,7 @@ class StepExecutor:
         Returns None, unchanged, if they have to be admitted one by one.
         """
         table, admission, tiers = self._table, self._admission, self._tiers
-        is_asked = admission.has_tenants or tiers.hooks is not None or len(tiers.loads)
-        if is_asked or answer.admitted:
+        if admission.has_tenants or tiers.hooks is not None or len(tiers.loads):
             return None
         num_running, slots = table.num_taken, table.take_slots(len(plan.new))
         admitted = self._core.admit_rows(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.base.arrays import Int32Array
 from kvcache.core import (
     CacheEvent,
     CacheHit,
@@ -15,6 +16,8 @@ from kvcache.core import (
     Reservation,
     RowsReserved,
     TableChange,
+    joined,
+    patch_of,
 )
 from kvcache.core.audit import free_list
 from kvcache.core.columns import FLAGS, IS_SHARING
@@ -33,6 +36,7 @@ from kvcache.core.running import (
     RowTable,
     RunningRows,
 )
+from kvcache.protocol.commands import BlockTablePatch
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import Request
 from kvcache.specs import (
@@ -174,8 +178,8 @@ class FullRequests:
 
 def run(
     core: Any, slots: Sequence[int], requests: Sequence[Request], rows: Sequence[Reservation]
-) -> RowsReserved:
-    """Run requests in slots as these reservations say."""
+) -> tuple[Int32Array, BlockTablePatch]:
+    """Run requests in slots as these reservations say; return who got blocks, and the patch."""
     table = FullRequests(dict(zip(slots, requests, strict=True)), core.hash_block_size)
     positions = np.zeros((NUM_POSITIONS, len(rows)), np.int32)
     for i, (slot, request, row) in enumerate(zip(slots, requests, rows, strict=True)):
@@ -192,8 +196,8 @@ def run(
     running = NO_ROWS._replace(
         slots=np.array(slots, np.int32), positions=positions, offsets=offsets
     )
-    reserved: RowsReserved = core.run_rows(table, running, computed, wanted)
-    return reserved
+    is_reserved, changes = core.run_rows(table, running, computed, wanted)
+    return is_reserved, joined(core.take_patch(), patch_of(changes))
 
 
 RUN_ROWS = FlatCore.run_rows

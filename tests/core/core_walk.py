@@ -298,10 +298,10 @@ class Walk:
         )
         wanted = [each for each, _ in rows]
         results = [run(core, slots, requests, wanted) for core in self.cores]
-        flat, slow = [result.is_reserved.tolist() for result in results]
+        flat, slow = [is_reserved.tolist() for is_reserved, _ in results]
         assert flat == slow
-        for core, result in zip(self.cores, results, strict=True):
-            self.compare_patch(core, chosen, result.patches)
+        for core, (_, patch) in zip(self.cores, results, strict=True):
+            self.compare_patch(core, chosen, patch)
         for name, (wanted, num_drafts), is_reserved in zip(chosen, rows, flat, strict=True):
             if is_reserved:
                 self.note_ends(name, wanted, num_drafts)

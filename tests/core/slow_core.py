@@ -30,7 +30,6 @@ from kvcache.core import (
     Reservation,
     RowsReserved,
     TableChange,
-    patch_of,
 )
 from kvcache.core.hits import stale_hit
 from kvcache.core.running import (
@@ -44,7 +43,15 @@ from kvcache.core.running import (
     RowTable,
     RunningRows,
 )
-from kvcache.protocol.commands import Command, Copy, Label, Unlabel, Zero
+from kvcache.protocol.commands import (
+    EMPTY_PATCH,
+    BlockTablePatch,
+    Command,
+    Copy,
+    Label,
+    Unlabel,
+    Zero,
+)
 from kvcache.protocol.labels import SealedContents, extra_keys_bytes, sorted_contents
 from kvcache.requests.hash_algorithms import ExtraKeys, HashFn
 from kvcache.requests.hashing import BlockHash, generate_block_hash_extra_keys, hash_block_tokens
@@ -545,7 +552,11 @@ class SlowCore:
             table.rows[slot, COMPUTED] = positions[END if is_reserved[i] else SETTLED, i]
             if is_reserved[i] and positions[END, i] > positions[SETTLED, i]:
                 table.rows[slot, OWN] = positions[END_OF_OWN, i]
-        return RowsReserved(int32_array(is_reserved), patch_of(changes))
+        return RowsReserved(int32_array(is_reserved), changes)
+
+    def take_patch(self) -> BlockTablePatch:
+        """Return nothing: `run_rows` returns all changes."""
+        return EMPTY_PATCH
 
     def reservation(
         self, i: int, table: RowTable, rows: RunningRows, computed: int, slot_tokens: int

@@ -234,10 +234,10 @@ def test_a_chunk_that_passes_many_columns_is_told_whole() -> None:
         core.reserve(request, Reservation(0, 8, 8, 0, 8))
         request.append_output_token_ids(list(range(900)))
     wanted = Reservation(8, 900, 900, newest_state=NewestState(8, 0))
-    reserved = run(core, range(5), requests, [wanted] * 5)
-    assert reserved.is_reserved.tolist() == [1] * 5
-    assert reserved.patches.counts.tolist() == [223] * 5
-    ids = reserved.patches.block_ids.reshape(5, 223)
+    is_reserved, patch = run(core, range(5), requests, [wanted] * 5)
+    assert is_reserved.tolist() == [1] * 5
+    assert patch.counts.tolist() == [223] * 5
+    ids = patch.block_ids.reshape(5, 223)
     assert not ids[:, :-1].any()
     assert ids[:, -1].tolist() == [core.block_ids(name)[0][-1] for name in "abcde"]
     core.check()
