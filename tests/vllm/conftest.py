@@ -53,9 +53,9 @@ def model(python: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return made_model(python, tmp_path_factory.mktemp("model"))
 
 
-def made_model(python: str, directory: Path, kind: str = "llama") -> str:
-    """Make a tiny random model there."""
-    run(python, "tests.vllm.make_model", str(directory), kind)
+def made_model(python: str, directory: Path, kind: str = "llama", seed: int = 7) -> str:
+    """Make a tiny random model there, in place of any other of its kind."""
+    run(python, "tests.vllm.make_model", str(directory), kind, str(seed))
     return str(directory)
 
 

@@ -68,11 +68,15 @@ def main(arguments: str) -> None:
                     "wall_s": time.monotonic() - begun_s,
                 }
             )
+        elif command["do"] == "abort":
+            say({"tokens": tokens_beside_aborts(engine.llm_engine, command)})
         elif command["do"] == "count":
             metrics = engine.get_metrics()
             say({m.name.removeprefix("vllm:"): m.value for m in metrics if isinstance(m, Counter)})
         elif command["do"] == "reset":
             say({"reset": engine.reset_prefix_cache(reset_connector=command["connector"])})
+        elif command["do"] == "reload":
+            say({"reloaded": len(engine.collective_rpc("reload_weights"))})
         elif command["do"] == "sleep":
             engine.sleep(command["level"])
             say({"awake": engine.wake_up()})
@@ -80,6 +84,26 @@ def main(arguments: str) -> None:
             break
         else:
             say({"unknown": command})
+
+
+def tokens_beside_aborts(engine: Any, command: dict[str, Any]) -> list[list[int]]:
+    """Abort every other request after some steps; return the tokens of the rest."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
+    names = [str(i) for i in range(len(command["prompts"]))]
+    for name, ids in zip(names, command["prompts"], strict=True):
+        engine.add_request(name, TokensPrompt(prompt_token_ids=ids), sampling)
+    tokens: dict[str, list[int]] = {}
+    num_steps = 0
+    while engine.has_unfinished_requests():
+        if num_steps == command["num_steps"]:
+            engine.abort_request(names[::2])
+        num_steps += 1
+        for output in engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    return [tokens[name] for name in names[1::2]]
 
 
 if __name__ == "__main__":

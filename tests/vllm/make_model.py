@@ -1,4 +1,4 @@
-"""Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND]`.
+"""Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND [SEED]]`.
 
 KIND is `llama`, `llama3`, which has three layers, `gemma3`, whose layers have sliding windows and
 full attention in turn, or `mistral`, whose layers all have sliding windows.
@@ -37,8 +37,8 @@ SIZES = {
 }
 
 
-def main(directory: str, kind: str = "llama") -> None:
-    torch.manual_seed(7)
+def main(directory: str, kind: str = "llama", seed: str = "7") -> None:
+    torch.manual_seed(int(seed))
     if kind == "gemma3":
         layers = ["sliding_attention", "full_attention"] * 2
         config = Gemma3TextConfig(

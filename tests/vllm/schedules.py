@@ -34,6 +34,7 @@ from kvcache.memory_service.process import end
 from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
 from tests.vllm.conftest import (
     PYTHON,
+    Answer,
     Engine,
     Segment,
     Starter,
@@ -66,6 +67,9 @@ CORE, WORKERS = 1, 2
 
 DEADLY = ("kill engine", "kill engine core", "kill worker")
 
+OF_SERVICE = ("kill memory service", "stop memory service", "flip segment", "damage both")
+"""Need a memory service."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -95,7 +99,8 @@ def prompts_of(seed: int) -> list[list[int]]:
 class World:
     """The engine under test and what surrounds it. `expected[i]`: tokens for `prompts_of(i)`.
 
-    `start` starts engines on the tiny model of the kind `model`.
+    `start` starts engines on the tiny model of the kind `model`. `has_service`: the engine's memory
+    service lives. `busy_s`: how long the last answer took.
     """
 
     start: Starter
@@ -105,6 +110,8 @@ class World:
     name: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
     engine: Engine | None = None
+    has_service: bool = True
+    busy_s: float = 1.0
 
     def expect(self, kept: Path | None = None) -> None:
         """Ask a vLLM without a connector, unless an earlier one has answered into the file
@@ -134,14 +141,25 @@ class World:
                 num_gpu_blocks_override=40,
                 max_num_batched_tokens=128,
             )
+            self.has_service = True
         return self.engine
+
+    def answer(self, seed: int) -> Answer:
+        """Have the engine answer; note how long it takes."""
+        engine, begun_s = self.living(), time.monotonic()
+        answer = engine.generate(prompts_of(seed), NUM_TOKENS)
+        self.busy_s = time.monotonic() - begun_s
+        return answer
 
     def run(self, seed: int) -> Outcome:
         """Run one seed; raises AssertionError with the difference."""
         draw = random.Random(seed)
         faults = FAULTS if self.num_ranks == 1 else FAULTS_OF_RANKS
-        fault, moment_s = draw.choice(faults), draw.random() * 1.5
+        fault, moment_s = draw.choice(faults), draw.random() * self.busy_s
         begun_s = time.monotonic()
+        if self.engine is not None and fault in OF_SERVICE and not self.has_service:
+            self.engine.kill()  # the next one starts another service
+            self.engine = None
         engine = self.living()
         engine.reset()
         problems: list[Exception] = []
@@ -162,7 +180,7 @@ class World:
         else:
             assert answer.tokens == self.expected[seed % 4], f"seed {seed}: {fault}: wrong tokens"
             engine.reset()
-        answer = self.living().generate(prompts_of(seed), NUM_TOKENS)
+        answer = self.answer(seed)
         assert answer.tokens == self.expected[seed % 4], f"seed {seed}: wrong tokens after {fault}"
         wall_s = time.monotonic() - begun_s
         return Outcome(seed, self.model, fault, is_restarted, sum(answer.cached), wall_s)
@@ -175,7 +193,7 @@ class World:
             "kill worker": lambda: self._kill_one(WORKERS, draw),
             "stop worker": lambda: self._stop_worker(draw),
             "stop engine": lambda: self._stop_engine(draw.random() * LONGEST_STOP_S),
-            "kill memory service": lambda: self._signal_service(signal.SIGKILL),
+            "kill memory service": self._kill_service,
             "stop memory service": lambda: self._stop_service(draw.random() * LONGEST_STOP_S),
             "flip segment": lambda: self._flip(draw),
             "damage files": lambda: self._damage(draw),
@@ -233,12 +251,13 @@ class World:
 
     def _signal_service(self, number: int) -> None:
         with make_socket(1.0) as connected:
-            try:
-                connected.connect(socket_name(service_address(self.name).address))
-            except OSError:  # an earlier seed has killed it
-                return
+            connected.connect(socket_name(service_address(self.name).address))
             process = peer_process(connected)
         _send(process, number)
+
+    def _kill_service(self) -> None:
+        self._signal_service(signal.SIGKILL)
+        self.has_service = False
 
     def _stop_service(self, seconds: float) -> None:
         self._signal_service(signal.SIGSTOP)
@@ -247,10 +266,7 @@ class World:
 
     def _flip(self, draw: random.Random) -> None:
         """Change bytes of some slots, whatever their state."""
-        try:
-            segment = Segment(self.name, draw.randrange(self.num_ranks))
-        except (AssertionError, ClusterError):  # it is gone with its service
-            return
+        segment = Segment(self.name, draw.randrange(self.num_ranks))
         for slot in segment.sealed_slots():
             if draw.random() < 0.4:
                 segment.flip_byte(slot, byte=draw.randrange(segment.shape.widths[0]))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcache.metrics.engine_socket import ask_engine
 from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model, make_adapter
 
 pytestmark = pytest.mark.vllm
@@ -238,6 +239,64 @@ def test_another_weight_revision_sees_no_old_block(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_weights_that_change_in_a_running_engine_leave_no_old_byte(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
+) -> None:
+    model = made_model(python, tmp_path / "model")
+    files = tmp_path / "files"
+    files.mkdir()
+    disk = {"directory": str(files), "capacity_per_rank": "8MiB", "write": "on_store"}
+    extra = {"name": new_name(), "offload": {"host_memory_per_rank": "64MiB", "disk": disk}}
+    engine = start(extra, model=model)
+    old = engine.generate(PROMPTS)
+    made_model(python, tmp_path / "model", seed=8)
+    engine.ask(do="reload")
+    engine.reset(connector=True)
+    new = engine.generate(PROMPTS)
+    engine.reset()
+    warm = engine.generate(PROMPTS)
+    engine.kill()
+    engine = start(model=model)
+    expected = engine.generate(PROMPTS).tokens
+    engine.kill()
+    assert expected != old.tokens
+    assert (new.cached, new.tokens) == ([0, 0, 0], expected)
+    assert (warm.cached, warm.tokens) == (HITS, expected)
+    engine = start(extra, model=model)  # it cannot know that its weights are the new ones
+    again = engine.generate(PROMPTS)
+    engine.kill()
+    assert (again.cached, again.tokens) == ([0, 0, 0], expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_aborted_requests_change_no_token_and_leave_nothing_open(
+    start: Starter,
+    new_name: Callable[[], str],
+    reference: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    name = new_name()
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "8MiB"}
+    offload = {"host_memory_per_rank": "4MiB", "disk": disk}
+    engine = start({"name": name, "offload": offload}, **SMALL_POOL)
+    for i, num_steps in enumerate((0, 1, 2, 5, 13)):
+        first = 10 * i
+        found = engine.ask(
+            do="abort",
+            prompts=FAMILIES[first : first + 20],
+            max_tokens=16,
+            num_steps=num_steps,
+        )
+        assert found["tokens"] == reference["families"][first + 1 : first + 20 : 2]
+        engine.reset()  # only possible when no block is held any more
+    assert engine.count()["external_prefix_cache_hits"] > 20 * BLOCK
+    assert engine.generate(FAMILIES[:20], 16).tokens == reference["families"][:20]
+    status = ask_engine(name, 0, {"do": "status"})
+    assert status["requests"]["num_waiting"] == 0
+    engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_rejected_drafts_are_never_stored(
     start: Starter, new_name: Callable[[], str], reference: dict[str, list[list[int]]]
 ) -> None:
@@ -364,16 +423,37 @@ def test_pipeline_ranks_keep_their_layers_and_survive_a_kill(
     assert "could not load" in engine.errors()
 
 
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"offload": {"host_memory_per_rank": "1KiB"}},
+        "offload.host_memory_per_rank is 1024 bytes, a block of this model has 65536 on each "
+        "rank: set it to many times that",
+    ),
+    (
+        {"offload": {"host_memory_per_rank": "900TiB"}},
+        "rank 0 has no room for its host memory of",
+    ),
+    (
+        {
+            "offload": {
+                "host_memory_per_rank": "8MiB",
+                "disk": {"directory": "/absent/kvcache", "capacity_per_rank": "8MiB"},
+            }
+        },
+        "/absent/kvcache",
+    ),
+    ({"weight_revison": "a"}, "weight_revison"),
+]
+
+
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=["small", "large", "disk", "unknown"])
 def test_a_wrong_option_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str]
+    start: Starter, new_name: Callable[[], str], wrong: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AssertionError) as ended:
-        start({"name": new_name(), "offload": {"host_memory_per_rank": "1KiB"}})
-    assert (
-        "offload.host_memory_per_rank is 1024 bytes, a block of this model has 65536 on each "
-        "rank: set it to many times that"
-    ) in str(ended.value)
+        start({"name": new_name(), **wrong})
+    assert message in str(ended.value)
 
 
 @pytest.mark.usefixtures("one_rank")
