@@ -108,7 +108,7 @@ def await_index(coordinator: IndexServer, *replicas: Replica) -> None:
     deadline_s, num_times = time.monotonic() + DEADLINE_S, 0
     while num_times < 3:  # a server may be between a look and what it says
         is_known = all(
-            {key[:32] for key in tuple(server._index.held)} == digests and server.is_known
+            {key[:32] for key in tuple(server._index.slots)} == digests and server.is_known
             for server, digests in held.items()
         )
         found = coordinator.statistics()["num_blocks"]

@@ -23,8 +23,8 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,23 +98,6 @@ class ServerSettings:
         return ServerSettings(shapes=tuple(SegmentShape(**each) for each in shapes), **values)
 
 
-class HeldBlocks(Collection[bytes]):
-    """The keys in memory and in files, live."""
-
-    def __init__(self, memory: Collection[bytes], files: Collection[bytes]) -> None:
-        """Combine two live collections."""
-        self._memory, self._files = memory, files
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._memory or key in self._files
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter({*self._memory, *self._files})
-
-    def __len__(self) -> int:
-        return len({*self._memory, *self._files})
-
-
 class BlockServer:
     """Announces what segments and files hold, and gives their blocks. One thread."""
 
@@ -158,7 +141,7 @@ class BlockServer:
             bytes.fromhex(settings.source),
             bytes.fromhex(settings.memory),
             self.endpoint,
-            HeldBlocks(self._index.held, () if self._files is None else self._files.held),
+            ChainMap(self._index.slots, {} if self._files is None else self._files.held).keys(),
             settings.stream,
         )
         self.poller = zmq.Poller()

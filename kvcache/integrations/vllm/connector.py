@@ -294,18 +294,16 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def shutdown(self) -> None:
         """Give memory and files back; the memory service has the memory still."""
-        if self._peers is not None:
-            self._peers.close()
-        if self._nodes is not None:
-            self._nodes.close()
-        if self._memory is not None:
-            self._memory.close()
-        if self._socket is not None:
-            self._socket.close()
-        if self._events is not None:
-            self._events.close()
-        if self._recording is not None:
-            self._recording.close()
+        for part in (
+            self._peers,
+            self._nodes,
+            self._memory,
+            self._socket,
+            self._events,
+            self._recording,
+        ):
+            if part is not None:
+                part.close()
 
 
 def _recording(setting: EngineSetting, directory: str) -> EngineRecording:

@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from kvcache.base.errors import ConfigurationError, TraceError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import describe_error
 from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
+from kvcache.recorder.request_tracer import RecordedRequest
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
 logger = get_logger(__name__)
@@ -36,17 +36,6 @@ MAX_BYTES = 256 << 20
 MAX_BLOCKS = 2_000_000
 """Different blocks, whose numbers are kept in memory: about 160 bytes each."""
 CLOSE_S = 5.0
-
-
-@dataclass(frozen=True)
-class ServedRequest:
-    """A request that has ended, without its tokens, as `RequestRecording` writes it."""
-
-    arrival_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    digests: bytes
-    tenant: None = None
 
 
 class EngineRecording:
@@ -67,8 +56,8 @@ class EngineRecording:
             raise ConfigurationError(f"record: {error}") from error
         self._block_tokens = block_tokens
         self._salt = secrets.token_bytes(32)
-        self._open: OrderedDict[str, ServedRequest | None] = OrderedDict()
-        self._queue: queue.Queue[ServedRequest | None] = queue.Queue(MAX_QUEUED)
+        self._open: OrderedDict[str, RecordedRequest | None] = OrderedDict()
+        self._queue: queue.Queue[RecordedRequest | None] = queue.Queue(MAX_QUEUED)
         self._num_lost = 0
         self._problem = ""
         self._thread = threading.Thread(target=self._write, name="kvcache-recording", daemon=True)
@@ -121,13 +110,13 @@ class EngineRecording:
             return
         self._thread.join(CLOSE_S)
 
-    def _put(self, served: ServedRequest) -> None:
+    def _put(self, served: RecordedRequest) -> None:
         try:
             self._queue.put_nowait(served)
         except queue.Full:
             self._num_lost += 1
 
-    def _served(self, request: Any) -> ServedRequest:
+    def _served(self, request: Any) -> RecordedRequest:
         """Return what is written of a request; the digest of a partly filled block is made here."""
         num_prompt, size = request.num_prompt_tokens, self._block_tokens
         num_full = num_prompt // size
@@ -137,11 +126,12 @@ class EngineRecording:
             above = digests[-1] if digests else b""
             key = self._salt
             digests.append(blake2b(above + rest, key=key, digest_size=DIGEST_BYTES).digest())
-        return ServedRequest(
+        return RecordedRequest(
             arrival_s=request.arrival_time,
             num_prompt_tokens=num_prompt,
             num_output_tokens=request.num_output_tokens,
             digests=b"".join(digests),
+            tenant=None,
         )
 
     def _write(self) -> None:

@@ -53,7 +53,7 @@ class NodeFiles:
         """List the directories, by rank, and start the thread. Raises OSError."""
         self._directories, self._shapes = tuple(directories), tuple(shapes)
         self._shared = SharedDirectory.at(directories, shapes[0].key_bytes)
-        self.held: set[OffloadKey] = set(self._shared.whole())
+        self.held = dict.fromkeys(self._shared.whole(), 0)
         self._asked: queue.Queue[tuple[list[bytes], int, OffloadKey] | None] = queue.Queue(
             MAX_QUEUED_READS
         )
@@ -76,8 +76,9 @@ class NodeFiles:
     def refresh(self) -> set[OffloadKey]:
         """Look what has been written and removed; return the keys that have changed."""
         written, removed = self._shared.changes()
-        self.held.difference_update(removed)
-        self.held.update(written)
+        for key in removed:
+            self.held.pop(key, None)
+        self.held.update(dict.fromkeys(written, 0))
         return {*written, *removed}
 
     def ask(self, frames: list[bytes], rank: int, key: OffloadKey) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.events import EventsConfig
@@ -53,6 +53,14 @@ _HASHES = ("sha256", "sha256_cbor")
 _NAME = Field(min_length=1, max_length=40, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
+def _absolute(path: str) -> str:
+    require_directory(path, "engines")
+    return path
+
+
+_Place = Annotated[str, Field(min_length=1), AfterValidator(_absolute)]
+
+
 class CoordinatorOptions(Section):
     """The coordinator of several nodes, and how to reach it.
 
@@ -64,18 +72,11 @@ class CoordinatorOptions(Section):
     """
 
     address: Annotated[str, Field(max_length=200)]
-    keys: Annotated[str, Field(min_length=1)] | None = None
+    keys: _Place | None = None
     answer_s: Seconds = 0.2
     silence_s: Seconds = 2.0
     host: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)$")] | None = None
     events: bool = False
-
-    @field_validator("keys")
-    @classmethod
-    def _is_absolute(cls, keys: str | None) -> str | None:
-        if keys is not None:
-            require_directory(keys, "engines")
-        return keys
 
     @model_validator(mode="after")
     def _is_guarded(self) -> CoordinatorOptions:
@@ -114,15 +115,8 @@ class ConnectorOptions(Section):
     idle_memory_s: Seconds = 3600.0
     is_asynchronous: bool = True
     events: EventsConfig = EventsConfig()
-    record: Annotated[str, Field(min_length=1)] | None = None
+    record: _Place | None = None
     coordinator: CoordinatorOptions | None = None
-
-    @field_validator("record")
-    @classmethod
-    def _is_absolute(cls, record: str | None) -> str | None:
-        if record is not None:
-            require_directory(record, "engines")
-        return record
 
     @staticmethod
     def parse(values: object) -> ConnectorOptions:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -132,22 +132,18 @@ class PeerIndex:
         self.memory = memory
         num_slots = min(reader.shape.num_slots for reader in readers)
         self._ranks = [_RankLabels(reader, num_slots) for reader in readers]
-        self._slots: dict[OffloadKey, int] = {}
+        self.slots: dict[OffloadKey, int] = {}
+        """By key, the slot that held it at the last look."""
         self._keys: dict[int, OffloadKey] = {}
         self.changed: set[OffloadKey] | None = None
         """If not None, keys that have come or gone are added; the caller takes them out."""
 
     def __len__(self) -> int:
-        return len(self._slots)
-
-    @property
-    def held(self) -> KeysView[OffloadKey]:
-        """The keys that were held at the last look, live."""
-        return self._slots.keys()
+        return len(self.slots)
 
     def slots_of(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slot of each key, -1 for a block that the peer does not hold now."""
-        get = self._slots.get
+        get = self.slots.get
         slots = [get(key, -1) for key in keys]
         if max(slots, default=-1) < 0:
             return slots
@@ -161,7 +157,7 @@ class PeerIndex:
     def distrust(self, keys: Iterable[OffloadKey]) -> None:
         """Forget these keys until the peer seals them again: they could not be loaded."""
         for key in keys:
-            self._slots.pop(key, None)
+            self.slots.pop(key, None)
 
     def refresh(self) -> None:
         """Look at all labels, and read those that have changed."""
@@ -171,8 +167,8 @@ class PeerIndex:
         changed = int32_array(np.flatnonzero(is_changed))
         for slot in changed.tolist() if self._keys else ():
             old = self._keys.pop(slot, None)
-            if old is not None and self._slots.get(old) == slot:
-                self._slots.pop(old, None)
+            if old is not None and self.slots.get(old) == slot:
+                self.slots.pop(old, None)
                 if self.changed is not None:
                     self.changed.add(old)
         for first in range(0, len(changed), CHUNK_SLOTS):
@@ -188,7 +184,7 @@ class PeerIndex:
         keys = unpack_keys(packed[is_good].tobytes(), packed.shape[1])
         for slot, key in zip(slots[is_good].tolist(), keys, strict=True):
             self._keys[slot] = key
-            self._slots[key] = slot
+            self.slots[key] = slot
         if self.changed is not None:
             self.changed.update(keys)
 
