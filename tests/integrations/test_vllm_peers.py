@@ -144,7 +144,7 @@ def test_a_reader_takes_another_size_and_no_other_layout() -> None:
     ):
         with pytest.raises(PlanMismatchError, match="of layout layout, rank 0, this engine reads"):
             SegmentReader(descriptor, other)
-    with pytest.raises(PlanMismatchError, match="damaged, or of another version"):
+    with pytest.raises(PlanMismatchError, match="holds no host segment"):
         SegmentReader(make_memory("test", 8192), SHAPE)
 
 
@@ -154,9 +154,8 @@ def test_a_head_says_its_shape_unless_it_is_damaged() -> None:
     for place in range(len(SHAPE.head())):
         damaged = bytearray(head)
         damaged[place] ^= 1
-        if damaged != head and place not in range(132, 256):
-            with pytest.raises(PlanMismatchError):
-                shape_in(bytes(damaged))
+        with pytest.raises(PlanMismatchError):
+            shape_in(bytes(damaged))
 
 
 # --- ranks

@@ -72,7 +72,7 @@ def test_another_process_finds_the_sealed_slots_with_their_bytes() -> None:
         ),
         (
             {"widths": (32, 64)},
-            "the head of the host segment of rank 1 is damaged, or of other tensors",
+            r"the host segment has widths \(64, 32\), rank 1 needs \(32, 64\)",
         ),
         ({"digest_bytes": 3}, "the host segment has digest bytes 4, rank 1 needs 3"),
         ({"num_slots": 600}, "a host segment of 36864 bytes is there, rank 1 needs "),
@@ -87,9 +87,10 @@ def test_memory_of_another_shape_is_refused(change: dict[str, object], message: 
 @pytest.mark.parametrize(
     ("offset", "message"),
     [
-        (0, "the segment kept for rank 1 holds something else"),
+        (0, "the memory holds no host segment"),
         (8, "the host segment has version 254, this package reads 1"),
-        (140, "the head of the host segment of rank 1 is damaged, or of other tensors"),
+        (140, "the head of the host segment is damaged"),
+        (88, "the head of the host segment is damaged"),
     ],
 )
 def test_a_head_that_was_changed_is_refused(offset: int, message: str) -> None:

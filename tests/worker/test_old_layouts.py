@@ -40,41 +40,20 @@ def test_rank_0_also_removes_what_ranks_have_left_that_are_no_more(tmp_path: Pat
     assert left(tmp_path) == [f"{OLD}/rank1"]
 
 
-def test_directories_that_replicas_had_of_their_own_are_removed(tmp_path: Path) -> None:
-    make(tmp_path, f"{NEW}/rank0", f"{NEW}/replica1/rank0", f"{NEW}/replica12/rank0")
-    make(tmp_path, f"{OLD}/replica1/rank0", f"{OLD}/replica1/rank1", f"{OLDER}/replica2/rank0")
-    make(tmp_path, f"{NEW}/replica/rank0", f"{NEW}/replica1/notes", f"{NEW}/rank0/replica1/rank0")
-    assert remove_old_layouts(RankPlace(tmp_path, NEW, 0, 2)) == 4
-    assert left(tmp_path) == [
-        f"{NEW}/rank0",
-        f"{NEW}/rank0/replica1/rank0",
-        f"{NEW}/replica/rank0",
-        f"{NEW}/replica1/notes",
-        f"{OLD}/replica1/rank1",
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [NEW, OLD]
-    assert sorted(path.name for path in (tmp_path / NEW).iterdir()) == [
-        "rank0",
-        "replica",
-        "replica1",
-    ]
-
-
-@pytest.mark.parametrize("parent", [OLD, f"{NEW}/replica1"])
-def test_a_directory_that_a_process_uses_is_left(tmp_path: Path, parent: str) -> None:
-    make(tmp_path, f"{parent}/rank0", f"{OLDER}/rank0")
+def test_a_directory_that_a_process_uses_is_left(tmp_path: Path) -> None:
+    make(tmp_path, f"{OLD}/rank0", f"{OLDER}/rank0")
     holds = (
         "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX);"
         "print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", holds, str(tmp_path / parent / "rank0" / "about")],
+        [sys.executable, "-c", holds, str(tmp_path / OLD / "rank0" / "about")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         assert remove_old_layouts(RankPlace(tmp_path, NEW, 0, 1)) == 1
-        assert left(tmp_path) == [f"{parent}/rank0"]
+        assert left(tmp_path) == [f"{OLD}/rank0"]
         other.communicate()
 
 
@@ -83,7 +62,6 @@ def test_what_is_not_ours_is_left(tmp_path: Path) -> None:
     make(tmp_path, f"{OLD}/rank0", about="somebody else's\n")
     (tmp_path / OLDER).symlink_to(tmp_path / "notes")
     (tmp_path / f"{OLD}/rank1").symlink_to(tmp_path / "notes" / "rank0")
-    (tmp_path / f"{OLD}/replica1").symlink_to(tmp_path / "notes")
     assert remove_old_layouts(RankPlace(tmp_path, NEW, 0, 1)) == 0
     assert len(left(tmp_path)) == 3
 

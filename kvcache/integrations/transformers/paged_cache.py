@@ -12,35 +12,21 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from kvcache.base.errors import RequestError
-from kvcache.integrations.transformers.batch_rows import BatchRows, Forward, plan_forward
+from kvcache.integrations.transformers.batch_rows import (
+    BatchRows,
+    Forward,
+    GroupPlaces,
+    first_column,
+    plan_forward,
+)
 from kvcache.integrations.transformers.model_call import ModelCall, without_first
 from kvcache.integrations.transformers.paged_memory import ContentScope
 
 if TYPE_CHECKING:
     from kvcache.integrations.transformers.store import PagedCacheStore
-from typing import Protocol
-
-from transformers.cache_utils import CacheLayerMixin
-
-from kvcache.integrations.transformers.batch_rows import GroupPlaces, first_column
-
-
-class ForwardSource(Protocol):
-    """The cache that a layer belongs to."""
-
-    @property
-    def length(self) -> int:
-        """How many columns are in the cache."""
-
-    @property
-    def open_forward(self) -> Forward:
-        """The running forward.
-
-        Raises:
-            RequestError: no forward runs.
-        """
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types for it
@@ -49,7 +35,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     is_croppable = True
 
     def __init__(
-        self, name: str, window: int | None, pages: torch.Tensor, source: ForwardSource
+        self, name: str, window: int | None, pages: torch.Tensor, cache: PagedCache
     ) -> None:
         super().__init__()
         self.name = name
@@ -60,7 +46,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         if window is not None:
             self.sliding_window = window
         self._pages = pages
-        self._source = source
+        self._cache = cache
         self._written: Forward | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -77,7 +63,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         Raises:
             RequestError: no forward was announced, or the shapes are another model's.
         """
-        forward = self._source.open_forward
+        forward = self._cache.open_forward
         self._require(key_states, forward)
         self._require(value_states, forward)
         places = forward.groups[self.name]
@@ -88,12 +74,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many columns `update` will return, and the first one."""
-        start = first_column(self.window, self._source.length)
-        return self._source.length + query_length - start, start
+        length = self._cache.length
+        start = first_column(self.window, length)
+        return length + query_length - start, start
 
     def get_seq_length(self) -> int:
         """Return the number of columns, with a running forward's once this layer has them."""
-        length = self._source.length
+        length = self._cache.length
         written = self._written
         if written is not None and written.length == length:
             return length + written.num_new
@@ -143,7 +130,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self._store = store
         self._rows = BatchRows(store.memory, scope, store.layers.windows)
         self._forward: Forward | None = None
-        self._is_closed = False
+        self.is_closed = False
+        """Whether its blocks were freed."""
         pages = store.memory.worker.kv_caches
         super().__init__(
             layers=[
@@ -159,18 +147,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{len(self._rows.rows)} rows, {self.length} long"
+        state = "closed" if self.is_closed else f"{self.num_rows} rows, {self.length} long"
         return f"PagedCache({state})"
 
     @property
     def length(self) -> int:
         """Columns of the batch that are in the cache, pads included."""
         return self._rows.length
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its blocks were freed."""
-        return self._is_closed
 
     @property
     def num_rows(self) -> int:
@@ -227,8 +210,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self.abandon()
         arguments = dict(arguments)
         call = ModelCall.of(arguments)
-        if not self._rows.rows:
-            self._start_unseen(call)
+        if not self._rows.rows:  # the batch was not passed to `open`
+            pads, tokens = call.rows()
+            self._rows.start(tokens, pads)
         rows, length = self._rows.rows, self.length
         repeats = self._repeats(call)
         pads = [row.pad for row in rows for _ in range(repeats)]
@@ -320,10 +304,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
 
     def close(self) -> None:
         """Free all blocks and close the cache. Computed blocks stay cached while there is room."""
-        if not self._is_closed:
+        if not self.is_closed:
             self.abandon()
             self._rows.free()
-            self._is_closed = True
+            self.is_closed = True
             self._store.forget(self)
 
     # Inside.
@@ -333,27 +317,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types for 
         self.abandon()
         self._rows.select(indices)
 
-    def _start_unseen(self, call: ModelCall) -> None:
-        """Begin a batch that was not passed to `open`, without a look-up."""
-        pads, tokens = call.rows()
-        self._rows.start(tokens, pads)
-
     def _repeats(self, call: ModelCall) -> int:
         """Return the number of the batch's rows per row of the cache: beams, or sequences."""
-        num_rows = len(self._rows.rows)
-        repeats, rest = divmod(call.batch_size, num_rows)
-        if rest or not repeats or (repeats > 1 and self._has_begun):
+        repeats, rest = divmod(call.batch_size, self.num_rows)
+        if rest or not repeats or (repeats > 1 and self._rows.has_settled):
             raise RequestError(
-                f"the model is called with {call.batch_size} rows, the cache has {num_rows}: use "
-                "a cache for one batch only"
+                f"the model is called with {call.batch_size} rows, the cache has {self.num_rows}: "
+                "use a cache for one batch only"
             )
         return repeats
 
-    @property
-    def _has_begun(self) -> bool:
-        return self._rows.has_settled
-
     def require_open(self) -> None:
         """Raise RequestError if it is closed."""
-        if self._is_closed:
+        if self.is_closed:
             raise RequestError("the cache is closed: open another one from its store")

@@ -224,13 +224,7 @@ class PagedMemory:
         self._seq += 1
         self.worker.on_message(
             StepCommands(
-                _NONCE,
-                _NONCE,
-                _EPOCH,
-                self._seq,
-                "",
-                0,
-                (*self.manager.take_commands(), *commands),
+                _NONCE, _NONCE, _EPOCH, self._seq, "", 0, (*self.manager.take_commands(), *commands)
             )
         )
         if self.worker.applied_seq != self._seq:
@@ -273,8 +267,8 @@ class PagedMemory:
         if not statistics.num_free_slots and self.slot_of(request) is None:
             raise OutOfBlocksError(
                 f"all {statistics.num_running_requests} rows are in use and one more is wanted: "
-                "close "
-                "caches, use fewer beams or sequences, or make the store with a larger max_rows"
+                "close caches, use fewer beams or sequences, or make the store with a larger "
+                "max_rows"
             )
         core = statistics.core
         raise OutOfBlocksError(

@@ -85,25 +85,16 @@ class LayerBundle:
         )
         words = part_bytes // self._word_bytes
         self.cell_bytes = parts * part_bytes * len(layers)
-        strides = {
-            "block": first.block_stride_bytes // self._word_bytes,
-            "layer": distance // self._word_bytes,
-            "part": self.num_cells * words,
-            "cell": words,
-        }
-        base = pool.words(WORD_DTYPES[self._word_bytes])
-        offset = first.offset_bytes // self._word_bytes
-        blocks = pool.layout.num_blocks
-        self.pages = base.as_strided(
-            (blocks, len(layers), parts, self.num_cells, words),
-            (strides["block"], strides["layer"], strides["part"], strides["cell"], 1),
+        block, layer, offset = (
+            length // self._word_bytes
+            for length in (first.block_stride_bytes, distance, first.offset_bytes)
+        )
+        self.pages = pool.words(WORD_DTYPES[self._word_bytes]).as_strided(
+            (pool.layout.num_blocks, len(layers), parts, self.num_cells, words),
+            (block, layer, self.num_cells * words, words, 1),
             offset,
         )
-        self.cells = base.as_strided(
-            (blocks, self.num_cells, len(layers), parts, words),
-            (strides["block"], strides["cell"], strides["layer"], strides["part"], 1),
-            offset,
-        )
+        self.cells = self.pages.permute(0, 3, 1, 2, 4)
         self._seeds = _seeds(self.names, rank).to(pool.device)
         index = np.arange(1, parts * words + 1, dtype=np.uint64)
         odds = torch.from_numpy((mix(index) | np.uint64(1)).view(np.int64))

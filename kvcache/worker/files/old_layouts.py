@@ -1,10 +1,9 @@
 """Removes files that no engine reads any more, because a rank's layout has changed.
 
 Each layout fingerprint has its own directories (tier.py). Another model, weight revision or
-number of ranks leaves its files behind, which nothing reads and no limit counts. So do earlier
-versions, in which replicas had directories of their own (`<fingerprint>/replica<n>/rank<k>`). A
-rank removes its own old files, and rank 0 also those of ranks that no longer exist. Other ranks may
-have other fingerprints, so theirs are not touched.
+number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes its
+own old files, and rank 0 also those of ranks that no longer exist. Other ranks may have other
+fingerprints, so theirs are not touched.
 
 A directory is first moved away, under its lock: an engine that starts at the same time with the
 old layout makes a new one.
@@ -34,7 +33,6 @@ MAX_DIRECTORIES = 64
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _RANK = re.compile(r"rank(\d+)")
-_REPLICA = re.compile(r"replica\d+")
 _REMOVED = "removed-"
 
 
@@ -82,13 +80,11 @@ def remove_in_background(place: RankPlace) -> threading.Thread:
 
 def _old_directories(place: RankPlace) -> Iterator[Path]:
     for layout in _directories_in(place.root, _FINGERPRINT):
-        parents = _directories_in(layout, _REPLICA)
-        if layout.name != place.fingerprint:
-            parents.append(layout)
-        for parent in parents:
-            for directory in _directories_in(parent, _RANK):
-                if place.may_remove(int(directory.name.removeprefix("rank"))):
-                    yield directory
+        if layout.name == place.fingerprint:
+            continue
+        for directory in _directories_in(layout, _RANK):
+            if place.may_remove(int(directory.name.removeprefix("rank"))):
+                yield directory
 
 
 def _directories_in(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -121,7 +117,5 @@ def _remove(directory: Path, place: RankPlace) -> bool:
         os.close(lock)
     with suppress(OSError):  # it is not empty
         directory.parent.rmdir()
-        if directory.parent.parent != place.root:
-            directory.parent.parent.rmdir()
     logger.info("rank %d: removed old files in %s", place.rank, directory)
     return True

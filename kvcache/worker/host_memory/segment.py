@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import google_crc32c
 import numpy as np
@@ -147,19 +147,26 @@ class SegmentShape:
 def shape_in(head: bytes) -> SegmentShape:
     """Return the shape that a segment's first `HEAD_BYTES` describe; raises PlanMismatchError."""
     magic, version, *told = _HEAD.unpack_from(head)
+    if magic != SEGMENT_MAGIC:
+        raise PlanMismatchError("the memory holds no host segment")
+    if version != SEGMENT_VERSION:
+        raise PlanMismatchError(
+            f"the host segment has version {version}, this package reads {SEGMENT_VERSION}"
+        )
     rank, fingerprint, num_slots, _, num_tensors, digest_bytes, max_block_tokens, _, crc = told
-    if (magic, version) == (SEGMENT_MAGIC, SEGMENT_VERSION) and 0 <= num_tensors <= _MAX_TENSORS:
-        widths = head[_WIDTHS_OFFSET : _WIDTHS_OFFSET + 8 * num_tensors]
-        if crc == google_crc32c.value(head[: _HEAD.size - _CRC.size] + bytes(_CRC.size) + widths):
-            return SegmentShape(
-                fingerprint.rstrip(b"\0").decode(),
-                rank,
-                num_slots,
-                tuple(np.frombuffer(widths, "<i8").tolist()),
-                digest_bytes,
-                max_block_tokens,
-            )
-    raise PlanMismatchError("the head of a host segment is damaged, or of another version")
+    widths = head[_WIDTHS_OFFSET : _WIDTHS_OFFSET + 8 * max(0, min(num_tensors, _MAX_TENSORS))]
+    if crc == google_crc32c.value(head[: _HEAD.size - _CRC.size] + bytes(_CRC.size) + widths):
+        shape = SegmentShape(
+            fingerprint.rstrip(b"\0").decode(),
+            rank,
+            num_slots,
+            tuple(np.frombuffer(widths, "<i8").tolist()),
+            digest_bytes,
+            max_block_tokens,
+        )
+        if head.startswith(shape.head()):
+            return shape
+    raise PlanMismatchError("the head of the host segment is damaged")
 
 
 class HostSegment:
@@ -186,9 +193,9 @@ class HostSegment:
                 f"{shape.size_bytes}"
             )
         memory = mmap.mmap(descriptor, size)
-        found, expected = memory[:HEAD_BYTES], shape.head()
+        found = memory[:HEAD_BYTES]
         if any(found):
-            _require_same(found, expected, shape)
+            _require_same(shape_in(found), shape)
         self.shape = shape
         self.origin = origin
         self._descriptor = descriptor
@@ -207,7 +214,8 @@ class HostSegment:
         )
         if not any(found):
             self.model_epoch = UNKNOWN_MODEL_EPOCH
-            memory[: len(expected)] = expected
+            head = shape.head()
+            memory[: len(head)] = head
 
     @property
     def memory(self) -> ByteArray:
@@ -261,33 +269,14 @@ def _take_for_this_process(descriptor: int) -> None:
         ) from error
 
 
-def _require_same(found: bytes, expected: bytes, shape: SegmentShape) -> None:
-    """Raise PlanMismatchError with the first difference between two heads."""
-    magic, version, *rest = _HEAD.unpack_from(found)
-    if magic != SEGMENT_MAGIC:
-        raise PlanMismatchError(f"the segment kept for rank {shape.rank} holds something else")
-    if version != SEGMENT_VERSION:
-        raise PlanMismatchError(
-            f"the host segment has version {version}, this package reads {SEGMENT_VERSION}"
-        )
-    names = ("rank", "layout fingerprint", "slots", "slot bytes", "tensors", "digest bytes")
-    wanted = _HEAD.unpack_from(expected)[2:]
-    for name, value, right in zip(names, rest, wanted, strict=False):
-        if value != right:
+def _require_same(found: SegmentShape, needed: SegmentShape) -> None:
+    """Raise PlanMismatchError with the first difference between two shapes."""
+    for name, value in asdict(found).items():
+        if value != getattr(needed, name):
             raise PlanMismatchError(
-                f"the host segment has {name} {_shown(value)}, rank {shape.rank} needs "
-                f"{_shown(right)}"
+                f"the host segment has {name.replace('_', ' ')} {value}, rank {needed.rank} needs "
+                f"{getattr(needed, name)}"
             )
-    if found[: len(expected)] != expected:
-        raise PlanMismatchError(
-            f"the head of the host segment of rank {shape.rank} is damaged, or of other tensors"
-        )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.rstrip(b"\0").decode(errors="replace")
-    return str(value)
 
 
 ATTACHED = "attached"
