@@ -1,7 +1,7 @@
 """What commands do on one rank: they change its tables, labels and bytes.
 
-`CommandExecutor` validates a message before it changes anything. When a message is applied, labels
-change, clients are fenced and transfers start. Table patches, zeroes and copies wait in
+`CommandExecutor` applies messages that its `validator` has accepted. When a message is applied,
+labels change, clients are fenced and transfers start. Table patches, zeroes and copies wait in
 `DeferredCommands` for the forward of their step. `ForwardGate` lets forwards begin once, in order,
 and one at a time. A forward does not begin while a transfer reads what it writes, or writes what it
 uses. Not thread-safe: the worker locks around it.
@@ -124,7 +124,7 @@ class CommandExecutor:
         self._checker: ContentChecker | None = None
         if settings.is_content_checking:
             self._checker = ContentChecker(settings, self.pool, self.block_tables, self.history)
-        self._validator = CommandValidator(settings, self.labels, self.block_tables, self._checker)
+        self.validator = CommandValidator(settings, self.labels, self.block_tables, self._checker)
         self._due: deque[tuple[int, WriteExpected]] = deque()
         self._audited: list[JobReport] = []
         self.model_epoch = 0
@@ -149,10 +149,6 @@ class CommandExecutor:
     def next_due_seq(self) -> int | None:
         """Number of the next content-checked forward, None when none is due."""
         return self._due[0][0] if self._due else None
-
-    def validate(self, message: StepCommands) -> None:
-        """Raise BlockError or MalformedMessageError unless all of `message` can be obeyed."""
-        self._validator.validate(message)
 
     def must_wait(self, message: StepCommands) -> bool:
         """Say whether `message` fences a client whose forward may still run."""

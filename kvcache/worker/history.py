@@ -7,7 +7,7 @@ and of block ids is limited; the oldest are dropped.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ MAX_IDS = 1 << 20
 """Block ids of all remembered operations together."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Operation:
+class _Operation(NamedTuple):
     seq: int
     verb: str
     block_ids: Int32Array

@@ -32,7 +32,7 @@ from kvcache.worker.copies.engine import CopyEngine, PendingCopy
 from kvcache.worker.copies.runner import CopyRunner
 from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HostRows
 from kvcache.worker.files.file_pool import FilePool, FinishedFileJob
-from kvcache.worker.files.format import FileHead, heads_of_labels, labels_of_heads
+from kvcache.worker.files.format import heads_of_labels, labels_of_heads
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import NO_CHECKSUM, Generations
 from kvcache.worker.kv_cache_pool import KVCachePool
@@ -233,20 +233,17 @@ class FileJobs:
         self, slots: Int32Array, generations: Generations, finished: FinishedFileJob
     ) -> None:
         """Label fetched slots; withdraw those that failed."""
-        is_awaited = self._labels.are_awaited(slots, generations).tolist()
-        good: list[int] = []
-        heads: list[FileHead] = []
-        for place, head in enumerate(finished.heads):
-            if head is not None and is_awaited[place]:
-                good.append(place)
-                heads.append(head)
-        has_arrived = set(good)
-        failed = [i for i, awaited in enumerate(is_awaited) if awaited and i not in has_arrived]
-        self._labels.withdraw(slots[failed])
-        arrived = slots[good]
-        self._labels.describe(arrived, labels_of_heads(heads))
+        is_awaited = self._labels.are_awaited(slots, generations)
+        good = is_awaited & np.array([head is not None for head in finished.heads], np.bool_)
+        self._labels.withdraw(slots[is_awaited & ~good])
+        heads = [
+            head
+            for head, is_good in zip(finished.heads, good, strict=True)
+            if head is not None and is_good
+        ]
+        self._labels.describe(slots[good], labels_of_heads(heads))
         checksums = np.array([head.checksum for head in heads], dtype=np.int64)
-        self._labels.finish(arrived, generations[good], checksums)
+        self._labels.finish(slots[good], generations[good], checksums)
 
     def _report(self, running: _RunningFileJob, finished: FinishedFileJob) -> JobReport:
         unknown = running.unknown
@@ -339,12 +336,9 @@ class TransferJobs:
 
         A store or load begins when `after`, and what uses its device blocks now, is over.
         """
-        problem = ""
-        self._begun[job.job_id] = (type(job).__name__.lower(), time.monotonic())
+        self._note_begun(job)
         if isinstance(job, (Store, Load)):
-            problem = self._copy_problem(job)
-            if not problem:
-                self._start_copy(job, after)
+            problem = self._start_copy(job, after)
         elif self._files is None:
             problem = self._tiers.why_no_files
         else:
@@ -356,17 +350,9 @@ class TransferJobs:
         """Load from slots of another process: `expected[i]` is the checksum of `job.sources[i]`,
         compared whatever the rule says. The caller has looked at the slots' labels, and looks again
         when the job has ended."""
-        self._begun[job.job_id] = ("load", time.monotonic())
-        is_chosen = np.ones(len(expected), np.bool_)
-        task = CopyTask(
-            BlockMove(self._pool.rows, host, job.destinations, job.sources, False),
-            self._engine,
-            comparison=Comparison(expected, is_chosen),
-            after=self.uses.before_write(job.destinations),
-        )
-        copy = self._runner.submit(task)
-        self.uses.writes.add(copy, job.destinations)
-        self._running[copy] = _RunningCopy(job, expected=expected)
+        self._note_begun(job)
+        comparison = Comparison(expected, np.ones(len(expected), np.bool_))
+        self._submit(_RunningCopy(job, expected=expected), host, comparison)
 
     def go_on(self) -> None:
         """Check again whether jobs may begin: a forward that they wait for is over."""
@@ -380,7 +366,7 @@ class TransferJobs:
 
     def refuse(self, job: Store | Load, problem: str) -> None:
         """Note that a job was not started, and why."""
-        self._begun[job.job_id] = (type(job).__name__.lower(), time.monotonic())
+        self._note_begun(job)
         self._ended.append(JobReport(job.job_id, ok=False, detail=problem))
 
     def discard(self, command: Discard) -> None:
@@ -408,8 +394,7 @@ class TransferJobs:
 
     def poll(self) -> list[JobReport]:
         """Return the reports of jobs that have ended since the last call. Never blocks."""
-        for finished in self._runner.take_finished():
-            self._ended.append(self._finish(finished.copy, finished.result))
+        self._ended += [self._finish(*finished) for finished in self._runner.take_finished()]
         ended, self._ended = self._ended, []
         if self._files is not None:
             ended += self._files.poll()
@@ -460,48 +445,54 @@ class TransferJobs:
 
     # --- starting
 
-    def _start_copy(self, job: Store | Load, after: Sequence[PendingCopy]) -> None:
-        """Start a store or load that has no problem."""
+    def _note_begun(self, job: Store | Load | Spill | Fetch) -> None:
+        self._begun[job.job_id] = (type(job).__name__.lower(), time.monotonic())
+
+    def _start_copy(self, job: Store | Load, after: Sequence[PendingCopy]) -> str:
+        """Start a store or load, or say why it cannot be done."""
+        if job.medium != HOST_MEDIUM:
+            return f"medium {job.medium!r} is not served here: only {HOST_MEDIUM!r} is"
         if self._host is None:
-            return
-        slots, block_ids = _slots(job), _block_ids(job)
+            return "this rank has no host pool: plan host_blocks above 0"
+        slots, labels = _slots(job), self._host.labels
+        problem = self._host.uses.problem(slots, to_write=isinstance(job, Store))
+        if problem:
+            return problem
         generations, comparison = None, None
-        before = self.uses.before_write
         if isinstance(job, Store):
-            before = self.uses.before_read
-            generations = self._host.labels.begin(job.destinations)
+            generations = labels.begin(slots)
             is_known = self._labels.are_labelled(job.sources)
-            labels = self._labels.labels_of(job.sources[is_known])
-            self._host.labels.describe(job.destinations[is_known], labels)
+            labels.describe(slots[is_known], self._labels.labels_of(job.sources[is_known]))
         else:
-            expected = self._host.labels.checksums(slots)
-            comparison = Comparison(expected, self._rule.chosen(len(slots)))
+            empty = np.flatnonzero(~labels.are_readable(slots))
+            if len(empty):
+                return f"host slot {int(slots[empty[0]])} holds nothing that this rank stored"
+            comparison = Comparison(labels.checksums(slots), self._rule.chosen(len(slots)))
+        self._submit(_RunningCopy(job, generations), self._host, comparison, after)
+        self._host.uses.acquire(slots, to_write=isinstance(job, Store))
+        return ""
+
+    def _submit(
+        self,
+        running: _RunningCopy,
+        host: HostRows,
+        comparison: Comparison | None,
+        after: Sequence[PendingCopy] = (),
+    ) -> None:
+        """Copy behind `after`, and behind what uses the device blocks now."""
+        job, is_store = running.job, isinstance(running.job, Store)
+        block_ids = job.sources if is_store else job.destinations
+        before = self.uses.before_read if is_store else self.uses.before_write
         task = CopyTask(
-            BlockMove(self._pool.rows, self._host, block_ids, slots, isinstance(job, Store)),
+            BlockMove(self._pool.rows, host, block_ids, _slots(job), is_store),
             self._engine,
-            takes_checksums=isinstance(job, Store) and self._rule.takes,
+            takes_checksums=is_store and self._rule.takes,
             comparison=comparison,
             after=(*after, *before(block_ids)),
         )
         copy = self._runner.submit(task)
         self._uses_of(job).add(copy, block_ids)
-        self._host.uses.acquire(slots, to_write=isinstance(job, Store))
-        self._running[copy] = _RunningCopy(job, generations)
-
-    def _copy_problem(self, job: Store | Load) -> str:
-        """Say why a store or load cannot be done, or return an empty string."""
-        if job.medium != HOST_MEDIUM:
-            return f"medium {job.medium!r} is not served here: only {HOST_MEDIUM!r} is"
-        if self._host is None:
-            return "this rank has no host pool: plan host_blocks above 0"
-        slots = _slots(job)
-        problem = self._host.uses.problem(slots, to_write=isinstance(job, Store))
-        if problem or isinstance(job, Store):
-            return problem
-        empty = np.flatnonzero(~self._host.labels.are_readable(slots))
-        if len(empty):
-            return f"host slot {int(slots[empty[0]])} holds nothing that this rank stored"
-        return ""
+        self._running[copy] = running
 
     def _uses_of(self, job: Store | Load) -> BlockUses:
         return self.uses.reads if isinstance(job, Store) else self.uses.writes
@@ -540,10 +531,6 @@ class TransferJobs:
 
 def _slots(job: Store | Load) -> Int32Array:
     return job.destinations if isinstance(job, Store) else job.sources
-
-
-def _block_ids(job: Store | Load) -> Int32Array:
-    return job.sources if isinstance(job, Store) else job.destinations
 
 
 def _report_of_wrong(

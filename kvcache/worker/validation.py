@@ -113,7 +113,7 @@ class CommandValidator:
                         "write_expected was sent to a worker without content checking: switch it "
                         "on for workers too"
                     )
-                self._checker.validate(command)
+                self._checker.limits.validate(command)
             case Audit():
                 self._validate_audit(command)
             case _:

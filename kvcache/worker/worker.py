@@ -460,7 +460,7 @@ class KVCacheWorker:
         is_ours = self._is_present(message.nonce, message.epoch)
         if is_ours and message.seq > self._receiver.applied_seq:
             try:
-                self._executor.validate(message)
+                self._executor.validator.validate(message)
             except (InvalidInputError, ProtocolError) as error:
                 self._refused.num_invalid += 1
                 reason = f"message {message.epoch}:{message.seq}: {error}"

@@ -16,7 +16,6 @@ from kvcache.worker.copies import task as tasks
 from kvcache.worker.copies.checksums import checksum_of
 from kvcache.worker.copies.copy_pool import CopyPool
 from kvcache.worker.copies.rows import (
-    BlockHashes,
     ByteRows,
     PieceHashes,
     RowMover,
@@ -114,13 +113,13 @@ def test_what_is_hashed_on_the_way_has_the_hash_that_others_know(
     rng = np.random.default_rng([*widths, part_bytes])
     count = int(rng.integers(2, 12))
     source_ids, ids = (some_ids(rng, "apart", count) for _ in range(2))
-    hashes = BlockHashes.of(rng.random(count) < 0.7)
+    is_hashed, digests = rng.random(count) < 0.7, np.zeros(count, np.uint64)
     sources = [noise(rng, NUM_ROWS, width) for width in widths]
     destinations = [noise(rng, NUM_ROWS, width) for width in widths]
     starts = [sum(widths[:place]) for place in range(len(widths))]
     cut = int(rng.integers(1, count))
     for first, end in ((cut, count), (0, cut)):
-        piece = PieceHashes(hashes, first, end)
+        piece = PieceHashes(is_hashed, digests, first, end)
         for place, width in enumerate(widths):
             sides = Side(sources[place], source_ids), Side(destinations[place], ids)
             mover = RowMover(*sides, starts[place], sum(widths))
@@ -129,8 +128,8 @@ def test_what_is_hashed_on_the_way_has_the_hash_that_others_know(
     blocks = [b"".join(bytes(rows[source]) for rows in sources) for source in source_ids]
     assert [b"".join(bytes(rows[i]) for rows in destinations) for i in ids] == blocks
     expected = [xxhash.xxh3_64_intdigest(block) for block in blocks]
-    chosen = hashes.is_hashed.nonzero()[0].tolist()
-    assert hashes.digests[chosen].tolist() == [expected[place] for place in chosen]
+    chosen = is_hashed.nonzero()[0].tolist()
+    assert digests[chosen].tolist() == [expected[place] for place in chosen]
     stay = [rows for rows in sources if rows.shape[1]]
     assert hashes_of_rows(stay, source_ids).tolist() == expected
 

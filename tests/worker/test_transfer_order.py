@@ -163,28 +163,6 @@ def test_a_step_that_writes_other_blocks_does_not_wait() -> None:
     assert engine.num_waits == 0
 
 
-def test_slots_in_use_are_not_written_and_may_be_read_by_many() -> None:
-    harness, engine = make(0)
-    harness.send(Store(1, "host", ids(3, 4), ids(0, 1)))
-    wait_for(harness, 1)
-    engine.is_stopped = True
-    harness.send(Load(2, "host", ids(0, 1), ids(5, 6)), Load(3, "host", ids(0, 0), ids(7, 8)))
-    harness.send(Store(4, "host", ids(9), ids(0)))
-    assert harness.reports[4].detail == (
-        "host slots [0] are in use by a running job: wait for its report"
-    )
-    engine.is_stopped = False
-    for job in (2, 3):
-        wait_for(harness, job)
-        assert harness.reports[job].ok
-    engine.is_stopped = True
-    harness.send(Store(5, "host", ids(9), ids(0)), Load(6, "host", ids(0), ids(1)))
-    assert harness.reports[6].detail == (
-        "host slots [0] are in use by a running job: wait for its report"
-    )
-    harness.worker.check()
-
-
 class Walk:
     """Random jobs and steps, and the right content of every block and slot."""
 

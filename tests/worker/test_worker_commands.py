@@ -16,6 +16,7 @@ from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import Ack, Finished, Rejected
 from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.execution import CommandExecutor
+from kvcache.worker.validation import CommandValidator
 from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (
     Harness,
@@ -284,20 +285,6 @@ def test_names_of_namespaces_that_no_block_has_are_forgotten() -> None:
     assert len(labels.labels.namespace_names) < 2000
 
 
-def test_a_transfer_that_ends_later_is_applied_now_and_reported_then() -> None:
-    engine = ToldEngine()
-    harness = with_host(copy_engine=engine)
-    assert [type(m) for m in harness.send(Store(1, "host", ids(3), ids(0)))] == [Ack]
-    assert harness.worker.statistics().num_running_jobs == 1
-    harness.send(Load(2, "host", ids(0), ids(4)))
-    assert harness.reports[2].detail == (
-        "host slots [0] are in use by a running job: wait for its report"
-    )
-    engine.copies[0].finish()
-    harness.note(harness.worker.on_tick())
-    assert harness.reports[1].ok
-
-
 def test_a_grant_waits_for_copies_of_the_old_epoch() -> None:
     engine = ToldEngine()
     harness = with_host(copy_engine=engine)
@@ -345,9 +332,11 @@ def test_a_store_reads_what_a_waiting_copy_would_have_written() -> None:
     assert block_bytes(harness.worker, 10) == content
 
 
-@pytest.mark.parametrize("method", ["validate", "apply"])
+@pytest.mark.parametrize(
+    ("obeying", "method"), [(CommandValidator, "validate"), (CommandExecutor, "apply")]
+)
 def test_after_an_error_while_it_obeys_a_worker_neither_obeys_nor_lets_forwards_begin(
-    monkeypatch: pytest.MonkeyPatch, method: str
+    monkeypatch: pytest.MonkeyPatch, obeying: type, method: str
 ) -> None:
     harness = Harness.make()
     worker = harness.worker
@@ -357,7 +346,7 @@ def test_after_an_error_while_it_obeys_a_worker_neither_obeys_nor_lets_forwards_
         raise MemoryError("no room")
 
     with monkeypatch.context() as context:
-        context.setattr(CommandExecutor, method, broken)
+        context.setattr(obeying, method, broken)
         with pytest.raises(MemoryError):
             harness.send(patch(0, [4]))
     calls: tuple[Callable[[], object], ...] = (

@@ -50,7 +50,7 @@ SumsOfPart: TypeAlias = Callable[[slice], Uint64Array]
 
 
 class ContentChecker:
-    """Writes and compares the content of one rank's blocks."""
+    """Writes and compares the content of one rank's blocks. `limits` validates commands."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ContentChecker:
     ) -> None:
         """Check the blocks of `pool` by `tables`. Keeps 8 bytes per slot and position."""
         self._rank = rank = settings.rank
-        self._limits = RowLimits.of(settings)
+        self.limits = RowLimits.of(settings)
         multiple = lcm(*(spec.block_size for spec in settings.specs if _keeps_tokens(spec)))
         self._sums = PrefixSums(settings.max_num_seqs, settings.max_model_len, multiple)
         self._groups = tuple(
@@ -85,10 +85,6 @@ class ContentChecker:
         self._sums.forget()
         for group in self._groups:
             group.forget()
-
-    def validate(self, command: WriteExpected) -> None:
-        """Raise unless the arrays of `command` fit each other and this rank. Changes nothing."""
-        self._limits.validate(command)
 
     def verify(self, slots: Int32Array, lengths: Int32Array) -> int:
         """Compare all live blocks of requests of `lengths` tokens by the present tables.

@@ -182,8 +182,8 @@ def measure_cuda(
         figures += _measure("host to device", to_device, up, stopwatch, finish)
         figures += _measure("device to host", {"copy units": units}, down, stopwatch, finish)
         figures += _measure("device to device", on_device, within, stopwatch, finish)
-    for engine in (units, kernels):
-        engine.close()
+    units.close()
+    kernels.close()
     torch.cuda.empty_cache()  # the pool is about to take the free memory
     notes = [] if units.has_batches else [NO_BATCHES]
     crossovers: tuple[Crossover, ...] = ()
@@ -227,7 +227,7 @@ class _Pages:
             for device in (source, destination)
         ]
         rng = np.random.default_rng(limits.seed)
-        ids = [_scattered(rng, num_pages) for _ in rows]
+        ids = [int32_array(rng.permutation(num_pages)) for _ in rows]
         return cls(rows[0], ids[0], rows[1], ids[1])
 
     def turned(self) -> _Pages:
@@ -305,11 +305,6 @@ def crossover_of(
 
 def _sizes(usual: Sequence[int], more: Iterable[int]) -> list[int]:
     return sorted({size for size in (*usual, *more) if size > 0})
-
-
-def _scattered(rng: np.random.Generator, num_pages: int) -> Int32Array:
-    """Return all pages in an order with hardly any consecutive ones."""
-    return int32_array(rng.permutation(num_pages))
 
 
 @dataclass(frozen=True, eq=False)

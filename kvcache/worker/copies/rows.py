@@ -360,28 +360,18 @@ class Side:
         return self.rows.ctypes.data, self.rows.strides[0], ids
 
 
-@dataclass(frozen=True, eq=False)
-class BlockHashes:
-    """Which blocks to hash, and their hashes. Threads hash different blocks at the same time.
+class PieceHashes:
+    """Hashes of blocks `[first, end)`; one thread hashes their parts in order, others hash other
+    blocks at the same time.
 
-    Shapes: `(n,)` bool and uint64. `digests[i]` is valid when all parts of block `i` were hashed.
+    Of all blocks, `is_hashed` says which to hash, and `digests[i]` is valid when all parts of block
+    `i` were hashed. Both are contiguous, `(n,)`.
     """
 
-    is_hashed: BoolArray
-    digests: UInt64Array
-
-    @classmethod
-    def of(cls, is_hashed: BoolArray) -> BlockHashes:
-        """Hash these blocks; none is hashed yet."""
-        return cls(np.ascontiguousarray(is_hashed), np.zeros(len(is_hashed), np.uint64))
-
-
-class PieceHashes:
-    """Blocks `[first, end)`; one thread hashes their parts in order."""
-
-    def __init__(self, hashes: BlockHashes, first: int, end: int) -> None:
+    def __init__(self, is_hashed: BoolArray, digests: UInt64Array, first: int, end: int) -> None:
         """Begin without hashes."""
-        self.hashes = hashes
+        self.is_hashed = is_hashed
+        self.digests = digests
         self.first = first
         self.end = end
         # One cache line each.
@@ -418,24 +408,15 @@ class RowMover:
     def copy(self, first: int, end: int, low: int, high: int) -> None:
         """Copy bytes `[low, high)` of these rows."""
         bounds = (first, end, low, high, 0, 0)
-        move_rows(
-            *self._from, *self._to, *bounds, self._not_hashed, _NO_LANES, _NO_DIGESTS, self._way
-        )
+        hashes = self._not_hashed, _NO_LANES, _NO_DIGESTS
+        move_rows(*self._from, *self._to, *bounds, *hashes, self._way)
 
     def copy_hashed(self, piece: PieceHashes, low: int, high: int) -> None:
         """Copy bytes `[low, high)` of a piece's rows, and hash those that need it. `low` is between
         stripes, and the kernel can hash the blocks."""
         bounds = (piece.first, piece.end, low, high, self._start, self._total)
-        hashes = piece.hashes
-        move_rows(
-            *self._from,
-            *self._to,
-            *bounds,
-            hashes.is_hashed,
-            piece.lanes,
-            hashes.digests,
-            self._way,
-        )
+        hashes = piece.is_hashed, piece.lanes, piece.digests
+        move_rows(*self._from, *self._to, *bounds, *hashes, self._way)
 
 
 def copy_rows(sources: ByteRows, source_ids: Int32Array, to: ByteRows, ids: Int32Array) -> None:
@@ -447,14 +428,12 @@ def copy_rows(sources: ByteRows, source_ids: Int32Array, to: ByteRows, ids: Int3
 def hashes_of_rows(parts: Sequence[ByteRows], ids: Int32Array) -> UInt64Array:
     """Return the hash of each block: row `i` of every part, in order. `can_hash` must be true of
     their widths. Copies nothing."""
-    hashes = BlockHashes.of(np.ones(len(ids), np.bool_))
-    piece = PieceHashes(hashes, 0, len(ids))
+    count = len(ids)
+    piece = PieceHashes(np.ones(count, np.bool_), np.zeros(count, np.uint64), 0, count)
+    hashes = piece.is_hashed, piece.lanes, piece.digests
     start, total = 0, sum(part.shape[1] for part in parts)
     for part in parts:
         places, width = Side(part, ids).places(), part.shape[1]
-        bounds = (0, len(ids), 0, width, start, total)
-        move_rows(
-            *places, *places, *bounds, hashes.is_hashed, piece.lanes, hashes.digests, ONLY_READ
-        )
+        move_rows(*places, *places, 0, count, 0, width, start, total, *hashes, ONLY_READ)
         start += width
-    return hashes.digests
+    return piece.digests

@@ -11,9 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvcache.base.logs import get_logger
 from kvcache.worker.copies.copy_pool import (
@@ -31,8 +30,7 @@ POLL_S = 0.0005
 """How often to check a copy that another device executes."""
 
 
-@dataclass(frozen=True, eq=False)
-class FinishedCopy:
+class FinishedCopy(NamedTuple):
     """An ended task; `copy` is what `submit` returned."""
 
     copy: PendingCopy

@@ -23,7 +23,7 @@ from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.worker.copies.checksums import Int64Array, as_checksums, checksums_of_rows
 from kvcache.worker.copies.copy_pool import INLINE, CopyPool
 from kvcache.worker.copies.engine import CopyEngine, PendingCopy
-from kvcache.worker.copies.rows import BlockHashes, BoolArray, PieceHashes, RowMover, Side, can_hash
+from kvcache.worker.copies.rows import BoolArray, PieceHashes, RowMover, Side, can_hash
 from kvcache.worker.host_memory.labels import NO_CHECKSUM
 
 _Item = TypeVar("_Item")
@@ -79,7 +79,8 @@ class CpuBlockMove:
             counts = len(move.block_ids), len(move.slots), len(is_hashed)
             raise ValueError("{} blocks, {} slots, {} marks: one for each".format(*counts))
         self._pool = pool
-        self._hashes = BlockHashes.of(is_hashed)
+        self._is_hashed = np.ascontiguousarray(is_hashed)
+        self._digests = np.zeros(len(is_hashed), np.uint64)
         sides = [
             (Side(rows.numpy(), move.block_ids), Side(host.numpy(), move.slots))
             for rows, host in zip(move.rows, move.host.tensors, strict=True)
@@ -98,7 +99,7 @@ class CpuBlockMove:
 
     def run(self) -> Int64Array:
         """Copy everything; return the checksums of the hashed blocks, in order."""
-        starts = range(0, len(self._hashes.is_hashed), self._step)
+        starts = range(0, len(self._is_hashed), self._step)
         waiting = deque(starts)
 
         def copy_pieces() -> None:
@@ -114,12 +115,12 @@ class CpuBlockMove:
             self._pool.run(copy_pieces)
         else:
             copy_pieces()
-        return as_checksums(self._hashes.digests[self._hashes.is_hashed])
+        return as_checksums(self._digests[self._is_hashed])
 
     def copy_piece(self, first: int) -> None:
         """Copy the piece that begins with this block, one tensor after the other."""
-        end = min(first + self._step, len(self._hashes.is_hashed))
-        piece = PieceHashes(self._hashes, first, end)
+        end = min(first + self._step, len(self._is_hashed))
+        piece = PieceHashes(self._is_hashed, self._digests, first, end)
         for mover, width in zip(self._movers, self._widths, strict=True):
             for low in range(0, width, CPU_PIECE_BYTES):
                 self._pool.give_way()
@@ -133,13 +134,12 @@ class CpuBlockMove:
 
     def _hash(self, places: Sequence[int]) -> None:
         """Hash odd or short blocks, which the kernel cannot."""
-        hashes = self._hashes
         for place in places:
-            if hashes.is_hashed[place]:
+            if self._is_hashed[place]:
                 state = xxhash.xxh3_64()
                 for side in self._written:
                     state.update(side.rows[side.ids[place]].data)
-                hashes.digests[place] = state.intdigest()
+                self._digests[place] = state.intdigest()
 
 
 def _take_each(waiting: deque[_Item]) -> Iterator[_Item]:
@@ -273,10 +273,6 @@ class CopyTask:
             self._checksums[hashed] = found
         else:
             self._note_wrong(hashed, found, self._comparison)
-        self._zero_wrong()
-
-    def _zero_wrong(self) -> None:
-        """Zero the blocks to which wrong slots were copied."""
         for rows in self._move.rows if self._wrong else ():
             rows.numpy()[self._move.block_ids[self._wrong]] = 0
 

@@ -481,12 +481,7 @@ class HostLabels:
                 rows["inline"][named, : len(name)] = np.frombuffer(name, np.uint8)
 
     def _write_tokens(self, slots: Int32Array, labels: Label) -> None:
-        counts, tokens = labels.token_counts, self._rows["tokens"]
-        width = int(counts[0])
-        if bool((counts == width).all()):
-            tokens[slots, :width] = labels.token_ids.reshape(len(slots), width)
-            return
-        ends = np.cumsum(counts).tolist()
-        for place, slot in enumerate(slots.tolist()):
-            count = int(counts[place])
-            tokens[slot, :count] = labels.token_ids[ends[place] - count : ends[place]]
+        width = int(labels.token_counts.max())
+        tokens = np.zeros((len(slots), width), np.int32)
+        tokens[np.arange(width) < labels.token_counts[:, None]] = labels.token_ids
+        self._rows["tokens"][slots, :width] = tokens

@@ -57,7 +57,6 @@ _HEAD = struct.Struct("<8sII64sqqqqqqI")
 digest bytes, tokens of a label, total bytes, and a checksum over them and the tensors' widths."""
 
 _CRC = struct.Struct("<I")
-_MODEL_EPOCH = struct.Struct("<q")
 _MODEL_EPOCH_OFFSET = 2048
 _WIDTHS_OFFSET = 256
 _MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
@@ -170,10 +169,11 @@ def shape_in(head: bytes) -> SegmentShape:
 
 
 class HostSegment:
-    """One rank's mapped segment. `tensors[i]` is a view `(num_slots, widths[i])` uint8 of it.
+    """One rank's mapped segment: `memory` is all of its bytes, head and labels too, and
+    `tensors[i]` a view `(num_slots, widths[i])` uint8 of it.
 
     `origin` says where it comes from. Only one process uses it at a time. The segment owns the
-    descriptor, and closes it at the latest when it is dropped.
+    `descriptor`, which another process can map, until `close`, or until it is dropped.
     """
 
     def __init__(self, descriptor: int, shape: SegmentShape, origin: str = "fresh") -> None:
@@ -198,9 +198,10 @@ class HostSegment:
             _require_same(shape_in(found), shape)
         self.shape = shape
         self.origin = origin
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
-        self._bytes: ByteArray = np.frombuffer(memory, np.uint8)
+        self.memory: ByteArray = np.frombuffer(memory, np.uint8)
+        self._model_epoch = self._part(_MODEL_EPOCH_OFFSET, 8).view("<i8")
         offsets = shape.offsets
         self.labels = HostLabels(
             self._part(offsets[0], shape.rows_bytes),
@@ -218,25 +219,13 @@ class HostSegment:
             memory[: len(head)] = head
 
     @property
-    def memory(self) -> ByteArray:
-        """All bytes, head and labels too."""
-        return self._bytes
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that another process can map; valid until `close`."""
-        return self._descriptor
-
-    @property
     def model_epoch(self) -> int:
         """The model epoch of the last reset, `UNKNOWN_MODEL_EPOCH` before the first."""
-        (epoch,) = _MODEL_EPOCH.unpack(self._model_epoch_bytes().tobytes())
-        return int(epoch)
+        return int(self._model_epoch[0])
 
     @model_epoch.setter
     def model_epoch(self, model_epoch: int) -> None:
-        packed = np.frombuffer(_MODEL_EPOCH.pack(model_epoch), np.uint8)
-        self._model_epoch_bytes()[:] = packed
+        self._model_epoch[0] = model_epoch
 
     def reset(self, model_epoch: int) -> None:
         """Record a reset: contents of an earlier model epoch are forgotten."""
@@ -253,10 +242,7 @@ class HostSegment:
         self._close()
 
     def _part(self, offset: int, num_bytes: int) -> ByteArray:
-        return self._bytes[offset : offset + num_bytes]
-
-    def _model_epoch_bytes(self) -> ByteArray:
-        return self._part(_MODEL_EPOCH_OFFSET, _MODEL_EPOCH.size)
+        return self.memory[offset : offset + num_bytes]
 
 
 def _take_for_this_process(descriptor: int) -> None:
