@@ -482,6 +482,9 @@ class HostLabels:
 
     def _write_tokens(self, slots: Int32Array, labels: Label) -> None:
         width = int(labels.token_counts.max())
-        tokens = np.zeros((len(slots), width), np.int32)
-        tokens[np.arange(width) < labels.token_counts[:, None]] = labels.token_ids
+        if len(labels.token_ids) == len(slots) * width:  # every block is full
+            tokens = labels.token_ids.reshape(len(slots), width)
+        else:
+            tokens = np.zeros((len(slots), width), np.int32)
+            tokens[np.arange(width) < labels.token_counts[:, None]] = labels.token_ids
         self._rows["tokens"][slots, :width] = tokens
