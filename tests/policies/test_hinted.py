@@ -215,33 +215,27 @@ def test_a_return_that_does_not_come_costs_its_owner() -> None:
     assert engine.serve(1_000, 6) == 6 and engine.serve(0, 6) < 6
 
 
+def hits_of_sessions(lies: list[CacheHint], truths: list[CacheHint]) -> int:
+    """Return the hits of sessions that soon go on: half of their requests end with `lies`, the
+    others with `truths`."""
+    engine, rng = Engine(), random.Random(3)
+    num_hits = 0
+    for i in range(400):
+        session = i // 4 + rng.randrange(5)
+        num_hits += engine.serve(1_000 * session, 3, *(lies if rng.random() < 0.5 else truths))
+    return num_hits
+
+
+SOON = CacheHint(returns_in_s=3.0)
+
+
 @pytest.mark.parametrize("hint", [OVER, CacheHint(returns_in_s=1_000.0)])
 def test_false_hints_are_not_followed(hint: CacheHint) -> None:
-    def hits(*hints: CacheHint) -> int:
-        """Return the hits of sessions that soon go on, half of which claim the opposite."""
-        engine, rng = Engine(), random.Random(3)
-        num_hits = 0
-        for i in range(400):
-            session = i // 4 + rng.randrange(5)
-            claims = hints if rng.random() < 0.5 else [CacheHint(returns_in_s=3.0)] * len(hints)
-            num_hits += engine.serve(1_000 * session, 3, *claims)
-        return num_hits
-
-    assert hits(hint) >= hits() - 400 * 3 * 0.02
+    assert hits_of_sessions([hint], [SOON]) >= hits_of_sessions([], []) - 400 * 3 * 0.02
 
 
 def test_a_claim_that_is_repeated_counts_once() -> None:
-    def hits(*lies: CacheHint) -> int:
-        """Return the hits of sessions that soon go on, half of which claim to be over."""
-        engine, rng = Engine(), random.Random(3)
-        num_hits = 0
-        for i in range(400):
-            session = i // 4 + rng.randrange(5)
-            claims = lies if rng.random() < 0.5 else (CacheHint(returns_in_s=3.0),)
-            num_hits += engine.serve(1_000 * session, 3, *claims)
-        return num_hits
-
-    assert hits(*[OVER] * 16) == hits(OVER)
+    assert hits_of_sessions([OVER] * 16, [SOON]) == hits_of_sessions([OVER], [SOON])
 
 
 def test_hints_of_a_tenant_order_only_its_own_share() -> None:

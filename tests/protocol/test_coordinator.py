@@ -458,23 +458,26 @@ def test_a_coordinator_that_was_superseded_stops() -> None:
     assert bench.coordinator.on_tick() == []
 
 
+class BrokenStore(MemoryStateStore):
+    """A state that can be saved unless the test says otherwise."""
+
+    is_broken = False
+
+    def save(self, state: SmallState, replaces: SmallState | None) -> None:
+        if self.is_broken:
+            raise ClusterError("no room")
+        super().save(state, replaces)
+
+
 def test_an_epoch_that_cannot_be_saved_is_not_used() -> None:
-    class FullDisk(MemoryStateStore):
-        is_full = False
-
-        def save(self, state: SmallState, replaces: SmallState | None) -> None:
-            if self.is_full:
-                raise ClusterError("no space left")
-            super().save(state, replaces)
-
-    store = FullDisk()
+    store = BrokenStore()
     bench = Bench(store).run()
-    store.is_full = True
+    store.is_broken = True
     out = bench.coordinator.on_worker_lost(1, "q", "killed")
     assert only(out, Grant) == []
     assert bench.coordinator.epoch == 1
     assert bench.granted(0) == [] and bench.coordinator.phase is Phase.FENCING
-    store.is_full = False
+    store.is_broken = False
     assert [grant.epoch for grant in only(bench.coordinator.on_tick(), Grant)] == [2]
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import ClusterError
 from kvcache.base.logs import MAX_LINES, PERIOD_S, LineLimit
 from kvcache.coordinator import Phase
 from kvcache.offload.disk_use import DiskUse
@@ -31,10 +30,10 @@ from kvcache.protocol.messages import (
     Ping,
     StepCommands,
 )
-from kvcache.protocol.state_store import MemoryStateStore, SmallState
 from kvcache.protocol.step import StepRequest
 from tests.protocol.scenario import Scenario
 from tests.protocol.simulation import Cluster
+from tests.protocol.test_coordinator import BrokenStore
 from tests.protocol.test_tier_schedules import faulty
 
 MAX_STEPS = 2000
@@ -193,17 +192,6 @@ def test_a_rank_that_is_silent_is_told_once_and_when_it_is_back(
         go_on(cluster, lambda: not cluster.coordinator.problem())
         cluster._step_on()
         require_one(caplog, r"^INFO epoch 1: all ranks are heard again$")
-
-
-class BrokenStore(MemoryStateStore):
-    """A state that can be saved unless the test says otherwise."""
-
-    is_broken = False
-
-    def save(self, state: SmallState, replaces: SmallState | None) -> None:
-        if self.is_broken:
-            raise ClusterError("no room")
-        super().save(state, replaces)
 
 
 def test_a_state_that_cannot_be_saved_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

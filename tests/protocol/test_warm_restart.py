@@ -37,7 +37,7 @@ from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
 from tests.protocol.scenario import random_scenario
 from tests.protocol.simulation import simulate
-from tests.protocol.test_coordinator import NUM_BLOCKS, Bench, label_report, only
+from tests.protocol.test_coordinator import NUM_BLOCKS, Bench, BrokenStore, label_report, only
 
 PROMPT = tuple(range(100, 117))
 
@@ -259,17 +259,9 @@ def test_a_save_that_was_answered_with_an_error_but_happened_is_our_own() -> Non
 
 
 def test_a_rank_that_lives_is_heard_while_no_epoch_can_be_saved() -> None:
-    class Full(MemoryStateStore):
-        is_full = False
-
-        def save(self, state: SmallState, replaces: SmallState | None) -> None:
-            if self.is_full:
-                raise ClusterError("no space left")
-            super().save(state, replaces)
-
-    store = Full(SmallState())
+    store = BrokenStore(SmallState())
     bench = Bench(store, worker_silence_s=5.0).run()
-    store.is_full = True
+    store.is_broken = True
     bench.coordinator.on_worker_lost(1, "q", "killed")
     bench.clock.advance(6.0)
     bench.coordinator.on_worker_message(0, Heartbeat("n", "p", 0, 1, 1))

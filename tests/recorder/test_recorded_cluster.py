@@ -9,13 +9,14 @@ import pytest
 
 from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
+from actors.step_client import StepClient
 from kvcache.base.clock import SystemClock
 from kvcache.base.errors import ClusterError, StaleEpochError
 from kvcache.config import ClusterConfig
 from kvcache.protocol.state_store import MemoryStateStore, SmallState
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordReplay, RecordReplayReport, open_recording
-from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine, ReplayReport
 from kvcache.requests.request import Request
 from kvcache.simulate import Conversations, ConversationShape
 from tests.actors.conftest import build_config
@@ -55,21 +56,24 @@ def prompt(request_id: str, num_tokens: int) -> NewRequest:
     return NewRequest(request_id, np.arange(num_tokens, dtype=np.int32), num_tokens)
 
 
+def play_conversations(
+    cluster: LocalCluster, client: StepClient, shape: ConversationShape = SHAPE
+) -> ReplayReport:
+    workers = [one.worker for one in cluster.workers]
+    stepper = ClientStepper(
+        client,
+        lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
+        return_s=60.0,
+    )
+    model = ModelTraits.of(cluster.plan.model_groups)
+    limits = EngineLimits(512, max_num_batched_tokens=128, max_num_seqs=6, model=model)
+    return ReplayEngine(Conversations(shape, seed=3), stepper, limits, SystemClock()).run()
+
+
 def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path) -> None:
     config = configured(tmp_path)
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
-        workers = [one.worker for one in cluster.workers]
-        stepper = ClientStepper(
-            client,
-            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
-            return_s=60.0,
-        )
-        groups = cluster.plan.model_groups
-        limits = EngineLimits(
-            512, max_num_batched_tokens=128, max_num_seqs=6, model=ModelTraits.of(groups)
-        )
-        engine = ReplayEngine(Conversations(SHAPE, seed=3), stepper, limits, SystemClock())
-        played = engine.run()
+        played = play_conversations(cluster, client)
         assert played.num_wrong_blocks == 0
         assert played.num_evictions > 0
         manager = cluster.coordinator.manager

@@ -19,9 +19,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
-from kvcache.base.clock import SystemClock
 from kvcache.base.errors import RecordingError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import OffloadStatistics
@@ -44,9 +42,7 @@ from kvcache.recorder.records import (
     LoadReleased,
     Record,
 )
-from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.requests.hints import CacheHint
-from kvcache.simulate import Conversations, ConversationShape
 from kvcache.worker.transfers import TransferJobs
 from tests.actors.tier_driver import (
     BLOCK_TOKENS,
@@ -59,23 +55,10 @@ from tests.actors.tier_driver import (
 )
 from tests.cli.commands import run as run_command
 from tests.recorder.segments_at_rest import change, records_of, write
+from tests.recorder.test_recorded_cluster import LAYERS, SHAPE, play_conversations
 
 PROMPTS = range(5)
 """Two fit on the device, less than two into host memory: the others are hit in files."""
-
-SHAPE = ConversationShape(
-    num_conversations=5,
-    num_turns=2,
-    num_system_prompts=2,
-    system_prompt_tokens=64,
-    question_tokens=(20, 60),
-    answer_tokens=(4, 16),
-    document_share=0.0,
-)
-HYBRID = [
-    {"kind": "full", "count": 1, "num_kv_heads": 2, "head_size": 4},
-    {"kind": "sliding_window", "count": 1, "num_kv_heads": 2, "head_size": 4, "window_tokens": 40},
-]
 
 
 def configured(directory: Path, **sections: dict[str, Any]) -> ClusterConfig:
@@ -203,21 +186,14 @@ def test_a_prefetched_prompt_is_hit_at_once_and_replays_with_its_hints(tmp_path:
 def test_conversations_of_a_hybrid_in_tiers_replay_to_the_identical_state(tmp_path: Path) -> None:
     config = configured(
         tmp_path,
-        model={"name": "hybrid", "max_model_len": 512, "layers": HYBRID},
+        model={"name": "hybrid", "max_model_len": 512, "layers": LAYERS},
         cache={"num_blocks": 60, "memory_per_rank": "1MiB"},
         scheduler={"max_num_batched_tokens": 128, "max_num_seqs": 6},
         offload={"swap": "always"},
     )
     with LocalCluster(config) as cluster, cluster.client("replay") as client:
-        workers = [one.worker for one in cluster.workers]
-        stepper = ClientStepper(
-            client,
-            lambda: (cluster.coordinator.statistics(), [w.statistics() for w in workers]),
-            return_s=60.0,
-        )
-        model = ModelTraits.of(cluster.plan.model_groups)
-        limits = EngineLimits(512, max_num_batched_tokens=128, max_num_seqs=6, model=model)
-        played = ReplayEngine(Conversations(SHAPE, seed=3), stepper, limits, SystemClock()).run()
+        shape = replace(SHAPE, num_conversations=5, num_turns=2)
+        played = play_conversations(cluster, client, shape)
         assert played.num_wrong_blocks == 0
         assert played.num_evictions > 0
         settle(client, lambda: statistics_of(cluster))

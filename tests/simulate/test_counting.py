@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -13,35 +12,12 @@ from kvcache.base.clock import SystemClock, VirtualClock
 from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-
-TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
-SIZE = 4
+from tests.simulate.traces import CONVERSATION, SIZE, random_requests, trace_line, write_lines
 
 
 def write_trace(path: Path, requests: list[tuple[int, list[int]]]) -> MooncakeTrace:
-    lines = [
-        json.dumps({"timestamp": 0, "input_length": length, "output_length": 1, "hash_ids": ids})
-        for length, ids in requests
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return MooncakeTrace(path, block_size=SIZE)
-
-
-def random_requests(rng: random.Random, num_requests: int) -> list[tuple[int, list[int]]]:
-    """Draw requests that continue earlier ones; an id stands for a block and all before it."""
-    known: list[list[int]] = [[]]
-    next_id = 0
-    requests = []
-    for _ in range(num_requests):
-        base = rng.choice(known)
-        ids = base[: rng.randrange(len(base) + 1)]
-        for _ in range(rng.randrange(1, 6)):
-            ids.append(next_id)
-            next_id += 1
-        length = len(ids) * SIZE - rng.choice([0, 0, 1, 3])
-        known.append(ids[: length // SIZE])
-        requests.append((length, ids))
-    return requests
+    lines = [trace_line(length, ids) for length, ids in requests]
+    return MooncakeTrace(write_lines(path, *lines), block_size=SIZE)
 
 
 def slow_hits(requests: list[tuple[int, list[int]]], num_blocks: int) -> int:
@@ -67,13 +43,11 @@ def slow_hits(requests: list[tuple[int, list[int]]], num_blocks: int) -> int:
 @pytest.mark.seeds(8)
 @pytest.mark.parametrize("num_blocks", [40, 80, None])
 def test_counts_agree_with_a_slow_model(tmp_path: Path, seed: int, num_blocks: int | None) -> None:
-    requests = random_requests(random.Random(seed), 150)
+    requests = random_requests(random.Random(seed), 150, least_new=1)
     trace = write_trace(tmp_path / "trace.jsonl", requests)
     count = count_prefill_hits(
         trace,
-        CountingOptions(
-            num_blocks,
-        ),
+        CountingOptions(num_blocks),
         VirtualClock(),
     )
     assert count.num_block_references == sum(len(ids) for _, ids in requests)
@@ -100,10 +74,10 @@ def test_a_request_larger_than_the_cache_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+@pytest.mark.skipif(not CONVERSATION.exists(), reason=f"no conversation trace at {CONVERSATION}")
 @pytest.mark.long
 def test_lru_has_the_published_hit_rate_on_the_conversation_trace() -> None:
-    count = count_prefill_hits(MooncakeTrace(TRACE), CountingOptions(10_000), SystemClock())
+    count = count_prefill_hits(MooncakeTrace(CONVERSATION), CountingOptions(10_000), SystemClock())
     assert count.num_block_references == 288_500
     assert count.num_requests == 12_031
     assert count.hit_rate == pytest.approx(0.2149, abs=0.003)

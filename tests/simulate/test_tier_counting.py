@@ -14,21 +14,22 @@ from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.tier_counting import TierCounter, TierPrefillCount
 from kvcache.simulate.tier_traffic import TierSizes
-from tests.simulate.test_counting import TRACE, random_requests, write_trace
+from tests.simulate.test_counting import write_trace
+from tests.simulate.traces import CONVERSATION, random_requests
 
 LRU_RATE_OF_30000_BLOCKS = 0.3305
 
 
 @pytest.mark.seeds(1, long=6)
 def test_with_room_below_everything_ever_seen_is_a_hit(tmp_path: Path, seed: int) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
+    trace = write_trace(
+        tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150, least_new=1)
+    )
     unlimited = count_prefill_hits(trace, CountingOptions(), VirtualClock())
     sizes = TierSizes(host_blocks=40, disk_blocks=2000)
     counter = TierCounter(
         trace,
-        CountingOptions(
-            30,
-        ),
+        CountingOptions(30),
         sizes,
         VirtualClock(),
     )
@@ -47,7 +48,9 @@ def test_with_room_below_everything_ever_seen_is_a_hit(tmp_path: Path, seed: int
 def test_small_tiers_hit_more_than_the_device_alone(
     tmp_path: Path, seed: int, disk_write: str, blocks_per_slot: int
 ) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150))
+    trace = write_trace(
+        tmp_path / "trace.jsonl", random_requests(random.Random(seed), 150, least_new=1)
+    )
     device = CountingOptions(30)
     movement = HierarchyOptions("on_store" if disk_write == "on_store" else "on_evict")
     sizes = TierSizes(48, 80, blocks_per_slot, movement=movement)
@@ -82,10 +85,10 @@ def test_a_request_larger_than_the_device_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not TRACE.exists(), reason=f"the conversation trace is not at {TRACE}")
+@pytest.mark.skipif(not CONVERSATION.exists(), reason=f"no conversation trace at {CONVERSATION}")
 def test_tiers_hit_as_often_on_the_conversation_trace_as_one_pool_of_the_disks_size() -> None:
     sizes = TierSizes(host_blocks=10_000, disk_blocks=30_000)
-    counter = TierCounter(MooncakeTrace(TRACE), CountingOptions(2_000), sizes, SystemClock())
+    counter = TierCounter(MooncakeTrace(CONVERSATION), CountingOptions(2_000), sizes, SystemClock())
     count = counter.count()
     assert count.num_block_references == 288_500
     assert count.hit_rate >= LRU_RATE_OF_30000_BLOCKS

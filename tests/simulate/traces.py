@@ -31,16 +31,17 @@ def block_trace(path: Path, requests: list[tuple[int, list[int]]], size: int = S
 
 
 def random_requests(
-    rng: random.Random, num_requests: int, most_new: int = 5
+    rng: random.Random, num_requests: int, most_new: int = 5, least_new: int = 0
 ) -> list[tuple[int, list[int]]]:
-    """Draw requests that continue earlier ones; an id stands for a block and all before it."""
+    """Draw requests that continue earlier ones by `least_new` to `most_new` blocks; an id stands
+    for a block and all before it."""
     known: list[list[int]] = [[]]
     next_id = 0
     requests = []
     for _ in range(num_requests):
         base = rng.choice(known)
         ids = base[: rng.randrange(len(base) + 1)]
-        for _ in range(rng.randrange(0 if ids else 1, most_new + 1)):
+        for _ in range(rng.randrange(least_new if ids else 1, most_new + 1)):
             ids.append(next_id)
             next_id += 1
         length = len(ids) * SIZE - rng.choice([0, 0, 1, 3])
