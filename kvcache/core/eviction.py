@@ -14,7 +14,7 @@ the next reset.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -50,7 +50,8 @@ from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy
 from kvcache.policies.hinted import HintColumns, HintedPolicy
-from kvcache.requests.hints import CacheHint
+from kvcache.requests.hints import CacheHint, blocks_in
+from kvcache.specs import KVCacheSpec
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 
@@ -140,23 +141,37 @@ class PolicyOrder:
             self.policy = hinted(self.policy)
         self._store.columns.number[HAS_POLICY] = 2
 
-    def hint(self, path: Int32Array, first: int, last: int, hint: CacheHint) -> None:
-        """Follow a hint for those of the blocks `path[first:last]` that are unused now. `path` is
-        the table of a request in one group.
+    def hint(self, path: Int32Array, specs: Sequence[KVCacheSpec], hint: CacheHint) -> None:
+        """Follow a hint for those blocks of a prefix that are unused now. `path` has its nodes,
+        `specs` one kind of each group.
 
-        What other contents continue, too, is shared: there only priorities apply.
+        What other contents continue, too, is shared: there only priorities apply. Blocks that a
+        continuation of the prefix does not read, such as those before a window, are not needed.
         """
         c = self._store.columns
-        nodes = c.block[path, NODE]
-        branches = np.flatnonzero((c.node[nodes, CHILDREN] > 1) & (nodes != 0))
-        if len(branches):
-            self._is_shared[path[: branches[-1] + 1]] = True
-        is_meant = (nodes != 0) & (c.block[path, REF] == 0)
-        if hint.priority is None:
-            is_meant &= ~self._is_shared[path]
-        meant = index_array(path[first:last][is_meant[first:last]])
-        if len(meant) and isinstance(self.policy, (HintedPolicy, TenantPolicy)):
-            self.policy.hint(meant, hint)
+        found: list[tuple[Int32Array, Any, Any]] = []
+        for g, spec in enumerate(specs):
+            units = int(c.group[g, LENGTH])
+            nodes = path[units - 1 :: units]
+            blocks = c.node[nodes, BLOCK + 2 * g]
+            if len(branches := np.flatnonzero(c.node[nodes, CHILDREN] > 1)):
+                self._is_shared[blocks[: branches[-1] + 1]] = True
+            columns = np.arange(len(nodes))
+            first, last = blocks_in(hint, spec.block_size, len(nodes))
+            is_meant = (blocks != 0) & (c.block[blocks, REF] == 0)
+            is_meant &= (columns >= first) & (columns < last)
+            num_skipped = 0
+            if hint.priority is None:
+                is_meant &= ~self._is_shared[blocks]
+                num_skipped = spec.num_skipped_tokens(len(nodes) * spec.block_size)
+            ends = (columns[is_meant] + 1) * spec.block_size
+            found.append((blocks[is_meant], ends, ends > num_skipped))
+        blocks, ends, is_needed = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        order = np.argsort(ends, kind="stable")
+        for part in (True, False):
+            meant = index_array(blocks[order][is_needed[order] == part])
+            if len(meant) and isinstance(self.policy, (HintedPolicy, TenantPolicy)):
+                self.policy.hint(meant, hint, is_needed=part)
 
     def _take_over(self) -> None:
         """Move the cached blocks from the free list to the policy."""

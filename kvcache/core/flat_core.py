@@ -82,7 +82,7 @@ from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
 from kvcache.protocol.step import NewRequest
 from kvcache.requests.hashing import generate_block_hash_extra_keys
-from kvcache.requests.hints import CacheHint, blocks_in
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
@@ -129,6 +129,7 @@ class FlatCore:
         policies = settings.policies
         policy_name = require_eviction_policy(settings.eviction_policy, policies)
         self.sizes = [spec.block_size for spec in specs]
+        self._specs = specs
         self.store = store = ColumnStore(
             config.num_blocks,
             specs,
@@ -545,16 +546,26 @@ class FlatCore:
         if r != NO_ROW and free_row(self.store.address, r):
             self._settle()
 
-    def hint(self, tables: Sequence[Int32Array], hints: Sequence[CacheHint]) -> None:
-        """Follow the hints of a request for those blocks of its `tables` that are unused now, one
-        table per group."""
+    def path_of(self, request: Request) -> Int32Array:
+        """Return the nodes of the request's hittable contents, for `hint`."""
+        r = self.rows.get(request.request_id, NO_ROW)
+        if r == NO_ROW:
+            return EMPTY_INT32
+        row, node = self.store.columns.row, self.store.columns.node
+        path, n = np.zeros(row.item(r, UNITS), np.int32), row.item(r, LAST)
+        for unit in range(len(path) - 1, -1, -1):
+            path[unit], n = n, node.item(n, PARENT)
+        return path
+
+    def hint(self, path: Int32Array, hints: Sequence[CacheHint]) -> None:
+        """Follow the hints of a request that has just been freed, for those blocks that are unused
+        now. `path` is what `path_of` returned before."""
         if self.order is None:
             self.order = self._make_order()
         self.order.tell()
         self.order.follow_hints()
         for hint in hints:
-            for table, size in zip(tables, self.sizes, strict=True):
-                self.order.hint(table, *blocks_in(hint, size, len(table)), hint)
+            self.order.hint(path, self._specs, hint)
 
     def free_all(self, requests: Sequence[Request]) -> None:
         """Do `free` for each of these requests, in order."""

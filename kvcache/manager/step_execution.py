@@ -149,7 +149,7 @@ class StepExecutor:
             if known.request.hints and not are_void:
                 if known.is_running:
                     self._table.sync(known.slot)
-                hinted.append((known.request, self._tables(known)))
+                hinted.append((known.request, self._core.path_of(known.request)))
         if len(gone) == 1:
             self._core.free(gone[0].request)
         else:
@@ -158,14 +158,10 @@ class StepExecutor:
         if self._tiers.hooks is not None:
             for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
-        for request, tables in hinted:
-            self._core.hint(tables, request.hints)
+        for request, path in hinted:
+            self._core.hint(path, request.hints)
             if self._tiers.on_hints is not None:
                 self._tiers.on_hints(request)
-
-    def _tables(self, known: KnownRequest) -> list[Int32Array]:
-        """Return the blocks of a request, an array for each group."""
-        return [int32_array(ids) for ids in self._core.block_ids(known.request.request_id)]
 
     def _take_back(self, rollback: Rollback) -> list[SlotAssignment]:
         """Roll back; return the requests that had to be preempted for it."""

@@ -211,7 +211,7 @@ class HintedPolicy:
         for entry in index_array(entries).tolist():
             self._claims.pop(entry, None)
 
-    def hint(self, entries: Entries, hint: CacheHint) -> None:
+    def hint(self, entries: Entries, hint: CacheHint, *, is_needed: bool = True) -> None:
         """Follow a hint for these entries, at least one. All are inserted, of one session, and in
         the order of its prefix. Of several claims about the last of them, the first counts."""
         self._settle()
@@ -226,9 +226,15 @@ class HintedPolicy:
                 self._take_out(entry)
                 self._prioritise(entry, hint.priority, until_s)
             return
+        is_trusted = self.trust.in_ends if hint.is_over else self.trust.in_returns
+        if not is_needed:
+            for entry in present if is_trusted else ():
+                if entry not in self._columns.lasting:
+                    self._take_out(entry)
+                    self._put(entry, _FIRST, 0.0, inf)
+            return
         if present[0] in self._claims:  # to be counted once
             return
-        is_trusted = self.trust.in_ends if hint.is_over else self.trust.in_returns
         self._num_claims += 1
         is_audited = not is_trusted or self._num_claims % _AUDITED == 0
         wait_s = inf if hint.returns_in_s is None else hint.returns_in_s

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.base.arrays import int32_array
 from kvcache.base.clock import VirtualClock
 from kvcache.core import CoreSettings
 from kvcache.core.flat_core import FlatCore
@@ -63,7 +62,7 @@ class HintedCore(FlatCore):
         self.rng = random.Random(5)
 
     def free(self, request: Request) -> None:
-        tables = [int32_array(ids) for ids in self.block_ids(request.request_id)]
+        path = self.path_of(request)
         super().free(request)
         start = self.rng.choice([0, 5])
         hints = [
@@ -71,7 +70,7 @@ class HintedCore(FlatCore):
             CacheHint(start, returns_in_s=self.rng.choice([1.0, 5.0])),
             CacheHint(start, priority=self.rng.choice([0, 80]), duration_s=3.0),
         ]
-        self.hint(tables, [self.rng.choice(hints)])
+        self.hint(path, [self.rng.choice(hints)])
         self.order._clock.advance(0.5)  # type: ignore[union-attr,attr-defined]
 
 

@@ -44,6 +44,13 @@ def test_session_hints_go_half_of_the_way_to_the_optimum(name: str, num_blocks: 
     assert hinted >= lru + 0.5 * (best - lru)
 
 
+@pytest.mark.parametrize("num_blocks", [400, 800])
+def test_session_hints_gain_hits_where_half_of_the_layers_have_windows(num_blocks: int) -> None:
+    trace = generated("chat")
+    cache = SimulatedCache("lru", num_blocks, groups=window_groups(512, 4096))
+    assert rate(trace, replace(cache, hints="session")) >= 1.25 * rate(trace, cache)
+
+
 @pytest.mark.parametrize(("name", "num_blocks"), SIZES.items())
 def test_random_hints_cost_nothing(name: str, num_blocks: int) -> None:
     trace, rng = generated(name), random.Random(1)
