@@ -134,7 +134,7 @@ def test_a_coordinators_sockets_serve_under_garbage(cleanup: ExitStack, kind: st
     address = server.bind(unix_address() if is_near else network_address("127.0.0.1"), False)
     loop.start()
     cleanup.callback(server.close)
-    cleanup.callback(loop.stop, DEADLINE_S)
+    cleanup.callback(loop.end, DEADLINE_S)
     peer_class = UnixPeer if is_near else ZmqPeer
     friend = peer_class(Endpoint(address), client_peer("friend"), LIMITS)
     cleanup.callback(friend.close)
