@@ -80,6 +80,7 @@ def _read_at_once(made: type[Request]) -> type[Request]:
         ("num_tokens", "_num_tokens"),
         ("num_computed_tokens", "_num_computed_tokens"),
         ("num_preemptions", "_num_preemptions"),
+        ("hints", "_hints"),
         ("token_buffer", "_tokens"),
         ("block_hasher", "_block_hasher"),
         ("known_block_hashes", "_block_hashes"),
