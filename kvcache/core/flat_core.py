@@ -257,6 +257,7 @@ class FlatCore:
             store.address, root, client, first, other, keys, request.token_buffer, limit
         )
         if not length:
+            self._last = None  # its nodes in `path` are overwritten
             return self.no_hit
         length, found = int(length), store.columns.found
         if store.num_groups == 1:

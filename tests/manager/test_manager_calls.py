@@ -16,6 +16,7 @@ from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     FULL,
     HYBRID,
+    Shape,
     make_manager,
 )
 from tests.manager.steps import Engine, new
@@ -54,6 +55,25 @@ def test_the_last_token_is_always_computed() -> None:
     run(manager, Request("a", list(range(8))))
     _, num_hit = manager.get_computed_blocks(Request("b", list(range(8))))
     assert num_hit == 4
+
+
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_a_look_up_that_finds_too_little_leaves_an_earlier_hit_valid(shape: Shape) -> None:
+    """With EAGLE, one cached block is no hit, but the look-up walks over it."""
+    manager = make_manager(shape, use_eagle=True)
+    for name, first in (("x", 100), ("y", 200)):
+        request = Request(name, list(range(first, first + 25)))
+        run(manager, request)
+        manager.free(request)
+    hit = Request("a", [*range(100, 108), *[7] * 17])
+    found, num_hit = manager.get_computed_blocks(hit)
+    assert num_hit == 4
+    other = Request("b", [*range(200, 204), *[9] * 21])
+    assert manager.get_computed_blocks(other)[1] == 0
+    assert manager.allocate_slots(hit, 25 - num_hit, num_hit, found) is not None
+    stranger = Request("c", [*range(200, 204), *range(104, 108), *[7] * 17])
+    assert manager.get_computed_blocks(stranger)[1] == 0
+    manager.check()
 
 
 def test_a_request_that_skips_reading_still_writes() -> None:

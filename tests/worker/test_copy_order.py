@@ -134,6 +134,22 @@ def test_a_forward_waits_for_the_store_that_reads_what_it_writes(bench: Bench) -
     assert loaded(bench, 0) == content
 
 
+@pytest.mark.parametrize("writer", [Zero(ids(3)), Copy(ids(4), ids(3))])
+def test_a_zero_or_copy_of_a_block_that_is_stored_keeps_its_forward_waiting(
+    bench: Bench, writer: Zero | Copy
+) -> None:
+    content = bench.content(3)
+    bench.store(1, 3, 0)
+    bench.send(writer)
+    with pytest.raises(DeadlineError, match="moves its blocks"):
+        bench.begin()
+    assert bench.content(3) == content
+    bench.finish()
+    bench.forward()
+    assert bench.content(3) != content
+    assert loaded(bench, 0) == content
+
+
 def test_a_load_begins_when_the_store_that_reads_its_block_is_over(bench: Bench) -> None:
     old, new = bench.content(3), stored(bench, 5, 1)
     bench.store(1, 3, 0)
