@@ -62,7 +62,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("rows", "notifier"),
         ("forgetting", "steps", "forks"),
         ("eviction",),
-        ("audit", "rebuild", "flat_core"),
+        ("audit", "rebuild", "prefix_cache", "flat_core"),
         ("block_pool",),
     ),
     "tables": (("single_type_managers", "free_queue"), ("coordinators",)),

@@ -11,17 +11,14 @@ meaning of tokens, nor workers, nor time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import islice
 from struct import Struct
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.base.errors import BlockError, InvariantError, RequestError
+from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.errors import RequestError
 from kvcache.core import (
     CacheHit,
     CoreSettings,
@@ -32,21 +29,14 @@ from kvcache.core import (
     RowsAdmitted,
     RowsReserved,
     TableChange,
-    release_order,
 )
-from kvcache.core.audit import check_core, dump_core, free_list
-from kvcache.core.columns import ColumnStore
-from kvcache.core.digesting import Digester
-from kvcache.core.eviction import PolicyOrder, offer_oldest
+from kvcache.core.audit import check_core, dump_core
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
 from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.kinds.rule import SIZE
 from kvcache.core.names import *
-from kvcache.core.notifier import Notifier
-from kvcache.core.pool import acquire_all, release_all
-from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index
-from kvcache.core.rebuild import rebuild
+from kvcache.core.prefix_cache import PrefixCache
 from kvcache.core.rows import (
     ALONE,
     ASKING,
@@ -74,18 +64,12 @@ from kvcache.core.rows import (
     serve_row,
 )
 from kvcache.core.running import END_OF_OWN, ROW, RowTable, RunningRows, note_row_ends
-from kvcache.core.steps import StepTable
-from kvcache.policies import make_eviction_policy
-from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.registry import require_eviction_policy
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
-from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
 from kvcache.protocol.step import NewRequest
 from kvcache.requests.hashing import generate_block_hash_extra_keys
 from kvcache.requests.hints import CacheHint
-from kvcache.requests.request import Namespace, Request
+from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
-from kvcache.specs import can_cache_prefixes, require_eagle_support
 from kvcache.tenants import TenantAccount
 from kvcache.tenants.ledger import required
 
@@ -95,7 +79,6 @@ CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
 """Makes the manager's core. Pass another one to observe or replace the core."""
 
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
-_FEW_ROOTS = 64
 _FEW_KEYS = 4096
 
 _WISH = Struct(f"{NUM_WISHES}i")
@@ -105,8 +88,8 @@ _new_tuple: Any = tuple.__new__
 """Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
-class FlatCore:
-    """The core of one pool of blocks. Each node of its tree is a unit that continues its parent.
+class FlatCore(PrefixCache):
+    """The core of one pool of blocks: its prefix cache, and the requests that use it.
 
     One owner, one thread. A raise leaves everything unchanged.
 
@@ -122,45 +105,11 @@ class FlatCore:
         Raises:
             ConfigurationError: there is no block, the policy is unknown, or a kind has no rules.
         """
-        config, hash_fn = settings.kv_cache_config, settings.hash_fn
-        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        if settings.use_eagle:
-            require_eagle_support(specs)
-        policies = settings.policies
-        policy_name = require_eviction_policy(settings.eviction_policy, policies)
-        self.sizes = [spec.block_size for spec in specs]
-        self._specs = specs
-        self.store = store = ColumnStore(
-            config.num_blocks,
-            specs,
-            hash_fn.digest_bytes,
-            use_eagle=settings.use_eagle,
-            ages=settings.ages,
-        )
-        self.hash_block_size = store.unit_tokens
-        self.can_hit = settings.enable_caching and can_cache_prefixes(specs)
-        self.is_caching = self.can_hit
-        self.prefix_groups = [g for g, spec in enumerate(specs) if spec.reads_whole_prefix]
-        self.digester = Digester(store, hash_fn)
-        self.none_hash = settings.none_hash
-        self.roots: dict[Namespace, int] = {}
-        self._root = 0  # that of the default namespace
-        self.namespaces: dict[int, Namespace] = {}
-        self._roots_at_most = _FEW_ROOTS
+        super().__init__(settings, self._slots_of)
         self._keys_at_most = _FEW_KEYS
         self.rows: dict[str, int] = {}
         self.requests: dict[int, str] = {}
         self._slot_of = settings.slot_of
-        publishes_all = settings.publish_all_groups or not self.prefix_groups
-        self.notifier = Notifier(
-            store,
-            self.digester,
-            settings,
-            event_groups=frozenset(range(len(specs)) if publishes_all else self.prefix_groups),
-            namespaces=self.namespaces,
-            slots_of=self._slots_of,
-        )
-        store.columns.number[LOGS_GONE] = self.notifier.has_listeners
         self._zeroes = settings.zero_new_blocks and settings.has_workers
         self._merges_duplicates = settings.merge_duplicates
         self._merges: list[tuple[str, TableChange]] = []
@@ -168,29 +117,14 @@ class FlatCore:
         self._block_bytes = max(
             [
                 len(group.layer_names) * group.kv_cache_spec.page_size_bytes
-                for group in config.kv_cache_groups
+                for group in settings.kv_cache_config.kv_cache_groups
             ],
             default=0,
         )
-        self.tenants = settings.tenants
-        make = partial(make_eviction_policy, policy_name, policies=policies)
-        self._make_order = partial(
-            PolicyOrder,
-            store,
-            self.digester,
-            lambda capacity, book: make(capacity=capacity, book=book),
-            self.tenants,
-            settings.clock,
-        )
-        self._lists_cached = policies[policy_name] is LRUPolicy and self.tenants is None
-        self.order = None if self._lists_cached else self._make_order()
-        self.steps = StepTable(store)
-        self.forks = RowForks(store, self.notifier)
-        self.pins: Counter[int] = Counter()
+        self.forks = RowForks(self.store, self.notifier)
         self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
         self._published: Any = np.empty((0, 4), np.int32)
-        self._last: tuple[CacheHit, Request, int, int] | None = None
-        self.no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
+        self.no_hit = CacheHit((EMPTY_INT32,) * len(self.sizes), 0)
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -617,84 +551,6 @@ class FlatCore:
             counts[g] = int(differs.argmax()) if differs.any() else len(differs)
         return counts
 
-    # --- contents ----------------------------------------------------------------------------
-
-    def sealed_contents(self) -> SealedContents:
-        """Return what the labels of all sealed blocks say. O(blocks)."""
-        c = self.store.columns
-        ids = [(b, g, n) for n, g, b, is_sealed in self.store.contents() if is_sealed]
-        if not ids:
-            return SealedContents(EMPTY_INT32, EMPTY_INT32, b"")
-        blocks, groups, nodes = int32_array(np.array(ids, np.int32).T)
-        self.digester.make(np.ascontiguousarray(nodes))
-        digests = c.digest[nodes].tobytes()
-        return sorted_contents(blocks, groups, digests, c.digest.shape[1])
-
-    def pin(self, hit: CacheHit) -> None:
-        """Add a pin reference to the blocks of `hit`, which was just looked up."""
-        ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
-        acquire_all(self.store.address, ids)
-        self.pins.update(ids.tolist())
-        self._settle()
-
-    def unpin(self, hit: CacheHit) -> None:
-        """Drop one pin reference per block of `hit`."""
-        ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
-        self.pins -= Counter(ids.tolist())
-        release_all(self.store.address, ids)
-        self._settle()
-
-    def evict(self, block_ids: Sequence[int]) -> None:
-        """Forget the contents of these blocks and what continues them; see `forget`. Requests with
-        a forgotten block cache nothing more.
-
-        Raises:
-            BlockError: one of them does not exist; nothing was changed.
-        """
-        num_blocks = len(self.store.columns.block)
-        bad = [b for b in block_ids if not 0 <= b < num_blocks]
-        if bad:
-            raise BlockError(f"blocks {bad[:5]} do not exist: ids are below {num_blocks}")
-        self._forget(int32_array(block_ids))
-
-    def reset(self) -> int:
-        """Forget all contents, unless a block is in use. Return how many are in use (0: done)."""
-        c = self.store.columns
-        in_use = len(c.block) - 1 - self.num_free_blocks()
-        if in_use:
-            return in_use
-        self._forget_all()
-        if self._lists_cached:
-            self.order = None
-            c.number[HAS_GAPS] = c.number[HAS_POLICY] = 0
-        return 0
-
-    def forget_all(self) -> None:
-        """Forget all contents, although blocks are in use. Running requests cache nothing more."""
-        flags = self.store.columns.row[:, FLAGS]
-        flags[(flags & IS_OPEN) != 0] |= NO_CACHING
-        self._forget_all()
-
-    def stop_hits(self) -> None:
-        """Stop hits and caching until a `reset` succeeds, or until `forget_all`."""
-        self._last = None
-        self.is_caching = False
-
-    def _forget_all(self) -> None:
-        c = self.store.columns
-        cached = int32_array(np.flatnonzero(c.block[:, NODE]))
-        sealed = int32_array([b for _, _, b, is_sealed in self.store.contents() if is_sealed])
-        no_caching = c.row[:, FLAGS] & NO_CACHING
-        c.number[LOGS_GONE] = 0
-        forget(self.store.address, cached, 0, 0, self._no_blocks())
-        c.number[LOGS_GONE] = self.notifier.has_listeners
-        c.row[:, FLAGS] = (c.row[:, FLAGS] & ~NO_CACHING) | no_caching
-        self.steps.clear()
-        self._settle()
-        self.notifier.unlabel(sealed)
-        self.notifier.cleared()
-        self.is_caching = self.can_hit
-
     # --- commands and statistics -------------------------------------------------------------
 
     def take_commands(self) -> list[Command]:
@@ -703,15 +559,6 @@ class FlatCore:
         if self.forks.release_copied():
             self._settle()
         return commands
-
-    def num_free_blocks(self) -> int:
-        """Return how many blocks can be taken now, cached ones included."""
-        return self.store.cells[FREE]
-
-    def usage(self) -> float:
-        """Return the share of blocks that are in use, 0.0 to 1.0."""
-        total = len(self.store.columns.block) - 1
-        return 1.0 - self.num_free_blocks() / total if total else 0.0
 
     def statistics(self) -> CoreStatistics:
         """Return frozen statistics. O(blocks)."""
@@ -743,99 +590,7 @@ class FlatCore:
         """Return the whole state as plain values in a canonical form, for comparison."""
         return dump_core(self)
 
-    def restore(self, labels: Sequence[LabelSet]) -> int:
-        """Rebuild an empty core from the labels of all ranks; return how many blocks were kept.
-
-        A block is kept if it is sealed and every rank agrees on it; of duplicate blocks one is
-        kept, and no child without its ancestors. All kept blocks are evictable.
-
-        Raises:
-            BlockError: a block is referenced or cached already; nothing was changed.
-        """
-        kept = rebuild(self, labels)
-        self._settle()
-        return kept
-
-    # --- for other modules of the core -------------------------------------------------------
-
-    def root(self, namespace: Namespace) -> int:
-        """Return the root of a namespace; make it if necessary. InvariantError: no node is left."""
-        n = self.roots.get(namespace, 0)
-        if n:
-            return n
-        if len(self.roots) >= self._roots_at_most:
-            self._sweep_roots()
-        if not self.reach_nodes(1):
-            raise InvariantError("no node is left for a namespace")
-        n = new_root(self.store.address)
-        self.roots[namespace], self.namespaces[n] = n, namespace
-        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
-        self.digester.set_root(n, self.none_hash)
-        return n
-
-    def roots_of(self, namespaces: Sequence[Namespace]) -> list[int]:
-        """Return the roots of several namespaces, and make those that are missing. None of them is
-        dropped to make room for another, although no node continues them yet."""
-        self._roots_at_most = max(self._roots_at_most, len(self.roots) + len(namespaces) + 1)
-        return [self.root(namespace) for namespace in namespaces]
-
-    def reach_nodes(self, num_more: int, spared: Int32Array = EMPTY_INT32) -> bool:
-        """Make room for `num_more` nodes. If nodes outlive their blocks and too few are left,
-        forget the oldest cached blocks, except those of the nodes `spared`. Return whether the
-        nodes fit."""
-        store = self.store
-        if store.has_nodes(num_more):
-            return True
-        self._reach_index(num_more)
-        while not store.reach_nodes(num_more):
-            c = store.columns
-            unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
-            if not len(unheld):
-                return False
-            self._forget(unheld)
-        return True
-
     # --- inside ------------------------------------------------------------------------------
-
-    def _reach_index(self, num_more: int) -> None:
-        """Make room in the index for `num_more` nodes."""
-        store = self.store
-        num_indexed = store.cells[NUM_INDEXED] + num_more
-        if 2 * num_indexed > len(store.columns.index):
-            store.replace(index=np.zeros(1 << (2 * num_indexed).bit_length(), np.int32))
-            rebuild_index(store.address)
-
-    def _settle(self) -> None:
-        """Read the kernels' logs: report forgotten contents, then what became hittable."""
-        self._last = None
-        cells = self.store.cells
-        if self.order is None and cells[HAS_GAPS]:
-            self.order = self._make_order()
-        if self.order is not None:
-            self.order.tell()
-        num_gone, num_notes = cells[NUM_GONE], cells[NUM_NOTES]
-        if num_gone:
-            c = self.store.columns
-            cells[NUM_GONE] = 0
-            gone = c.gone[:num_gone].copy()
-            blocks, groups = np.ascontiguousarray(gone[:, 0]), gone[:, 1]
-            self.notifier.forgotten(blocks, groups, c.gone_digest[:num_gone])
-        if num_notes:
-            cells[NUM_NOTES] = 0
-            if self.steps.current is not None:
-                self.steps.note(self.store.columns.note[:num_notes].copy())
-            elif self.notifier.has_listeners or self.steps.has_waiting:
-                notes = self.store.columns.note[:num_notes].copy()
-                self.notifier.sealed(self.steps.settled(notes))
-        if cells[IS_FULL]:
-            raise InvariantError("a log of the columns was too short: changes were lost")
-
-    def _no_blocks(self) -> Int32Array:
-        return np.zeros(len(self.store.columns.block), np.int32)
-
-    def _forget(self, block_ids: Int32Array) -> None:
-        forget(self.store.address, block_ids, 0, 0, self._no_blocks())
-        self._settle()
 
     def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
         """Return whether a request may take blocks while `num_spare_blocks` others stay free."""
@@ -859,31 +614,6 @@ class FlatCore:
             account = self.tenants.account(request.namespace)
             room = self.tenants.room(account, self.num_free_blocks())
             self.store.columns.number[ROOM] = max(0, room)
-
-    def _make_room(self, num_blocks: int) -> None:
-        """Evict until `num_blocks` blocks can be taken from the list. Enough are free."""
-        if self.order is not None:
-            self.order.tell()
-            self.order.make_room(num_blocks, self.notifier.offload)
-        else:
-            offer_oldest(self.store, self.notifier.offload, num_blocks)
-
-    def _oldest_cached(self, count: int, spared: Int32Array) -> Int32Array:
-        """Return unreferenced cached blocks, next victims first, without those of `spared`."""
-        c, stay = self.store.columns, {0, *spared.tolist()}
-        oldest = free_list(self.store) if self.order is None else self.order.policy.order()
-        found = islice((b for b in oldest if c.block.item(b, NODE) not in stay), count)
-        return int32_array(list(found))
-
-    def _sweep_roots(self) -> None:
-        """Drop namespaces without cached blocks and running requests."""
-        c = self.store.columns
-        for namespace, n in list(self.roots.items()):
-            if not c.node.item(n, CHILDREN) and not c.node.item(n, ROWS):
-                drop_root(self.store.address, n)
-                del self.roots[namespace], self.namespaces[n]
-        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
-        self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
 
     def _publishes(self, r: int) -> bool:
         """Return whether further blocks of a row become hittable."""

@@ -36,7 +36,7 @@ from kvcache.protocol.labels import LabelSet
 from kvcache.requests.hash_algorithms import ExtraKeys
 
 if TYPE_CHECKING:
-    from kvcache.core.flat_core import FlatCore
+    from kvcache.core.prefix_cache import PrefixCache
 
 
 @kernel(INT, CORE, INTS, INTS, INTS, INT_ROWS, INT_ROWS, NEW_INTS, checks_types=True)
@@ -85,7 +85,7 @@ class _Kept(NamedTuple):
     namespaces: Int32Array
 
 
-def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
+def rebuild(core: PrefixCache, labels: Sequence[LabelSet]) -> int:
     """Fill an empty core; return how many blocks were kept. All of them are evictable.
 
     Drops every label that is not kept, and emits events: cleared, then everything kept.
@@ -129,7 +129,7 @@ def rebuild(core: FlatCore, labels: Sequence[LabelSet]) -> int:
     return len(victims)
 
 
-def _rebuild_groups(core: FlatCore, fitting: FittingLabels) -> list[_Kept]:
+def _rebuild_groups(core: PrefixCache, fitting: FittingLabels) -> list[_Kept]:
     """Add the nodes of all labels whose place is known. Prefix groups come first, and short blocks
     before long ones, because other groups find their places from their nodes."""
     c = core.store.columns
@@ -141,7 +141,7 @@ def _rebuild_groups(core: FlatCore, fitting: FittingLabels) -> list[_Kept]:
 
 
 def _rebuild_group(
-    core: FlatCore, fitting: FittingLabels, g: int, places: dict[tuple[int, bytes], int]
+    core: PrefixCache, fitting: FittingLabels, g: int, places: dict[tuple[int, bytes], int]
 ) -> _Kept:
     labels, length = fitting.groups[g], int(core.store.columns.group[g, LENGTH])
     is_prefix_group = core.store.columns.group[g, KIND] == FULL
@@ -206,7 +206,7 @@ def _in_order(above: IndexArray, behind: Any) -> Int32Array:
     return int32_array(order)
 
 
-def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
+def _node_of_block(core: PrefixCache, n: int, tokens: Any) -> int:
     """Return node `n` if a block with these tokens ends there, else 0."""
     c, end = core.store.columns, n
     for own in reversed(tokens.reshape(-1, c.tokens.shape[1])):
@@ -216,7 +216,7 @@ def _node_of_block(core: FlatCore, n: int, tokens: Any) -> int:
     return n
 
 
-def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int) -> Any:
+def _unit_keys(core: PrefixCache, fitting: FittingLabels, numbers: Any, length: int) -> Any:
     """Return the numbers of the extra keys of each unit of blocks with these keys. -1: unknown,
     because a multimodal item may reach into any unit of a longer block."""
     table = np.zeros((len(fitting.extra_keys), length), np.int32)
@@ -233,7 +233,7 @@ def _unit_keys(core: FlatCore, fitting: FittingLabels, numbers: Any, length: int
     return table[numbers]
 
 
-def _ranks(core: FlatCore) -> Int32Array:
+def _ranks(core: PrefixCache) -> Int32Array:
     """Return the rank of each node in a walk that goes through each branch of the tree, from its
     first node on, before the next."""
     c = core.store.columns
@@ -249,7 +249,7 @@ def _ranks(core: FlatCore) -> Int32Array:
     return ranks
 
 
-def _victims(core: FlatCore, found: Sequence[_Kept], ranks: Int32Array) -> Int32Array:
+def _victims(core: PrefixCache, found: Sequence[_Kept], ranks: Int32Array) -> Int32Array:
     """Return all kept blocks in the order in which they are to be evicted: branch by branch, each
     from its last node on. Of one node, blocks of windowed groups go before those of prefix
     groups."""

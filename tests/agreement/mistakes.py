@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvcache.base.arrays import int32_array
 from kvcache.base.errors import BlockError
 from kvcache.core import (
     BlocksRemoved,
@@ -75,7 +76,7 @@ class LeaksBlocks(FlatCore):
         held = [block for block in self.block_ids(request.request_id)[0] if block]
         self.num_freed += 1
         if held and self.num_freed % 5 == 0:
-            acquire_all(self.store.address, flat_core.int32_array(held[:1]))
+            acquire_all(self.store.address, int32_array(held[:1]))
         return super()._forget_row(request)
 
 
