@@ -561,12 +561,23 @@ def test_a_request_that_has_begun_before_a_reset_is_not_kept() -> None:
     assert cluster.store.num_matched(request_of("s", 13, "b"), 0) == 12
 
 
+def hits_and_misses(cluster: Cluster) -> list[tuple[int, int]]:
+    """The blocks that look-ups found in host memory and in files, and those they did not."""
+    statistics = cluster.store.statistics
+    assert statistics is not None and statistics.disk is not None
+    return [(tier.num_hits, tier.num_misses) for tier in (statistics.host, statistics.disk)]
+
+
 def test_what_has_left_memory_comes_back_from_files() -> None:
     cluster = Cluster(num_files=NUM_FILES)
     for content in "abcd":
         assert cluster.run(request_of(content, 21, content)) == 0
         cluster.settle()
+    assert hits_and_misses(cluster) == [(0, 20), (0, 20)]
     assert cluster.run(request_of("again", 21, "a")) == 20
+    assert hits_and_misses(cluster) == [(0, 25), (5, 20)]
+    assert cluster.run(request_of("at once", 21, "a")) == 20
+    assert hits_and_misses(cluster) == [(5, 25), (5, 20)]
     cluster.ranks[1].wrong = {next(iter(cluster.ranks[1].files))}
     for content in "abcdabcd":
         cluster.run(request_of(f"{content}2", 21, content))

@@ -264,7 +264,8 @@ class BlockStore:
         places = locate(keys)
         longest = (request.num_tokens - 1) // (step := self._finder.alignment_tokens) * step
         num_asked = self._setting.groups.num_blocks_between(num_computed_tokens, longest)
-        tracked.hits = places, max(num_asked, len(keys))
+        if tracked.wait_until_s is None:  # otherwise what files had is in memory by now
+            tracked.hits = places, max(num_asked, len(keys))
         least = num_computed_tokens + self._setting.options.offload.min_load_tokens
         if hit is not None and hit.num_tokens >= least and not _is_in_host(places).all():
             if self._waits(tracked, keys, places):
