@@ -1,8 +1,9 @@
-"""Commands that change a running cluster's cache: `kvcache pin`, `unpin`, `pins`, `clear`.
+"""Commands that change a running cluster's cache: `pin`, `unpin`, `pins`, `prefetch`, `clear`.
 
-A pin keeps a prefix cached for a while. `clear` empties the cache. It asks first, and refuses
-if there is no terminal to ask on. For weights that have changed, `--drain` advances the model epoch
-when the running requests have finished, and `--new-weights` at once.
+A pin keeps a prefix cached for a while. `prefetch` raises one from the tiers. `clear` empties the
+cache. It asks first, and refuses if there is no terminal to ask on. For weights that have changed,
+`--drain` advances the model epoch when the running requests have finished, and `--new-weights` at
+once.
 """
 
 from __future__ import annotations
@@ -38,28 +39,35 @@ if TYPE_CHECKING:
 ADMIN_CLIENT = "admin"
 POLL_S = 0.2
 
+TokensOption = Annotated[
+    str | None, typer.Option("--tokens", help="Token ids, separated by commas.")
+]
+TokenFileOption = Annotated[
+    Path | None, typer.Option("--token-file", help="A file of token ids, or a JSON list.")
+]
+TextOption = Annotated[
+    Path | None, typer.Option("--text", help="Tokenize this text file; needs --tokenizer.")
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="With --text: directory or name of a transformers tokenizer.")
+]
+LoraOption = Annotated[str | None, typer.Option(help="Adapter of the prefix's requests.")]
+SaltOption = Annotated[str | None, typer.Option(help="Cache salt of the prefix's requests.")]
+TenantOption = Annotated[str | None, typer.Option(help="Tenant of the prefix's requests.")]
+
 
 @command
 def pin(
     name: NameOption = None,
     *,
-    tokens: Annotated[
-        str | None, typer.Option("--tokens", help="Token ids, separated by commas.")
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option("--token-file", help="A file of token ids, or a JSON list."),
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="Tokenize this text file; needs --tokenizer.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="With --text: directory or name of a transformers tokenizer.")
-    ] = None,
+    tokens: TokensOption = None,
+    token_file: TokenFileOption = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
     ttl: Annotated[float, typer.Option("--ttl", help="Seconds until the pin ends.")] = 3600.0,
-    lora: Annotated[str | None, typer.Option(help="Adapter of the prefix's requests.")] = None,
-    salt: Annotated[str | None, typer.Option(help="Cache salt of the prefix's requests.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Tenant of the prefix's requests.")] = None,
+    lora: LoraOption = None,
+    salt: SaltOption = None,
+    tenant: TenantOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Protect the cached part of a prefix from eviction for a while."""
@@ -121,6 +129,36 @@ def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
         print(f"nothing is pinned in {cluster.name}")
         return
     print_table(Console(file=sys.stdout), f"{cluster.name}: pins", _table(held))
+
+
+@command
+def prefetch(
+    name: NameOption = None,
+    *,
+    tokens: TokensOption = None,
+    token_file: TokenFileOption = None,
+    text: TextOption = None,
+    tokenizer: TokenizerOption = None,
+    lora: LoraOption = None,
+    salt: SaltOption = None,
+    tenant: TenantOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Raise a prefix from host memory or files to the device, ahead of its next request."""
+    from actors.cli.clusters import open_cluster
+    from kvcache.requests.request import LoRARequest
+
+    token_ids = read_tokens(tokens, token_file, text, tokenizer)
+    adapter = None if lora is None else LoRARequest(lora, "")
+    with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
+        count = client.prefetch_prefix(token_ids, lora=adapter, cache_salt=salt, tenant=tenant)
+    if as_json:
+        print_json({"name": cluster.name, "num_loading_tokens": count}, indent=None)
+        return
+    if count:
+        print(f"{count:,} of {len(token_ids):,} tokens are being loaded")
+    else:
+        print("nothing to load: tiers hold no more of this prefix than the device, or have no room")
 
 
 @command

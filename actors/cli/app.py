@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from actors.cli.admin import clear, pin, pins, unpin
+from actors.cli.admin import clear, pin, pins, prefetch, unpin
 from actors.cli.advise import advise
 from actors.cli.command import EXIT_CODES
 from actors.cli.contents import prefixes, usage
@@ -37,7 +37,19 @@ app = typer.Typer(
 for _work in (plan, doctor, launch, status, stop):
     app.command()(_work)
 app.command(epilog=EXIT_CODES)(replay)
-for _work in (replay_record, watch, usage, prefixes, pin, unpin, pins, clear, top, dashboard):
+for _work in (
+    replay_record,
+    watch,
+    usage,
+    prefixes,
+    pin,
+    unpin,
+    pins,
+    prefetch,
+    clear,
+    top,
+    dashboard,
+):
     app.command()(_work)
 for _work in (simulate, record, advise, vllm_coordinator):
     app.command()(_work)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,43 @@ def test_a_pin_holds_until_it_is_ended(engine: Engine, tmp_path: Path) -> None:
     assert shown("pins")["pins"] == []
     assert run("pins") == "nothing is pinned in test-admin\n"
     assert "no prefix of these 3 tokens" in run("pin", "--tokens", "7,8,9", exit_code=2)
+
+
+def test_a_prefetch_raises_what_only_host_memory_holds(
+    cluster: LocalAccess, engine: Engine, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(PROMPT))
+    assert shown("prefetch", "--token-file", str(path))["num_loading_tokens"] == 0
+    assert "nothing to load" in run("prefetch", "--token-file", str(path))
+    block_ids = engine.client.get_block_ids("a")[0]
+    engine.step(finished=("a", "b"))
+    until(engine, lambda: num_ready(cluster) == 4)
+    engine.client.evict_blocks(block_ids)
+    assert shown("prefixes")["prefixes"] == []
+    assert "one bracket" in run("prefetch", "--tokens", "[1", exit_code=2)
+    made = shown("prefetch", "--tokens", ",".join(map(str, PROMPT)))
+    assert made == {"name": NAME, "num_loading_tokens": 4 * BLOCK}
+    assert "64 of 65 tokens are being loaded" in run("prefetch", "--token-file", str(path))
+    assert shown("prefetch", "--token-file", str(path), "--salt", "x")["num_loading_tokens"] == 0
+    until(engine, lambda: shown("prefixes")["prefixes"])
+    (prefix,) = shown("prefixes")["prefixes"]
+    assert (prefix["num_tokens"], prefix["num_holders"]) == (4 * BLOCK, 0)
+    engine.step(new=(new("a"), new("b")))
+
+
+def until(engine: Engine, is_so: Callable[[], object]) -> None:
+    """Run empty steps until something is so."""
+    give_up_s = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        engine.step()
+
+
+def num_ready(cluster: LocalAccess) -> int:
+    offload = cluster.coordinator_statistics().offload
+    assert offload is not None
+    return offload.tiers.host.num_ready
 
 
 def test_top_shows_one_look(engine: Engine) -> None:
