@@ -482,15 +482,32 @@ class FlatCore(PrefixCache):
             self._settle()
 
     def path_of(self, request: Request) -> Int32Array:
-        """Return the nodes of the request's hittable contents, for `hint`."""
+        """Return the nodes of the request's hittable contents, for `hint`; of a preempted one, of
+        what is still cached."""
         r = self.rows.get(request.request_id, NO_ROW)
         if r == NO_ROW:
-            return EMPTY_INT32
+            return self._cached_path(request)
         row, node = self.store.columns.row, self.store.columns.node
         path, n = np.zeros(row.item(r, UNITS), np.int32), row.item(r, LAST)
         for unit in range(len(path) - 1, -1, -1):
             path[unit], n = n, node.item(n, PARENT)
         return path
+
+    def _cached_path(self, request: Request) -> Int32Array:
+        """Return the nodes of all cached tokens of a request without blocks."""
+        num_units = request.num_tokens // self.hash_block_size
+        root = self.roots.get(request.namespace, 0)
+        if not root or not num_units:
+            return EMPTY_INT32
+        store, self._last = self.store, None  # its nodes in `path` are overwritten
+        store.reach_units(num_units)
+        keys = self._keys_of(request, num_units, is_known=True)
+        step = self.steps.current
+        client = 0 if step is None else step.client
+        depth = look_up(
+            store.address, root, client, *keys, request.token_buffer, request.num_tokens
+        )[1]
+        return store.columns.path[:depth].copy()
 
     def hint(self, path: Int32Array, hints: Sequence[CacheHint]) -> None:
         """Follow the hints of a request that has just been freed, for those blocks that are unused

@@ -377,6 +377,29 @@ def test_a_preempted_request_keeps_its_hints_also_with_new_weights() -> None:
     assert request is not None and request.hints == (LAST,)
 
 
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_hints_of_a_request_that_ends_while_it_is_preempted_are_followed(comes_late: bool) -> None:
+    engine = hinted_engine()
+    early = () if comes_late else (LAST,)
+    engine.step(new=(new("a", [1] * 8, hints=early), new("b", [2] * 8)))
+    engine.step(preempted_recompute=("a",), finished=("b",), completed_step=1)
+    hints = (RequestHints("a", (LAST,)),) if comes_late else ()
+    engine.step(finished=("a",), hints=hints, completed_step=2)
+    assert kept_after(10, engine, [1] * 8, [2] * 8) == [8, 0]
+
+
+def test_hints_of_a_preempted_request_whose_blocks_are_gone_change_nothing() -> None:
+    engine = hinted_engine()
+    engine.step(new=(new("a", [1] * 8, hints=(FIRST,)), new("b", [2] * 8)))
+    engine.step(preempted_recompute=("a",), finished=("b",), completed_step=1)
+    assert engine.manager.reset_prefix_cache()
+    engine.step(finished=("a",), completed_step=2)
+    engine.step(new=(new("c", [1] * 4),), completed_step=3)
+    engine.step(finished=("c",), completed_step=4)
+    assert kept_after(11, engine, [1] * 8) == [4]
+    assert kept_after(12, engine, [1] * 8) == [0]
+
+
 def test_the_child_of_a_fork_has_its_parent_s_hints() -> None:
     engine = hinted_engine()
     engine.step(new=(new("a", [1] * 8, hints=(LAST,)),))
