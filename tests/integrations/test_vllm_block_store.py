@@ -640,6 +640,51 @@ def test_hints_in_kv_transfer_params_order_evictions() -> None:
     cluster.store.check()
 
 
+def prefetch_of(name: str, num_tokens: int, content: str = "a", **more: Any) -> Any:
+    """A request that only loads, with the fields that vLLM's scheduler reads."""
+    request = request_of(name, num_tokens, content, **more)
+    request.prompt_token_ids = list(range(num_tokens))
+    request._all_token_ids = request.prompt_token_ids.copy()
+    request.num_prompt_tokens, request.max_tokens = num_tokens, 16
+    request.mm_features, request.prompt_embeds = [], None
+    request.kv_transfer_params = {"prefetch": True}
+    return request
+
+
+@pytest.mark.parametrize("num_held", [0, 8, 12])
+def test_of_a_prefetch_only_the_token_behind_what_is_held_is_computed(num_held: int) -> None:
+    cluster = Cluster(num_files=24)
+    cluster.run(request_of("r", num_held + 1))
+    cluster.settle()
+    for content in "bcdefgh":  # the first goes to files
+        cluster.run(request_of(content, 13, content))
+        cluster.settle()
+    given = (request := prefetch_of("p", 20)).prompt_token_ids
+    asked = 0
+    while (found := cluster.store.num_matched(request, 0)) is None:
+        assert request.num_prompt_tokens == 20 and asked < 50
+        cluster.step()
+        asked += 1
+    assert found == num_held and bool(asked) == bool(num_held)
+    assert len(given) == 20, "the list of whoever sent it"
+    assert request.prompt_token_ids == request._all_token_ids == given[: num_held + 1]
+    assert (request.num_prompt_tokens, request.max_tokens) == (num_held + 1, 1)
+    assert request.block_hashes == request_of("r", num_held).block_hashes
+
+
+def test_a_prefetch_of_what_the_device_holds_or_of_images_is_not_cut_below_it() -> None:
+    cluster = Cluster()
+    cluster.run(request_of("r", 13))
+    cluster.settle()
+    request = prefetch_of("p", 20)
+    assert cluster.store.num_matched(request, 16) == 0
+    assert (request.num_prompt_tokens, request.max_tokens) == (17, 1)
+    request = prefetch_of("q", 20)
+    request.mm_features = ["an image"]
+    assert cluster.store.num_matched(request, 0) == 12
+    assert (request.num_prompt_tokens, request.max_tokens) == (20, 1)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -650,6 +695,7 @@ def test_hints_in_kv_transfer_params_order_evictions() -> None:
         ({"hints": None}, ""),
         ({"do_remote_decode": True}, ""),
         ("hints", ""),
+        ({"prefetch": "yes"}, "request r: prefetch is 'yes': pass True or False"),
     ],
 )
 def test_a_request_with_bad_hints_is_served_and_warned_of_once(

@@ -561,3 +561,32 @@ def test_a_hinted_prompt_outlasts_others_in_host_memory(
     assert (again.tokens, again.cached) == (expected[:1], [FULL_BLOCKS * BLOCK])
     assert engine.generate([second]).cached < [FULL_BLOCKS * BLOCK]
     engine.kill()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_prefetch_raises_a_prompt_from_files_and_computes_one_token(
+    start: Starter, new_name: Callable[[], str], expected: list[list[int]], tmp_path: Path
+) -> None:
+    name, disk = new_name(), {"directory": str(tmp_path), "capacity_per_rank": "64MiB"}
+    engine = start({"name": name, "offload": {"host_memory_per_rank": "1536KiB", "disk": disk}})
+    first, second, _ = PROMPTS
+    assert engine.generate([first, second]).tokens == expected[:2]
+    for k in range(8):  # 24 blocks in host memory: the others go to files
+        engine.generate([[(5 * i * i + 11 * i + k) % 500 + 4 for i in range(200)]], 1)
+    engine.reset()
+    unknown = [7] * 300
+    prefetch = {"prefetch": True}
+    before = ask_engine(name, 0, {"do": "status"})["requests"]
+    told = engine.generate([first + unknown, unknown, second], transfer=prefetch)
+    after = ask_engine(name, 0, {"do": "status"})["requests"]
+    assert told.cached == [FULL_BLOCKS * BLOCK, 0, FULL_BLOCKS * BLOCK]
+    assert [len(tokens) for tokens in told.tokens] == [1, 1, 1]
+    num_asked = after["num_asked_tokens"] - before["num_asked_tokens"]
+    assert num_asked == 2 * FULL_BLOCKS * BLOCK + 3, "one token of each was computed"
+    assert after["num_fetched_tokens"] > before["num_fetched_tokens"]
+    hits = engine.count()["prefix_cache_hits"]
+    again = engine.generate([first, second])
+    assert (again.tokens, again.cached) == (expected[:2], HITS[:2])
+    assert engine.count()["prefix_cache_hits"] == hits + sum(HITS[:2]), "all from the device"
+    assert engine.generate([first + unknown], 8).cached == [FULL_BLOCKS * BLOCK]
+    engine.kill()

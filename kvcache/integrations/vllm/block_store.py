@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import ConfigurationError, RequestError
+from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.tier_hits import BoolArray
@@ -43,6 +43,7 @@ from kvcache.integrations.vllm.step_messages import (
     StoreCommand,
 )
 from kvcache.integrations.vllm.tier_events import TierEvents
+from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.offload.hierarchy import Place, PlaceArray, TierHierarchy
 from kvcache.offload.jobs import Deadlines, JobKind
 from kvcache.offload.keys import OffloadKey, get_offload_group_idx, make_offload_key
@@ -51,7 +52,7 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import TierManager
 from kvcache.requests.hash_algorithms import BlockHash
-from kvcache.requests.hints import blocks_in, hints_from_plain
+from kvcache.requests.hints import blocks_in
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, Namespace
 from kvcache.sharing.messages import MAX_KEYS
 
@@ -165,11 +166,11 @@ class BlockStore:
         self._nodes = nodes
         self._adapters = AdapterRevisions()
         self._weights = b""  # in each key, once weights may have changed
-        self._has_warned_of_hints = False
         self._kept: set[str] = set()
         self._loaded_into: set[int] = set()
         self._next = StepCommands()
         self.counts = RequestCounts()
+        self.params = TransferParams()
 
     @property
     def statistics(self) -> HierarchyStatistics | None:
@@ -245,8 +246,15 @@ class BlockStore:
 
     def num_matched(self, request: Any, num_computed_tokens: int) -> int | None:
         """Return how many tokens behind `num_computed_tokens` can be loaded now, None if there will
-        be more soon. One token at least is left to be computed."""
+        be more soon. One token at least is left to be computed, and only one of a prefetch."""
         tracked = self._track(request)
+        count = self._num_matched(tracked, num_computed_tokens)
+        if count is not None and self.params.is_prefetch(request):
+            self._cut(tracked, num_computed_tokens + count + 1)
+        return count
+
+    def _num_matched(self, tracked: _Tracked, num_computed_tokens: int) -> int | None:
+        request = tracked.request
         tracked.num_local_tokens = num_computed_tokens
         tracked.is_looked_up = True
         tiers, find = self._tiers, self._finder.find
@@ -275,6 +283,24 @@ class BlockStore:
         if hit is None or hit.num_tokens < least:
             return 0
         return hit.num_tokens - num_computed_tokens
+
+    def _cut(self, tracked: _Tracked, num_tokens: int) -> None:
+        """Leave `num_tokens` of a prefetch: vLLM cannot end a request that computes nothing.
+
+        Prompts with images or embeddings, whose positions vLLM has noted elsewhere, stay whole.
+        """
+        request = tracked.request
+        request.max_tokens = 1
+        if num_tokens >= request.num_tokens or request.mm_features:
+            return
+        if request.prompt_embeds is not None:
+            return
+        request.prompt_token_ids = request.prompt_token_ids[:num_tokens]  # the list is shared
+        request.num_prompt_tokens = num_tokens
+        del request._all_token_ids[num_tokens:]
+        num_hashes = num_tokens // self._setting.groups.hash_tokens
+        del request.block_hashes[num_hashes:]
+        del tracked.digests[num_hashes:]
 
     def allocated(self, request: Any, tables: BlockTables, num_external_tokens: int) -> None:
         """Take note of a request's blocks; the next step loads its `num_external_tokens`."""
@@ -351,18 +377,11 @@ class BlockStore:
         return True
 
     def _follow_hints(self, tracked: _Tracked) -> None:
-        """Follow the hints of a request that ends, in every tier. Invalid ones are ignored."""
-        params = getattr(tracked.request, "kv_transfer_params", None)
-        if self._tiers is None or tracked.origin is None or not isinstance(params, Mapping):
+        """Follow the hints of a request that ends, in every tier."""
+        if self._tiers is None or tracked.origin is None:
             return
-        if params.get("hints") is None:
-            return
-        try:
-            hints = hints_from_plain(f"request {tracked.request.request_id}", params["hints"])
-        except RequestError as error:
-            if not self._has_warned_of_hints:
-                self._has_warned_of_hints = True
-                logger.warning("ignored in kv_transfer_params, also of later requests: %s", error)
+        hints = self.params.hints_of(tracked.request)
+        if not hints:
             return
         now_s = self._now()
         for group, spec in enumerate(self._setting.groups.specs):

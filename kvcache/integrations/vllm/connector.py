@@ -127,7 +127,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's blocks."""
-        if self._recording is not None:
+        if self._recording is not None and not self.store.params.is_prefetch(request):
             self._recording.admitted(request)
         self.store.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
