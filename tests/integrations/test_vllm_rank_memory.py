@@ -25,6 +25,7 @@ from kvcache.base.errors import (
     NotEnoughMemoryError,
 )
 from kvcache.integrations.vllm import rank_memory
+from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.rank_memory import RankMemory
@@ -435,7 +436,7 @@ def test_adopted_files_are_evicted_from_the_end_of_a_prompt(name: str, tmp_path:
     after.close()
 
 
-def test_a_processor_with_other_instructions_starts_cold(
+def test_a_processor_with_other_instructions_reads_neither_memory_nor_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
@@ -446,10 +447,11 @@ def test_a_processor_with_other_instructions_starts_cold(
     memory.close()
     has_amx = torch.cpu._is_amx_tile_supported()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx)
-    other = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
-    found = other.inventory()
+    with pytest.raises(ConfigurationError, match=f"keeps files of '{name}' for model '', "):
+        RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    other = RankMemory(setting_of(name), 0, caches(1.0))
+    assert other.inventory().slot_keys == {}
     other.close()
-    assert (found.slot_keys, found.file_keys) == ({}, ())
 
 
 def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path: Path) -> None:
@@ -471,19 +473,45 @@ def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path
     assert len(list(tmp_path.rglob("*.kvb"))) == 1
 
 
-def test_files_of_another_revision_are_removed(name: str, tmp_path: Path) -> None:
+def test_files_of_another_revision_end_the_start_and_memory_stays(
+    name: str, tmp_path: Path
+) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
+    seal(memory, 0, 1)
     move(memory, "spills", (0, 1))
     memory.close()
+    with pytest.raises(ConfigurationError, match="and this engine has model '', weight_revision"):
+        RankMemory(setting_of(name, "2", disk=disk), 0, caches())
+    after = RankMemory(setting_of(name, disk=disk), 0, caches())
+    inventory = after.inventory()
+    assert (len(inventory.slot_keys), len(inventory.file_keys)) == (2, 2)
+    after.close()
+
+
+def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_removed(
+    name: str, tmp_path: Path
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+    setting = setting_of(name, disk=disk)
+    memory = RankMemory(setting, 0, caches(1.0))
+    store(memory, (0, 1), (5, 6))
+    move(memory, "spills", (0, 1))
+    assert setting.options.offload.disk is not None
+    FilesOwner(setting, setting.options.offload.disk).open()
+    memory.close()
     after = RankMemory(setting_of(name, "2", disk=disk), 0, caches())
+    inventory = after.inventory()
+    assert (inventory.slot_keys, inventory.file_keys) == ({}, ())
     give_up_s = time.monotonic() + 20
-    while len(list(tmp_path.glob("*/*"))) > 1:
+    while len(list(tmp_path.glob("*/*/rank0"))) > 1:
         assert time.monotonic() < give_up_s, "old files stay"
         time.sleep(0.01)
     assert not list(tmp_path.rglob("*.kvb"))
     after.close()
+    with pytest.raises(ConfigurationError, match="weight_revision '2'"):
+        RankMemory(setting, 0, caches())
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])

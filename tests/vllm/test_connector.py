@@ -230,12 +230,19 @@ def test_another_weight_revision_sees_no_old_block(
 ) -> None:
     name = new_name()
     disk = {"directory": str(tmp_path), "capacity_per_rank": "8MiB", "write": "on_store"}
-    offload = {"host_memory_per_rank": "64MiB", "disk": disk}
-    for revision in ("a", "b"):
-        engine = start({"name": name, "weight_revision": revision, "offload": offload})
-        answer = engine.generate(PROMPTS)
-        engine.kill()
-        assert (answer.cached, answer.tokens) == ([0, 0, 0], expected)
+    old = {"name": name, "weight_revision": "a", "offload": {**MEMORY["offload"], "disk": disk}}
+    engine = start(old)
+    assert engine.generate(PROMPTS).tokens == expected
+    engine.kill()
+    with pytest.raises(AssertionError) as ended:
+        start({**old, "weight_revision": "b"})
+    assert f"offload.disk.directory '{tmp_path}' keeps files of '{name}' for model" in str(
+        ended.value
+    )
+    engine = start({"name": name, "weight_revision": "b", **MEMORY})  # the memory is dropped
+    answer = engine.generate(PROMPTS)
+    engine.kill()
+    assert (answer.cached, answer.tokens) == ([0, 0, 0], expected)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -264,8 +271,13 @@ def test_weights_that_change_in_a_running_engine_leave_no_old_byte(
     assert (warm.cached, warm.tokens) == (HITS, expected)
     engine = start(extra, model=model)  # it cannot know that its weights are the new ones
     again = engine.generate(PROMPTS)
-    engine.kill()
     assert (again.cached, again.tokens) == ([0, 0, 0], expected)
+    engine.reset(connector=True)  # weights may have changed
+    engine.kill()
+    engine = start({**extra, "weight_revision": "2"}, model=model)
+    cold = engine.generate(PROMPTS)
+    engine.kill()
+    assert (cold.cached, cold.tokens) == ([0, 0, 0], expected)
 
 
 @pytest.mark.usefixtures("one_rank")

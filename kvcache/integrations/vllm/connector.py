@@ -33,6 +33,7 @@ from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecording
+from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.kv_groups import NewTable
 from kvcache.integrations.vllm.node_events import open_node_publisher, stream_of
 from kvcache.integrations.vllm.nodes import Nodes
@@ -216,6 +217,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def reset_cache(self) -> bool:
         """Forget every block."""
+        options = self._setting.options
+        if options.offload.disk is not None and not options.adopt_after_reset:
+            FilesOwner(self._setting, options.offload.disk).open()
         self.store.reset()
         return True
 

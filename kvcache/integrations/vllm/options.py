@@ -176,6 +176,15 @@ class EngineSetting:
     num_blocks: int
     num_ranks: int
     replica: int = 0
+    model: str = ""
+
+    @property
+    def about(self) -> str:
+        """What decides which bytes a block holds, in words: not all of it."""
+        return (
+            f"model {self.model!r}, weight_revision {self.options.weight_revision!r}, "
+            f"{self.num_ranks} {'rank' if self.num_ranks == 1 else 'ranks'}"
+        )
 
     @property
     def block_tokens(self) -> int:
@@ -247,6 +256,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
         num_blocks=int(kv_cache_config.num_blocks),
         num_ranks=int(parallel.world_size),
         replica=_replica(options, parallel),
+        model=str(vllm_config.model_config.model),
     )
 
 

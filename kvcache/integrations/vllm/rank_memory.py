@@ -37,6 +37,7 @@ from kvcache.integrations.vllm.block_labels import (
     first_victims_first,
     labelled_keys,
 )
+from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.layer_rows import LayerRows, layer_rows
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peers import PeerReaders, Peers
@@ -158,8 +159,8 @@ class RankMemory:
         by default the one for the tensors' device, on CUDA as a measurement chooses.
 
         Raises ConfigurationError for tensors that cannot be moved as rows of bytes and for a
-        directory that cannot be used, NotEnoughMemoryError, StartupError, AlreadyRunningError if a
-        living engine has the name.
+        directory that cannot be used or has files of another model, NotEnoughMemoryError,
+        StartupError, AlreadyRunningError if a living engine has the name.
         """
         self.rank = rank
         self._setting = setting
@@ -167,17 +168,21 @@ class RankMemory:
         pool = RegisteredPool(layers, setting.num_blocks)
         laid_out_by = _instruction_sets() if pool.device.type == "cpu" else pool.device.type
         fingerprint = setting.fingerprint(f"{layers.description}|{backends}|{laid_out_by}")
+        offload = setting.options.offload
+        owner = None if offload.disk is None else FilesOwner(setting, offload.disk)
+        if owner is not None:
+            owner.require(rank, fingerprint)  # before memory of this name is dropped
         self._engine = engine or _open_engine(pool.device)
         self._host = _open_host(setting, rank, fingerprint, pool)
         self.origin = self._host.segment.origin
         self._host.labels.withdraw_unsealed()
-        offload = setting.options.offload
         rule = ChecksumRule(offload.verify)
         self._num_files = 0
         tiers = Tiers(self._host)
-        if offload.disk is not None:
+        if offload.disk is not None and owner is not None:
             self._num_files = offload.disk.capacity_per_rank // pool.layout.block_bytes
             try:
+                owner.claim(rank, fingerprint)
                 tiers = _open_files(setting, offload.disk, self._host, rule)
             except BaseException:
                 self._host.close()

@@ -1,9 +1,9 @@
 """Removes files that no engine reads any more, because a rank's layout has changed.
 
-Each layout fingerprint has its own directories (tier.py). Another model, weight revision or
-number of ranks leaves its files behind, which nothing reads and no limit counts. A rank removes its
-own old files, and rank 0 also those of ranks that no longer exist. Other ranks may have other
-fingerprints, so theirs are not touched.
+Each layout fingerprint has its own directories (tier.py). An engine of another weight revision or
+number of ranks that may take a directory over finds files there which nothing reads and no limit
+counts. A rank removes its own old files, and rank 0 also those of ranks that no longer exist. Other
+ranks may have other fingerprints, so theirs are not touched.
 
 A directory is first moved away, under its lock: an engine that starts at the same time with the
 old layout makes a new one.
@@ -78,8 +78,13 @@ def remove_in_background(place: RankPlace) -> threading.Thread:
     return thread
 
 
+def layouts_in(root: Path) -> list[Path]:
+    """Return the directories of all layouts; raises OSError."""
+    return _directories_in(root, _FINGERPRINT)
+
+
 def _old_directories(place: RankPlace) -> Iterator[Path]:
-    for layout in _directories_in(place.root, _FINGERPRINT):
+    for layout in layouts_in(place.root):
         if layout.name == place.fingerprint:
             continue
         for directory in _directories_in(layout, _RANK):

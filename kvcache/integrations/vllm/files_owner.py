@@ -1,0 +1,199 @@
+"""Which model, weight revision and layout a directory of files is for.
+
+    directory / name / engine.json
+
+All ranks and replicas of a name share the record. An engine that does not fit it does not start,
+so a mistyped option neither removes the files of another model nor leaves two models' files side by
+side. When weights change in a running engine, its record is opened: the next engine may be of any
+revision, and the record is then for that one.
+
+The record is replaced as a whole, under a lock on its directory, which the kernel releases if the
+process is killed. It only guards the start: each file names its layout, and a reader compares it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+from kvcache.base.errors import ConfigurationError
+from kvcache.base.logs import get_logger
+from kvcache.config.offload import DiskConfig
+from kvcache.config.sections import Location
+from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.worker.files.old_layouts import layouts_in
+
+logger = get_logger(__name__)
+
+RECORD = "engine.json"
+MAX_RECORD_BYTES = 1 << 20
+
+LOCK_S = 5.0
+"""How long a start waits for the lock. Others keep it for milliseconds, unless they are stopped."""
+
+_LOOK_S = 0.005
+
+
+@dataclass(frozen=True)
+class _Record:
+    """`engine`: the fingerprint of what all ranks have in common; `ranks`: those of single ranks.
+    `about`: the same in words. `is_open`: weights may have changed since."""
+
+    engine: str
+    about: str
+    ranks: dict[str, str] = field(default_factory=dict)
+    is_open: bool = False
+
+    @staticmethod
+    def parse(data: bytes) -> _Record | None:
+        """Return a record, None for bytes that are none."""
+        try:
+            found = _Record(**json.loads(data))
+        except (ValueError, TypeError):
+            return None
+        is_valid = (
+            isinstance(found.engine, str)
+            and isinstance(found.about, str)
+            and isinstance(found.ranks, dict)
+            and all(isinstance(each, str) for each in found.ranks.values())
+            and isinstance(found.is_open, bool)
+        )
+        return found if is_valid else None
+
+
+class FilesOwner:
+    """The record of one engine's directory, for one rank or the scheduler."""
+
+    def __init__(self, setting: EngineSetting, disk: DiskConfig) -> None:
+        """Read and write nothing yet."""
+        self._setting = setting
+        self._location = Location.of(disk.directory)
+        self._place = self._location.path / setting.options.name
+        self._own = _Record(setting.fingerprint(""), setting.about)
+
+    def require(self, rank: int, fingerprint: str) -> None:
+        """Raise ConfigurationError if the directory is for another model, revision or layout than
+        this rank's `fingerprint`. Changes nothing."""
+        if self._place.is_dir():
+            with self._locked(LOCK_S):
+                self._record_after(rank, fingerprint)
+
+    def claim(self, rank: int, fingerprint: str) -> None:
+        """Have the directory for this rank; raises as `require`."""
+        if not self._location.root.is_dir():
+            return  # the tier says so
+        try:
+            self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        with self._locked(LOCK_S):
+            record = self._record_after(rank, fingerprint)
+            if record != self._read():
+                self._write(record)
+
+    def open(self) -> None:
+        """Say that the engine's weights may be others from now on. Never raises: an error is
+        logged."""
+        try:
+            with self._locked(LOCK_S / 5):
+                record = self._read() or self._own
+                if record.engine == self._own.engine and not record.is_open:
+                    self._write(replace(record, is_open=True))
+        except ConfigurationError as error:
+            logger.warning(
+                "after a change of weights, the next engine may not start with another "
+                "weight_revision: %s",
+                error,
+            )
+
+    def _record_after(self, rank: int, fingerprint: str) -> _Record:
+        """Return the record that has this rank, too; raises ConfigurationError."""
+        found, own = self._read(), self._own
+        if found is None:
+            layouts = [path.name for path in layouts_in(self._place)]
+            if layouts and fingerprint not in layouts:
+                what = f"another engine (there is no {RECORD} that can be read), fingerprint "
+                raise self._foreign(what + layouts[0][:12], fingerprint)
+            found = own
+        known = found.ranks.get(str(rank), fingerprint)
+        if found.engine != own.engine:
+            if not found.is_open:
+                raise self._foreign(f"{found.about}, fingerprint {found.engine[:12]}", own.engine)
+            found = own
+        elif known != fingerprint:
+            if not found.is_open:
+                raise self._foreign(f"{found.about}, fingerprint {known[:12]}", fingerprint)
+            found = own
+        return replace(found, ranks={**found.ranks, str(rank): fingerprint}, is_open=False)
+
+    def _foreign(self, what: str, fingerprint: str) -> ConfigurationError:
+        options = self._setting.options
+        return ConfigurationError(
+            f"offload.disk.directory {str(self._location.path)!r} keeps files of "
+            f"{options.name!r} for {what}, and this engine has {self._own.about}, fingerprint "
+            f"{fingerprint[:12]}: choose another directory or name, or end the engines that use "
+            f"this one and remove their files with rm -r {shlex.quote(str(self._place))}"
+        )
+
+    def _unusable(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            f"offload.disk.directory {str(self._location.path)!r}: {self._place} cannot be "
+            f"used ({error.strerror}): let the engine's user write there, or choose another "
+            "directory"
+        )
+
+    @contextmanager
+    def _locked(self, wait_s: float) -> Iterator[None]:
+        """Keep other processes out; raises ConfigurationError."""
+        try:
+            directory = self._lock(wait_s)
+            try:
+                yield
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _lock(self, wait_s: float) -> int:
+        """Return a descriptor that has the lock; raises OSError or ConfigurationError."""
+        give_up_s = time.monotonic() + wait_s
+        while True:
+            directory = os.open(self._place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.stat(self._place), os.fstat(directory)):
+                    return directory
+            except BlockingIOError:
+                pass
+            except BaseException:
+                os.close(directory)
+                raise
+            os.close(directory)
+            if time.monotonic() > give_up_s:
+                raise ConfigurationError(
+                    f"another process has had the lock of {self._place} for {wait_s:g} s: end "
+                    f"engines of {self._setting.options.name!r} that hang"
+                )
+            time.sleep(_LOOK_S)
+
+    def _read(self) -> _Record | None:
+        """Return the record, None if there is none or it is damaged."""
+        try:
+            with (self._place / RECORD).open("rb") as file:
+                return _Record.parse(file.read(MAX_RECORD_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def _write(self, record: _Record) -> None:
+        made = self._place / f"{RECORD}.new"
+        with made.open("w") as file:
+            json.dump(asdict(record), file)
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(self._place / RECORD)
