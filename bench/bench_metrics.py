@@ -16,6 +16,7 @@ import numpy as np
 from rich.progress import Progress
 
 from bench.cores import OURS, PEER
+from bench.manager_rows import advancing
 from bench.measure import Figure, Row, alternate
 from kvcache.base.arrays import int32_array
 from kvcache.base.clock import SystemClock
@@ -146,7 +147,7 @@ def measure_metrics(is_smoke: bool, progress: Progress) -> list[Row]:
         gc.collect()
         gc.freeze()
         calls = {name: side.run for name, side in sides.items()}
-        figures = alternate(calls, repetitions, lambda t=task: progress.advance(t))  # type: ignore[misc]
+        figures = alternate(calls, repetitions, advancing(progress, task))
         rows.append(Row("o1", f"coordinator, {what}", figures, NAME, GOAL, share(figures)))
     churn = [measure_churn(is_smoke, progress, is_full=is_full) for is_full in (False, True)]
     return [*rows, *churn]
@@ -175,7 +176,7 @@ def measure_churn(is_smoke: bool, progress: Progress, *, is_full: bool) -> Row:
         OURS: Churn(lambda s: OurManager(s, ages.watching()), setup),
     }
     calls = {name: lambda side=side: side.serve(num_turns) for name, side in sides.items()}
-    figures = alternate(calls, repetitions, lambda: progress.advance(task))  # type: ignore[arg-type]
+    figures = alternate(calls, repetitions, advancing(progress, task))
     same = sides[PEER].hit_tokens() == sides[OURS].hit_tokens()
     note = f"{share(figures)}; hit tokens {'the same' if same else 'differ'}"
     return Row("o1", f"manager, {what}, {num_turns} turns", figures, NAME, GOAL, note)

@@ -58,7 +58,8 @@ def _copy_for_ever(started: Event) -> None:
     sources = np.ones(JOB_BLOCKS_BYTES * 4, np.uint8)
     destinations = np.zeros_like(sources)
     started.set()
-    while os.getppid() == multiprocessing.parent_process().pid:  # type: ignore[union-attr]
+    parent = multiprocessing.parent_process()
+    while parent is not None and os.getppid() == parent.pid:
         np.copyto(destinations, sources)
 
 

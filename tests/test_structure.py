@@ -42,11 +42,13 @@ def test_large_classes_and_wide_constructors_are_named(tree: Path) -> None:
     (tree / "kvcache" / "shared.py").write_text(
         f"class Small:\n{methods}\n    def _own(self): ...\n"
         f"class Large:\n{methods}\n    async def more(self): ...\n"
+        f"class Overriding(Small):\n{methods}\n"
+        "class Heir(Small[int]):\n    @property\n    def more(self): ...\n"
         "class Narrow:\n    def __init__(self, a, b, c, d, *, e, f): ...\n"
         "class Wide:\n    def __init__(self, a, /, b, c, d, *, e, f, g): ...\n",
         encoding="utf-8",
     )
-    assert structure.large_classes(tree) == ["Large"]
+    assert structure.large_classes(tree) == ["Large", "Heir"]
     assert structure.wide_constructors(tree) == ["Wide"]
 
 

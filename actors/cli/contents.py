@@ -133,7 +133,7 @@ def usage_of(
     if manager is None:
         raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")
     core = manager.core
-    num_shared = int((inspection.holders > 1).sum())
+    num_shared = int((inspection.reference_counts > 1).sum())
     states = {
         "all": core.num_blocks,
         "in use": core.num_blocks - core.num_free_blocks,
@@ -241,8 +241,8 @@ def _grow(tree: Tree, node: PrefixNode, depth: int, limit: int) -> None:
 def _line(node: PrefixNode) -> str:
     parts = [
         f"{_digest(node)} {node.num_own_blocks:,} blocks to token {node.num_tokens:,}",
-        f"used by {node.num_holders:,}",
-        last_use(node.idle_s, node.num_holders),
+        f"used by {node.num_references:,}",
+        last_use(node.idle_s, node.num_references),
     ]
     namespace = namespace_text(node.namespace)
     return ", ".join(part for part in (*parts, "" if namespace == "-" else namespace) if part)
@@ -258,17 +258,17 @@ def _prefix_table(nodes: Sequence[PrefixNode]) -> Table:
             _digest(node),
             f"{node.num_blocks:,}",
             f"{node.num_tokens:,}",
-            f"{node.num_holders:,}",
+            f"{node.num_references:,}",
             f"{node.num_ends:,}",
-            last_use(node.idle_s, node.num_holders) or "-",
+            last_use(node.idle_s, node.num_references) or "-",
             namespace_text(node.namespace),
         )
     return table
 
 
-def last_use(idle_s: float, num_holders: int) -> str:
+def last_use(idle_s: float, num_references: int) -> str:
     """Return the time of the last use, in words; empty if unknown."""
-    if num_holders:
+    if num_references:
         return "in use"
     if idle_s < 0:
         return ""
@@ -289,7 +289,7 @@ def _plain_node(node: PrefixNode) -> dict[str, Any]:
         "num_blocks": node.num_blocks,
         "num_tokens": node.num_tokens,
         "num_own_blocks": node.num_own_blocks,
-        "num_holders": node.num_holders,
+        "num_holders": node.num_references,
         "num_ends": node.num_ends,
         "idle_s": None if node.idle_s < 0 else round(node.idle_s, 3),
     }
@@ -307,9 +307,9 @@ def _plain_tree(root: PrefixNode) -> dict[str, Any]:
 class PrefixNode:
     """A run of blocks with only one continuation each; `digest` is that of the last block.
 
-    `num_blocks` and `num_tokens` count from the prompt's start. `num_holders` requests and pins use
-    the whole run now; `num_ends` different prefixes pass through it or end with it. `idle_s`: how
-    long its first block has been idle; -1 if it is in use, or the time is unknown.
+    `num_blocks` and `num_tokens` count from the prompt's start. `num_references` requests and pins
+    use the whole run now; `num_ends` different prefixes pass through it or end with it. `idle_s`:
+    how long its first block has been idle; -1 if it is in use, or the time is unknown.
     """
 
     digest: bytes
@@ -317,7 +317,7 @@ class PrefixNode:
     num_blocks: int
     num_tokens: int
     num_own_blocks: int
-    num_holders: int
+    num_references: int
     idle_s: float
     num_ends: int = 1
     children: list[PrefixNode] = field(default_factory=list)
@@ -344,7 +344,7 @@ def sorted_prefixes(roots: list[PrefixNode], sort: str, count: int) -> list[Pref
     if sort == "longest":
         nodes = [node for node in nodes if not node.children]
     first: dict[str, Callable[[PrefixNode], float]] = {
-        "used": lambda node: -node.num_holders,
+        "used": lambda node: -node.num_references,
         "shared": lambda node: -node.num_ends,
         "longest": lambda node: 0,
         "recent": lambda node: node.idle_s,
@@ -380,7 +380,7 @@ class _Forest:
         self._digests = _cut(columns.digests, labels.digest_bytes)
         parents = _cut(columns.parent_digests, labels.digest_bytes)
         self._num_tokens = columns.token_counts.tolist()
-        self._holders = inspection.holders[columns.block_ids].tolist()
+        self._reference_counts = inspection.reference_counts[columns.block_ids].tolist()
         self._idle_s = inspection.idle_s[columns.block_ids].tolist()
         # The group with the most blocks: windows and states keep few blocks of a prompt.
         group = int(np.bincount(columns.groups).argmax()) if len(columns.groups) else 0
@@ -415,9 +415,9 @@ class _Forest:
         """Return the node that begins with row `first`, and the node's last row. A node extends
         while a block has one child, with as many users."""
         row, num_blocks, num_tokens = first, 1, self._num_tokens[first]
-        num_holders = self._holders[first]
+        num_references = self._reference_counts[first]
         while len(below := self._children.get(row, [])) == 1:
-            if self._holders[below[0]] != num_holders:
+            if self._reference_counts[below[0]] != num_references:
                 break
             row = below[0]
             num_blocks += 1
@@ -428,7 +428,7 @@ class _Forest:
             num_blocks + (0 if above is None else above.num_blocks),
             num_tokens + (0 if above is None else above.num_tokens),
             num_blocks,
-            num_holders,
+            num_references,
             self._idle_s[first],
         )
         return node, row

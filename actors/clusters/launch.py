@@ -235,13 +235,13 @@ class Launch:
                     "or raise deadlines.startup_s"
                 )
             for call in ended:
-                party = waiting.pop(call)
+                process = waiting.pop(call)
                 try:
                     ray.get(call, timeout=0)
                 except GetTimeoutError:
-                    waiting[call] = party
+                    waiting[call] = process
                 except RayError as error:
-                    raise startup_error(party, what, error) from error
+                    raise startup_error(process, what, error) from error
         return list(ray.get(list(calls)))
 
     def _remaining_s(self) -> float:
@@ -272,15 +272,15 @@ def _gpus(report: WorkerReport) -> tuple[tuple[int, str], ...]:
     return tuple((int(gpu) if gpu.isdigit() else -1, gpu) for gpu in report.gpu_ids)
 
 
-def startup_error(party: str, what: str, error: RayError) -> KVCacheError:
-    """Return a kvcache error for a Ray error of `party`, which did not do `what`."""
+def startup_error(process: str, what: str, error: RayError) -> KVCacheError:
+    """Return a kvcache error for a Ray error of `process`, which did not do `what`."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, NotEnoughMemoryError):
-        return NotEnoughMemoryError(f"{party}: {cause}")
+        return NotEnoughMemoryError(f"{process}: {cause}")
     if isinstance(cause, KVCacheError):
-        return StartupError(f"{party} could not {what}: {cause}")
+        return StartupError(f"{process} could not {what}: {cause}")
     verb = "died before it could" if isinstance(error, ActorDiedError) else "could not"
-    return StartupError(f"{party} {verb} {what}: {first_line(cause or error)}")
+    return StartupError(f"{process} {verb} {what}: {first_line(cause or error)}")
 
 
 def first_line(error: BaseException) -> str:

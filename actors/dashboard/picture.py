@@ -32,12 +32,12 @@ def pool_picture(inspection: CacheInspection) -> dict[str, Any]:
     A cell stands for `blocks_per_cell` blocks. `counts`: blocks by state. The null block is
     excluded.
     """
-    holders, idle_s = inspection.holders[1:], inspection.idle_s[1:]
-    states = np.zeros(len(holders), dtype=np.uint8)
+    references, idle_s = inspection.reference_counts[1:], inspection.idle_s[1:]
+    states = np.zeros(len(references), dtype=np.uint8)
     states[idle_s >= 0] = 1
     states[(idle_s >= 0) & (idle_s < RECENT_S)] = 2
-    states[holders == 1] = 3
-    states[holders > 1] = 4
+    states[references == 1] = 3
+    states[references > 1] = 4
     counts = np.bincount(states, minlength=len(CELL_STATES))
     per_cell = max(1, -(-len(states) // MAX_CELLS))
     padded = np.zeros(-(-len(states) // per_cell) * per_cell, dtype=np.uint8)
@@ -87,7 +87,7 @@ def _box(node: PrefixNode, start: float, width: float, tokens_above: int) -> dic
         "to": node.num_tokens,
         "digest": node.digest.hex()[:16],
         "blocks": node.num_own_blocks,
-        "holders": node.num_holders,
+        "references": node.num_references,
         "ends": node.num_ends,
         "idle_s": round(node.idle_s, 1),
         "namespace": namespace_text(node.namespace),

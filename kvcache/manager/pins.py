@@ -39,9 +39,9 @@ class Pin:
 class PinTable:
     """The pins of one manager.
 
-    Invariants: `_holders[b]` is the number of live pins that hold block `b`. At most `_max_blocks`
-    blocks have any. `hits` are the live pins by id, each with its hit. Each tenant's account counts
-    the blocks that its pins hold; no two tenants pin the same block.
+    Invariants: `_reference_counts[b]` is the number of live pins of block `b`. At most
+    `_max_blocks` blocks have any. `hits` are the live pins by id, each with its hit. Each tenant's
+    account counts the blocks that its pins hold; no two tenants pin the same block.
     """
 
     def __init__(self, max_blocks: int, tenants: TenantLedger | None = None) -> None:
@@ -50,7 +50,7 @@ class PinTable:
         self._accounts: dict[int, TenantAccount] = {}
         self._max_blocks = max_blocks
         self.hits: dict[int, tuple[Pin, CacheHit]] = {}
-        self._holders: Counter[int] = Counter()
+        self._reference_counts: Counter[int] = Counter()
         self._expiries: list[tuple[float, int]] = []
         self._next_id = 1
 
@@ -60,7 +60,7 @@ class PinTable:
     @property
     def num_blocks(self) -> int:
         """How many blocks pins hold."""
-        return len(self._holders)
+        return len(self._reference_counts)
 
     def require_room(self, hit: CacheHit) -> None:
         """Raise `PinLimitError` if pinning `hit` would exceed the limit. Changes nothing."""
@@ -101,7 +101,7 @@ class PinTable:
             account = self._accounts[pin.pin_id] = self._tenants.account(namespace)
             account.num_pinned += num_new
             account.num_ties += 1
-        self._holders.update(held.tolist())
+        self._reference_counts.update(held.tolist())
         heapq.heappush(self._expiries, (expires_at_s, pin.pin_id))
         return pin
 
@@ -111,7 +111,7 @@ class PinTable:
             return None
         _, hit = self.hits.pop(pin_id)
         held = held_blocks(hit)
-        self._holders -= Counter(held.tolist())
+        self._reference_counts -= Counter(held.tolist())
         num_gone = self._num_unheld(held)
         if (account := self._accounts.pop(pin_id, None)) is not None:
             account.num_pinned -= num_gone
@@ -138,7 +138,7 @@ class PinTable:
             account.num_ties -= 1
         self._accounts.clear()
         self.hits.clear()
-        self._holders.clear()
+        self._reference_counts.clear()
         self._expiries.clear()
         return hits
 
@@ -147,10 +147,10 @@ class PinTable:
         counted: Counter[int] = Counter()
         for _, hit in self.hits.values():
             counted.update(held_blocks(hit).tolist())
-        if counted != self._holders:
+        if counted != self._reference_counts:
             raise InvariantError(
                 f"pins hold {counted.total()} times {len(counted)} blocks, counted are "
-                f"{self._holders.total()} times {self.num_blocks}"
+                f"{self._reference_counts.total()} times {self.num_blocks}"
             )
         if self._tenants is not None:
             num_of_tenants = sum(account.num_pinned for account in self._tenants.accounts())
@@ -173,7 +173,7 @@ class PinTable:
 
     def _num_unheld(self, block_ids: Int32Array) -> int:
         """Return how many of these blocks no pin holds."""
-        return sum(block_id not in self._holders for block_id in block_ids.tolist())
+        return sum(block_id not in self._reference_counts for block_id in block_ids.tolist())
 
 
 def held_blocks(hit: CacheHit) -> Int32Array:

@@ -28,13 +28,13 @@ class PinStatus:
 
 @dataclass(frozen=True, eq=False)
 class CacheInspection:
-    """`holders[b]` requests and pins use block `b`; it has been out of use for `idle_s[b]`
+    """`reference_counts[b]` requests and pins use block `b`; it has been out of use for `idle_s[b]`
     seconds; -1: in use, empty, or unknown (metrics are off). Shapes `(num_blocks,)`."""
 
     model_epoch: int
     is_draining: bool
     pins: tuple[PinStatus, ...]
-    holders: Int32Array
+    reference_counts: Int32Array
     idle_s: npt.NDArray[np.float32]
 
 
@@ -52,6 +52,6 @@ def inspect_cache(
         for pin, _ in manager.control.pin_hits()
         if pin.expires_at_s > now_s
     )
-    holders = manager.control.users_of_blocks()
-    idle_s = np.full(len(holders), -1, np.float32) if ages is None else ages.idle_s(len(holders))
-    return CacheInspection(manager.model_epoch, manager.is_draining, pins, holders, idle_s)
+    counts = manager.control.users_of_blocks()
+    idle_s = np.full(len(counts), -1, np.float32) if ages is None else ages.idle_s(len(counts))
+    return CacheInspection(manager.model_epoch, manager.is_draining, pins, counts, idle_s)

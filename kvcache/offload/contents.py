@@ -1,7 +1,7 @@
 """The labels of a tier's addresses and its events, for tiers that publish or feed another tier.
 
 Otherwise a tier knows contents only by their keys. Labels are stored, moved and published with
-their blocks. Blocks without a label (swapped tails) are not published.
+their blocks. Blocks without a label (partial block swaps) are not published.
 """
 
 from __future__ import annotations

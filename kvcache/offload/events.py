@@ -36,7 +36,7 @@ class OffloadingEvent:
 
     `contents` describes them, one row per labelled key in the order of `keys`, with addresses as
     block ids: digests, parents, tokens, groups, namespaces, extra keys. None if the tier keeps no
-    labels; blocks without a label (swapped tails) have no row.
+    labels; blocks without a label (partial block swaps) have no row.
     """
 
     keys: tuple[OffloadKey, ...]

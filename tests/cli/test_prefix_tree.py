@@ -47,9 +47,9 @@ class Cache:
         return self._labels.collect(0, 1, 0, "layout")
 
     def inspection(self) -> CacheInspection:
-        holders = self.manager.control.users_of_blocks()
-        idle_s = np.where(holders > 0, -1, 5.0).astype(np.float32)
-        return CacheInspection(0, False, (), holders, idle_s)
+        counts = self.manager.control.users_of_blocks()
+        idle_s = np.where(counts > 0, -1, 5.0).astype(np.float32)
+        return CacheInspection(0, False, (), counts, idle_s)
 
 
 def words(*numbers: int) -> list[int]:
@@ -70,12 +70,12 @@ def test_a_tree_has_a_node_for_what_prompts_share_and_one_for_each_end(cache: Ca
     roots = prefix_roots(labels, inspection)
     shared, alone = roots
     assert (shared.num_own_blocks, shared.num_tokens, shared.num_ends) == (2, 8, 2)
-    assert (alone.num_blocks, alone.num_ends, alone.num_holders, alone.idle_s) == (1, 1, 0, 5.0)
-    assert sorted((n.num_own_blocks, n.num_blocks, n.num_holders) for n in shared.children) == [
+    assert (alone.num_blocks, alone.num_ends, alone.num_references, alone.idle_s) == (1, 1, 0, 5.0)
+    assert sorted((n.num_own_blocks, n.num_blocks, n.num_references) for n in shared.children) == [
         (2, 4, 0),
         (2, 4, 1),
     ]
-    assert shared.num_holders == 1 and shared.idle_s == -1
+    assert shared.num_references == 1 and shared.idle_s == -1
     assert blocks_by_group(labels) == {0: 7}
     cache.manager.free(kept)
 
@@ -115,7 +115,7 @@ def test_an_empty_cache_has_no_prefixes(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle_s", "num_holders", "text"),
+    ("idle_s", "num_references", "text"),
     [
         (3.2, 0, "3 s ago"),
         (600.0, 0, "10 min ago"),
@@ -124,5 +124,5 @@ def test_an_empty_cache_has_no_prefixes(cache: Cache) -> None:
         (-1.0, 0, ""),
     ],
 )
-def test_times_are_told_in_words(idle_s: float, num_holders: int, text: str) -> None:
-    assert last_use(idle_s, num_holders) == text
+def test_times_are_told_in_words(idle_s: float, num_references: int, text: str) -> None:
+    assert last_use(idle_s, num_references) == text

@@ -441,7 +441,7 @@ class Walk:
             key = place.namespace, g, slow.digest(place), block.waits_for is None
             twins.pair([contents[key]], [block.id])
         held = {one: int(flat.store.columns.block[one, 0]) for one in twins.there if one}
-        assert held == {one: slow.blocks[two].holders for one, two in twins.there.items() if one}
+        assert held == {one: slow.blocks[two].references for one, two in twins.there.items() if one}
 
 
 def flat_contents(core: FlatCore) -> dict[tuple[object, ...], int]:

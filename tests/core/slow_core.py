@@ -95,7 +95,7 @@ class Content(NamedTuple):
 @dataclass(eq=False)
 class Block:
     id: int
-    holders: int = 0
+    references: int = 0
     content: Content | None = None
     waits_for: Step | None = None
     """The step that must be complete before this is sealed."""
@@ -240,7 +240,7 @@ class SlowCore:
                     self.hold(cached)
                 row.tables[g][column - 1] = cached
                 self.release([mine])
-                self.num_merged += not mine.holders
+                self.num_merged += not mine.references
                 change = TableChange(g, column - 1, int32_array([cached.id]))
                 self.changed.append((row.request.request_id, change))
 
@@ -334,14 +334,14 @@ class SlowCore:
     # --- references ---
 
     def hold(self, block: Block) -> None:
-        block.holders += 1
+        block.references += 1
         if block in self.unheld:
             self.unheld.remove(block)
 
     def release(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
-            block.holders -= 1
-            if not block.holders:
+            block.references -= 1
+            if not block.references:
                 (self.unheld if block.content else self.blank).append(block)
 
     def tail_first(self, tables: Sequence[Sequence[Block | None]]) -> list[Column]:
@@ -444,7 +444,7 @@ class SlowCore:
         self.make_room(count)
         blocks = [self.blank.pop() for _ in range(count)]
         for block in blocks:
-            block.holders = 1
+            block.references = 1
         if self.zeroes:
             self.zeroed += [block.id for block in blocks]
         return blocks
@@ -483,7 +483,7 @@ class SlowCore:
         row = Row(request, wanted.num_encoder_tokens, tables, place)
         columns = self.columns(row, wanted)
         adopted = [block for table in tables for block in table if block is not None]
-        needed = sum(map(sum, columns)) + sum(not block.holders for block in adopted)
+        needed = sum(map(sum, columns)) + sum(not block.references for block in adopted)
         if needed > self.num_free_blocks() - wanted.num_spare_blocks:
             return None
         for block in adopted:
@@ -615,7 +615,7 @@ class SlowCore:
             i
             for i, block in enumerate(table[:written])
             if i != last + newest.num_accepted_drafts and block is not None
-            if block.holders == 1 and block.content is None
+            if block.references == 1 and block.content is None
         ]
 
     def num_wanted(self, row: Row, wanted: Reservation, columns: list[list[bool]]) -> int:
@@ -763,7 +763,7 @@ class SlowCore:
         return due
 
     def is_held_elsewhere(self, block: Block) -> bool:
-        return block.holders - self.copied[block] > 1
+        return block.references - self.copied[block] > 1
 
     def copy(self, row: Row, wanted: Reservation, due: list[Column]) -> list[TableChange]:
         changes = []
@@ -979,17 +979,17 @@ class SlowCore:
             held.update(block for table in row.tables for block in table if block is not None)
             held.update(row.twins.values())
         for block in self.blocks[1:]:
-            assert block.holders == held[block]
+            assert block.references == held[block]
             assert (block in self.cached) == (block.content is not None)
-            assert (block in self.unheld) == (not block.holders and block.content is not None)
-            assert (block in self.blank) == (not block.holders and block.content is None)
+            assert (block in self.unheld) == (not block.references and block.content is not None)
+            assert (block in self.blank) == (not block.references and block.content is None)
         contents = [block.content for block in self.cached]
         assert self.keeps_copies or len(set(contents)) == len(contents)
 
     def dump_state(self) -> dict[str, object]:
         """Return the whole state, to see whether anything has changed."""
         return {
-            "blocks": [(b.holders, b.content, b.waits_for) for b in self.blocks],
+            "blocks": [(b.references, b.content, b.waits_for) for b in self.blocks],
             "order": [b.id for b in self.unheld],
             "rows": {
                 name: (self.block_ids(name), row.place, sorted(row.ends), row.is_mute)

@@ -270,7 +270,7 @@ def test_blocks_that_do_not_exist_are_not_forgotten() -> None:
 
 
 @pytest.mark.parametrize("specs", [(full(),), (full(), full(8)), (full(8), window(9))])
-def test_a_failed_step_cuts_off_the_end_of_what_nobody_holds(specs: tuple[object, ...]) -> None:
+def test_a_failed_step_cuts_off_the_end_of_unreferenced_blocks(specs: tuple[object, ...]) -> None:
     core = make_flat_core(40, *specs)
     served = request("a", 1, 2, 3)
     for step, end in ((1, 8), (2, 12)):
@@ -332,7 +332,7 @@ def test_a_hit_of_other_blocks_is_not_adopted(
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_a_fork_cached_is_forgotten_with_what_nobody_holds_before_it(stays: bool) -> None:
+def test_what_a_fork_cached_is_forgotten_with_unreferenced_blocks_before_it(stays: bool) -> None:
     """The fork caches after blocks of another request, which ends first."""
     core = make_flat_core(60)
     parent, child = request("parent", *range(8)), request("child", *range(8))

@@ -20,21 +20,21 @@ from kvcache.requests.request import Namespace
 PLAIN = Namespace(0, None, None, None)
 
 
-def inspection(holders: list[int], idle_s: list[float]) -> CacheInspection:
+def inspection(references: list[int], idle_s: list[float]) -> CacheInspection:
     """Of blocks from id 1 on; block 0 is no block."""
     return CacheInspection(
         0,
         False,
         (),
-        np.array([0, *holders], dtype=np.int32),
+        np.array([0, *references], dtype=np.int32),
         np.array([-1, *idle_s], dtype=np.float32),
     )
 
 
-def node(tokens: int, *children: PrefixNode, holders: int = 0) -> PrefixNode:
+def node(tokens: int, *children: PrefixNode, references: int = 0) -> PrefixNode:
     ends = sum(child.num_ends for child in children) or 1
     digest = tokens.to_bytes(4, "big")
-    return PrefixNode(digest, PLAIN, tokens, tokens, 1, holders, 5.0, ends, list(children))
+    return PrefixNode(digest, PLAIN, tokens, tokens, 1, references, 5.0, ends, list(children))
 
 
 def test_a_cell_says_what_its_block_is() -> None:
@@ -45,9 +45,9 @@ def test_a_cell_says_what_its_block_is() -> None:
 
 
 def test_a_large_pool_has_few_cells_and_the_busiest_block_of_each_is_shown() -> None:
-    holders = [0] * 100_000
-    holders[99_999] = 2
-    picture = pool_picture(inspection(holders, [-1] * 100_000))
+    references = [0] * 100_000
+    references[99_999] = 2
+    picture = pool_picture(inspection(references, [-1] * 100_000))
     cells = base64.b64decode(picture["states"])
     assert len(cells) <= MAX_CELLS
     assert len(cells) * picture["blocks_per_cell"] >= 100_000
@@ -56,7 +56,7 @@ def test_a_large_pool_has_few_cells_and_the_busiest_block_of_each_is_shown() -> 
 
 
 def test_boxes_stand_where_their_prefixes_are() -> None:
-    tree = tree_picture([node(32, node(48, node(64)), node(40)), node(16, holders=2)])
+    tree = tree_picture([node(32, node(48, node(64)), node(40)), node(16, references=2)])
     boxes = {box["digest"]: box for box in tree["boxes"]}
     place = {int(k, 16): (b["x"], b["width"], b["from"], b["to"]) for k, b in boxes.items()}
     third = pytest.approx(1 / 3, abs=1e-5)

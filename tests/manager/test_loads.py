@@ -176,7 +176,7 @@ def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays() 
     assert manager.statistics().core.num_free_blocks == 1
 
 
-def test_a_tail_that_nobody_takes_is_free_again() -> None:
+def test_a_tail_that_is_not_taken_is_free_again() -> None:
     manager = make_manager(FULL)
     loads = manager.tiers.loads
     request = request_of(TOKENS[:22])

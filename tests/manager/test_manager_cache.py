@@ -207,7 +207,7 @@ def test_new_weights_empty_the_cache_at_once_and_no_request_has_to_end(shape: Sh
 
 
 @pytest.mark.parametrize("is_preempted_before", [True, False])
-def test_a_request_that_is_resumed_with_new_weights_is_computed_anew(
+def test_a_request_that_is_resumed_with_new_weights_is_computed_again(
     is_preempted_before: bool,
 ) -> None:
     manager = make_manager(FULL)

@@ -199,7 +199,7 @@ def test_encoder_tokens_without_room_are_not_admitted() -> None:
         (ENCODER, -1, "request a: num_encoder_tokens is -1: pass an integer of at least 0"),
     ],
 )
-def test_encoder_tokens_that_nobody_keeps_are_refused(
+def test_encoder_tokens_that_no_layer_keeps_are_refused(
     shape: Shape, num_encoder_tokens: int, message: str
 ) -> None:
     manager = make_manager(shape)

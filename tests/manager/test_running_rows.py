@@ -41,7 +41,7 @@ def test_a_row_that_another_client_has_taken_is_refused() -> None:
     engine.step(row(0, [7]))
 
 
-def test_a_row_runs_on_for_whoever_sits_there_now() -> None:
+def test_a_row_runs_on_for_the_request_in_its_slot() -> None:
     manager = make_manager()
     engine = Engine(manager)
     engine.step(new=(new("a", [1] * 5),))

@@ -57,7 +57,7 @@ def test_the_model_length_ends_equal_steps_where_it_ends_others(shape: Shape) ->
     engine.step(row(1, [1]), finished=("a",))
 
 
-def test_equal_steps_are_checked_anew_after_a_failure_took_rows_back() -> None:
+def test_equal_steps_are_checked_again_after_a_failure_took_rows_back() -> None:
     manager = make_manager()
     engine = Engine(manager)
     engine.step(new=(new("a", [1] * 5),))

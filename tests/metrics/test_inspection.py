@@ -25,7 +25,7 @@ def begin(cache: Cache, request_id: str, tokens: list[int]) -> list[int]:
     return cache.manager.get_block_ids(request_id)[0]
 
 
-def test_holders_are_running_requests_and_pins(cache: Cache) -> None:
+def test_references_are_of_running_requests_and_pins(cache: Cache) -> None:
     first = begin(cache, "a", prompt(1, 3))
     second = begin(cache, "b", prompt(1, 3))
     assert first[:3] == second[:3]
@@ -36,7 +36,7 @@ def test_holders_are_running_requests_and_pins(cache: Cache) -> None:
     expected[first[:2]] = 3
     expected[first[2]] = 2
     expected[[first[3], second[3]]] = 1
-    assert np.array_equal(found.holders, expected)
+    assert np.array_equal(found.reference_counts, expected)
     assert [(p.pin_id, p.num_tokens, p.num_blocks) for p in found.pins] == [
         (pin.pin_id, 2 * BLOCK, 2)
     ]

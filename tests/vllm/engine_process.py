@@ -69,7 +69,7 @@ def main(arguments: str) -> None:
                 }
             )
         elif command["do"] == "abort":
-            say({"tokens": tokens_beside_aborts(engine.llm_engine, command)})
+            say({"tokens": tokens_during_aborts(engine.llm_engine, command)})
         elif command["do"] == "count":
             metrics = engine.get_metrics()
             say({m.name.removeprefix("vllm:"): m.value for m in metrics if isinstance(m, Counter)})
@@ -86,7 +86,7 @@ def main(arguments: str) -> None:
             say({"unknown": command})
 
 
-def tokens_beside_aborts(engine: Any, command: dict[str, Any]) -> list[list[int]]:
+def tokens_during_aborts(engine: Any, command: dict[str, Any]) -> list[list[int]]:
     """Abort every other request after some steps; return the tokens of the rest."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt

@@ -52,7 +52,7 @@ def test_all_threads_work_at_once(pool: CopyPool) -> None:
         assert names == {threading.current_thread().name, f"{NAME}-1", f"{NAME}-2"}
 
 
-def test_nobody_waits_for_a_helper_that_does_not_come(
+def test_no_thread_waits_for_a_helper_that_does_not_come(
     pool: CopyPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, calls = threading.Event(), []
@@ -203,7 +203,7 @@ def run(task: CopyTask, pool: CopyPool) -> CopyResult:
 
 
 @pytest.mark.parametrize("widths", [(4096,), (1 << 14, 24), (1 << 16,), (72_000, 9)])
-def test_every_block_arrives_and_is_hashed_whoever_copies_it(
+def test_every_block_arrives_and_is_hashed_by_any_thread(
     pool: CopyPool, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_task, "CPU_PIECE_BYTES", 1 << 14)

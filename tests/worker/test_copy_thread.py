@@ -120,7 +120,7 @@ def bench() -> Iterator[Bench]:
     made.worker.close()
 
 
-def test_jobs_run_beside_and_are_told_of_when_they_end(bench: Bench) -> None:
+def test_jobs_run_in_a_thread_and_are_reported_when_they_end(bench: Bench) -> None:
     content = block_bytes(bench.worker, 3)
     bench.engine.gate.clear()
     replies = bench.send(Store(1, "host", ids(3), ids(0)))
@@ -299,7 +299,7 @@ class SleptTime:
         self.on_sleep()
 
 
-def test_copies_rest_while_the_worker_is_busy_but_not_for_ever(
+def test_copies_rest_while_the_worker_is_busy_but_only_for_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SleptTime()

@@ -234,7 +234,7 @@ def test_a_scan_returns_every_directory_once_and_only_some_ahead(bench: Bench) -
     assert sorted(head.key for head in found) == sorted(head.key for head in heads)
 
 
-def test_a_scan_that_is_asked_for_again_begins_anew(bench: Bench) -> None:
+def test_a_scan_that_is_asked_for_again_begins_again(bench: Bench) -> None:
     head, payload = block(np.random.default_rng(0))
     bench.pool.scan([head.key[0]])
     assert wait_for_files(bench.pool, TIMEOUT_S)
@@ -247,7 +247,7 @@ def test_a_scan_that_is_asked_for_again_begins_anew(bench: Bench) -> None:
     assert scanned.heads == (head,)
 
 
-def test_an_error_that_nobody_expects_does_not_end_a_thread(bench: Bench) -> None:
+def test_an_unexpected_error_does_not_end_a_thread(bench: Bench) -> None:
     head, _ = block(np.random.default_rng(0))
     bench.pool.submit_spill(1, [10_000], [head])
     ended = bench.settle()[1]

@@ -266,7 +266,7 @@ def test_a_disk_that_cannot_be_read_keeps_its_file(tmp_path: Path) -> None:
     assert files.open_descriptors == set()
 
 
-def test_a_directory_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     directory = tmp_path / "tier"
     directory.mkdir()
     store, _ = make_store(directory)
@@ -524,7 +524,7 @@ def test_what_lies_in_the_place_of_what_is_set_aside_goes(
     assert len(list(tmp_path.glob("set-aside/*/some"))) == 2
 
 
-def test_a_directory_is_set_aside_beside_one_of_its_name(tmp_path: Path) -> None:
+def test_a_directory_is_set_aside_next_to_one_of_its_name(tmp_path: Path) -> None:
     store, heads = limited(tmp_path, 1)
     path = path_of(tmp_path, heads[0])
     for _ in range(3):

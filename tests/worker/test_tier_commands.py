@@ -274,7 +274,7 @@ def test_a_label_that_found_no_room_costs_its_own_block_and_no_other(
     assert bench.reports[4].ok  # the slot is unreferenced
 
 
-def test_a_namespace_that_nobody_can_read_has_no_key(bench: Bench) -> None:
+def test_a_namespace_that_cannot_be_read_has_no_key(bench: Bench) -> None:
     bench.send(label(3))
     bench.send(Store(1, "host", ids(3), ids(2)))
     bench.send(Spill(2, "file", ids(2), KEY))

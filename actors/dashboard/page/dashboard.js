@@ -54,7 +54,7 @@ function drawTree(tree) {
     w: box.width * width, h: ((box.to - box.from) / deepest) * height,
   }));
   for (const box of boxes) {
-    draw.fillStyle = box.holders > 1 ? COLOURS[4] : box.holders ? COLOURS[3]
+    draw.fillStyle = box.references > 1 ? COLOURS[4] : box.references ? COLOURS[3]
       : box.idle_s >= 0 && box.idle_s < 10 ? COLOURS[2] : COLOURS[1];
     draw.fillRect(box.left, box.top, Math.max(0.5, box.w - (box.w > 3 ? 1 : 0)), Math.max(1, box.h - 1));
   }
@@ -153,7 +153,7 @@ byId("tree").addEventListener("mousemove", (event) => {
     && event.offsetY >= box.top && event.offsetY <= box.top + box.h).pop();
   if (hit) byId("tree-hover").textContent =
     `${hit.digest}: tokens ${whole(hit.from)} to ${whole(hit.to)}, ${whole(hit.blocks)} blocks, used by ` +
-    `${whole(hit.holders)}, ${whole(hit.ends)} prefixes` + (hit.idle_s >= 0 ? `, idle ${hit.idle_s} s` : "") +
+    `${whole(hit.references)}, ${whole(hit.ends)} prefixes` + (hit.idle_s >= 0 ? `, idle ${hit.idle_s} s` : "") +
     (hit.namespace === "-" ? "" : `, ${hit.namespace}`);
 });
 

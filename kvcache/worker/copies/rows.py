@@ -125,7 +125,7 @@ def _stripes(way: int, hashes: bool) -> Any:
             lane = builder.add(builder.load(here, align=8), builder.load(products))
             builder.store(builder.add(lane, crossed), here, align=8)
 
-    def stripes(  # type: ignore[no-untyped-def] # noqa: PLR0917 (a call's arguments)
+    def stripes(  # type: ignore[no-untyped-def]  # numba's # noqa: PLR0917 (a call's arguments)
         typing_context, source, destination, ahead, num_stripes, keys, lanes
     ):
         signature = types.void(*(types.intp,) * 6)
@@ -142,7 +142,9 @@ def _prefetch(builder: Any, pointer: Any) -> None:
     builder.call(function, [pointer, *numbers])
 
 
-def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no-untyped-def]
+def _copying(  # type: ignore[no-untyped-def]  # numba's
+    typing_context, source, destination, num_bytes
+):
     """Copy bytes that do not overlap, by the system's library."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
@@ -154,7 +156,7 @@ def _copying(typing_context, source, destination, num_bytes):  # type: ignore[no
     return types.void(*(types.intp,) * 3), generate
 
 
-def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
+def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]  # numba's
     """Mix the lanes at one address with the key at another, as at the end of every block.
 
     All eight at once, in the size in which they are written and read elsewhere. A read in another
@@ -172,7 +174,7 @@ def _ending(typing_context, lanes, key):  # type: ignore[no-untyped-def]
     return types.void(*(types.intp,) * 2), generate
 
 
-def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
+def _fetching(typing_context, address):  # type: ignore[no-untyped-def]  # numba's
     """Prefetch the bytes at an address, and so the translation of its page."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
@@ -181,7 +183,7 @@ def _fetching(typing_context, address):  # type: ignore[no-untyped-def]
     return types.void(types.intp), generate
 
 
-def _finishing(typing_context):  # type: ignore[no-untyped-def]
+def _finishing(typing_context):  # type: ignore[no-untyped-def]  # numba's
     """Make writes past the cache visible to other threads before anything that follows."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> None:
