@@ -46,7 +46,7 @@ class WorkerReport:
 
 
 @dataclass(frozen=True)
-class HostStatistics:
+class ProcessStatistics:
     """What one worker's process has transferred and refused, besides the worker's own statistics.
 
     `malformed`: payloads that are no message. `misdirected`: messages that are not for workers.

@@ -234,14 +234,14 @@ def _has_joined(may_start: bool) -> bool:
     return False
 
 
-def _pass_over(refusal: Refusal, may_start: bool) -> None:
+def _pass_over(refusal: JoinRefusal, may_start: bool) -> None:
     if refusal.is_named or not may_start:
         raise ClusterError(str(refusal))
     print(f"starting a separate Ray: {refusal.what}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
-class Refusal:
+class JoinRefusal:
     """What prevents joining, and the remedy. `is_named`: RAY_ADDRESS names this Ray."""
 
     what: str
@@ -252,7 +252,7 @@ class Refusal:
         return f"{self.what}: {self.remedy}"
 
 
-def find_refusal() -> Refusal | None:
+def find_refusal() -> JoinRefusal | None:
     """Check the Ray cluster that would be joined. Return None if it can be joined, or if that is
     unknown because there is none or there are several."""
     # Ray reads this variable too. Only host:port is tried.
@@ -260,7 +260,7 @@ def find_refusal() -> Refusal | None:
     why_not = why_unanswered(named)
     if why_not:
         what = f"RAY_ADDRESS is {named}, and nothing answers there ({why_not})"
-        return Refusal(what, "start Ray there, correct it, or unset it", is_named=True)
+        return JoinRefusal(what, "start Ray there, correct it, or unset it", is_named=True)
     if named not in ("", "auto"):
         return refusal_at(named) if ":" in named and "/" not in named else None
     addresses = _local_addresses()
@@ -270,17 +270,19 @@ def find_refusal() -> Refusal | None:
     why_not = why_unanswered(last)
     if why_not:
         what = f"the Ray that was started last, at {last}, does not answer ({why_not})"
-        return Refusal(what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False)
+        return JoinRefusal(
+            what, "`ray stop` forgets it, `ray start --head` starts one", is_named=False
+        )
     return refusal_at(last) if last else None
 
 
-def refusal_behind(error: ConnectionError) -> Refusal | None:
+def refusal_behind(error: ConnectionError) -> JoinRefusal | None:
     """Return why Ray could not connect, asked at the address that its error names."""
     match = re.search(r" at (\S+:[0-9]+)$", str(error))
     return None if match is None else refusal_at(match[1])
 
 
-def refusal_at(address: str) -> Refusal | None:
+def refusal_at(address: str) -> JoinRefusal | None:
     """Ask the control service at `address` a question, as Ray would. Return None unless it refuses
     the token, hangs, is gone, or has no node here."""
     is_named = os.environ.get("RAY_ADDRESS", "") not in ("", "auto")
@@ -297,7 +299,7 @@ def refusal_at(address: str) -> Refusal | None:
         token = _token(is_named)
     except AuthenticationError as error:
         what = f"Ray's token cannot be read: {str(error).partition('. ')[0]}"
-        return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+        return JoinRefusal(what, f"point to {_TOKEN_PLACES}", is_named)
     except (ImportError, AttributeError, TypeError):  # another version of Ray
         return None
     with grpc.insecure_channel(address, _DIRECTLY) as channel:
@@ -328,22 +330,22 @@ def _token(is_named: bool) -> tuple[tuple[str, str], ...]:
     return tuple(loader.get_token_for_http_header().items())
 
 
-def _refused(address: str, has_token: bool, is_named: bool) -> Refusal:
+def _refused(address: str, has_token: bool, is_named: bool) -> JoinRefusal:
     if has_token:
         what = f"the Ray at {address} expects another token than this command has"
-        return Refusal(what, f"point to {_TOKEN_PLACES}", is_named)
+        return JoinRefusal(what, f"point to {_TOKEN_PLACES}", is_named)
     what = f"the Ray at {address} expects a token, and this command sends none"
     remedy = f"set RAY_AUTH_MODE=token, and point to {_TOKEN_PLACES}"
-    return Refusal(what, remedy, is_named)
+    return JoinRefusal(what, remedy, is_named)
 
 
-def _broken(address: str, why: str, is_named: bool) -> Refusal:
+def _broken(address: str, why: str, is_named: bool) -> JoinRefusal:
     what = f"the Ray at {address} is broken: its control service (GCS) does not answer ({why})"
     remedy = "run `ray stop --force`, start Ray again, and launch"
-    return Refusal(what, remedy, is_named)
+    return JoinRefusal(what, remedy, is_named)
 
 
-def _without_node(address: str, is_named: bool) -> Refusal | None:
+def _without_node(address: str, is_named: bool) -> JoinRefusal | None:
     """Say that the Ray has no node on this machine, for example because its raylet was killed. A
     command joins through a node, and Ray waits a minute for one. Hosts have many names, so only
     ports are compared."""
@@ -355,7 +357,7 @@ def _without_node(address: str, is_named: bool) -> Refusal | None:
         f"`ray start --address={address}` adds one; if one has died, run `ray stop --force`, "
         "start Ray again, and launch"
     )
-    return Refusal(what, remedy, is_named)
+    return JoinRefusal(what, remedy, is_named)
 
 
 def why_unanswered(address: str) -> str:

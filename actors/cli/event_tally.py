@@ -56,7 +56,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Look:
+class EventLook:
     """The state at one moment.
 
     `publisher_seq`, `publisher_checksum` and hit rates are None if the coordinator is not asked;
@@ -145,13 +145,13 @@ class EventTally:
         statistics: CoordinatorStatistics | None,
         *,
         problem: str = "",
-    ) -> Look:
+    ) -> EventLook:
         """Return the state at `now_s`, and begin the next interval."""
         told = (None if statistics is None else statistics.events) or {}
         seq, checksum = told.get("last_seq"), told.get("checksum")
         ours = None if seq is None else self._checksums.get(seq)
         total, recent = self._hit_rates(statistics)
-        return Look(
+        return EventLook(
             self._traffic(now_s),
             subscription,
             len(self._forest),
@@ -198,7 +198,7 @@ class EventFollower:
 
     def look(
         self, statistics: CoordinatorStatistics | None, host: str, *, problem: str = ""
-    ) -> Look:
+    ) -> EventLook:
         """Return the present state, and begin the next interval. If the publisher on `host` has
         restarted at another address, follow it there; it sends a snapshot."""
         if statistics is not None:

@@ -29,7 +29,7 @@ from actors.cli.tables import facts_table
 from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 
 if TYPE_CHECKING:
-    from actors.cli.event_tally import Look, PrefixRow
+    from actors.cli.event_tally import EventLook, PrefixRow
     from actors.routing.event_endpoints import EventEndpoints
     from kvcache.coordinator.settings import CoordinatorStatistics
     from kvcache.events.subscriber import KVEventSubscriber
@@ -158,7 +158,7 @@ def _cluster_source(name: str | None) -> Iterator[EventSource]:
         )
 
 
-Show = Callable[["Look"], None]
+Show = Callable[["EventLook"], None]
 
 
 class _Watch:
@@ -222,11 +222,11 @@ def _shower(title: str, as_json: bool) -> Iterator[Show]:
         yield lambda look: live.update(_screen(title, look), refresh=True)
 
 
-def _screen(title: str, look: Look) -> Group:
+def _screen(title: str, look: EventLook) -> Group:
     return Group(Text(title, style="italic"), facts_table(_facts(look)), _prefixes(look))
 
 
-def _facts(look: Look) -> dict[str, str]:
+def _facts(look: EventLook) -> dict[str, str]:
     known, traffic = look.subscription, look.traffic
     blocks = ", ".join(f"{medium} {count:,}" for medium, count in sorted(known.num_blocks.items()))
     facts = {
@@ -249,7 +249,7 @@ def _facts(look: Look) -> dict[str, str]:
     return facts
 
 
-def _state(look: Look) -> str:
+def _state(look: EventLook) -> str:
     from actors.cli.event_tally import hex_digits
 
     checksum = hex_digits(look.subscription.checksum)
@@ -262,7 +262,7 @@ def _state(look: Look) -> str:
     return f"{checksum}, {'as the publisher says' if look.is_same_state else 'NOT: ' + is_same}"
 
 
-def _prefixes(look: Look) -> Table:
+def _prefixes(look: EventLook) -> Table:
     table = Table("prefixes", "last block", "blocks", "tokens", "continued by", "adapter", "in")
     for sort, rows in (
         ("most continued", look.top.most_children),

@@ -22,7 +22,7 @@ from ray.exceptions import (
 from actors.clusters.launch import GRACE_S, first_line
 from actors.clusters.placement import wait_until
 from actors.connection import Dialing
-from actors.reports import ClusterStatus, HostStatistics
+from actors.reports import ClusterStatus, ProcessStatistics
 from actors.service import ServiceStatistics
 from actors.workers.replacement import FAILED
 from kvcache.base.arguments import as_int
@@ -60,7 +60,7 @@ class ClusterStatistics:
     coordinator: CoordinatorStatistics | None
     service: ServiceStatistics
     workers: tuple[WorkerStatistics | None, ...]
-    hosts: tuple[HostStatistics | None, ...]
+    hosts: tuple[ProcessStatistics | None, ...]
 
 
 class ClusterAccess(ABC):

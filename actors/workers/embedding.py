@@ -19,7 +19,7 @@ import torch
 
 from actors.names import memory_service_address
 from actors.processes import started_ticks
-from actors.reports import HostStatistics, NodeAddress, WorkerReport
+from actors.reports import NodeAddress, ProcessStatistics, WorkerReport
 from actors.transport import Endpoint, Peer, PeerTransport, TransportStatistics, worker_peer
 from actors.transport.mailbox import Mailbox
 from kvcache.base.clock import Clock, SystemClock
@@ -265,14 +265,14 @@ class EmbeddedWorker:
         if transport is not None:
             transport.wake()
 
-    def statistics(self) -> HostStatistics:
+    def statistics(self) -> ProcessStatistics:
         """Return the transferred and refused messages, frozen."""
         transport = self._transport
         carried = self._carried
         if transport is not None:
             carried += transport.statistics()
         faults = self._faults.count + carried.faults
-        return HostStatistics(carried, self._malformed, self._misdirected, faults)
+        return ProcessStatistics(carried, self._malformed, self._misdirected, faults)
 
     # --- sentinel
 

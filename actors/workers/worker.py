@@ -20,7 +20,7 @@ from actors.connect import connect_peer, this_node
 from actors.loop import ServiceLoop, calm_garbage_collector, end_this_process
 from actors.metrics_export import MetricsReporter
 from actors.names import OUR_LOGGERS
-from actors.reports import HostStatistics, WorkerReport
+from actors.reports import ProcessStatistics, WorkerReport
 from actors.transport import Endpoint
 from kvcache.base.arguments import as_int
 from kvcache.base.errors import RequestError, shown
@@ -105,7 +105,7 @@ class WorkerMethods:
         self.kvcache.mailbox.put(payload)
 
     @ray.method(concurrency_group=CONTROL)
-    def kvcache_statistics(self) -> tuple[WorkerStatistics, HostStatistics]:
+    def kvcache_statistics(self) -> tuple[WorkerStatistics, ProcessStatistics]:
         """Return the statistics of the rank and of its connection."""
         return self.kvcache.worker.statistics(), self.kvcache.statistics()
 

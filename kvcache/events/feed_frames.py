@@ -51,7 +51,7 @@ def pack_frame(kind: str, *values: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameReader:
+class FeedReader:
     """Cuts a stream of bytes into frames."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from kvcache.base.clock import Clock
 from kvcache.base.errors import ClusterError, ConfigurationError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import describe_error
-from kvcache.events.feed_frames import FrameReader, pack_frame
+from kvcache.events.feed_frames import FeedReader, pack_frame
 from kvcache.events.publisher import PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
 from kvcache.events.translation import GroupKind
@@ -57,7 +57,7 @@ class ProcessLink:
         """A state must get through however large it is: it does not count."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._reader = FrameReader()
+        self._reader = FeedReader()
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self._is_ready = False
@@ -190,7 +190,7 @@ class ProcessLink:
             logger.error("%s: it is tried again in %g s", self._problem, _RESTART_S)
             self._restart_at_s = self._clock.now() + _RESTART_S
             return
-        self._reader = FrameReader()
+        self._reader = FeedReader()
         self._is_ready = self._is_told = False
         # Followers look for the next publisher at the same address.
         sockets = asdict(self._bound or self._sockets)

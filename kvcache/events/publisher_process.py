@@ -25,7 +25,7 @@ from kvcache.base.logs import log_to_stderr
 from kvcache.base.serving_loop import Faults
 from kvcache.core import CacheEvent
 from kvcache.events.answers import Answers
-from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
+from kvcache.events.feed_frames import FeedReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, Frames, PublisherSettings
 from kvcache.events.translation import GroupKind
 
@@ -91,7 +91,7 @@ class PublisherLoop:
         self._live.setsockopt(zmq.SNDHWM, sockets.send_batches)
         self._answers = Answers(self._replay)
         self._faults = Faults("the event publisher")
-        self._reader = FrameReader()
+        self._reader = FeedReader()
         self._queue: deque[Frames] = deque()
         self._num_dropped = 0
         self._published_s = self._greeted_s = self._told_s = time.monotonic()
@@ -274,7 +274,7 @@ def main() -> None:
     log_to_stderr(("kvcache",))
     feed = socket.socket(fileno=int(sys.argv[1]))
     feed.setblocking(True)
-    reader = FrameReader()
+    reader = FeedReader()
     opened: list[list[Any]] = []
     while not opened:
         data = feed.recv(_READ_BYTES)

@@ -37,7 +37,7 @@ from kvcache.protocol.step import (
 )
 from kvcache.replay.limits import EngineLimits, require_model_len
 from kvcache.replay.report import ReplayReport, ReplayTally
-from kvcache.replay.rows import PlannedRows, ReplayedRequest, RowPositions, RunningRows
+from kvcache.replay.rows import PlannedRows, ReplayedRequest, ReplayedRows, RowPositions
 from kvcache.replay.stepper import ForwardProgress, Stepper, describe_failures
 from kvcache.simulate.tokens import num_encoder_tokens
 from kvcache.simulate.workload import Workload, WorkloadRequest
@@ -59,7 +59,7 @@ class Before:
 
 
 @dataclass(frozen=True, eq=False)
-class StepRecord:
+class UndoRecord:
     """The changes of one step: rows before it, and admitted requests."""
 
     step: int
@@ -71,9 +71,9 @@ class UndoLog:
     """Records of unfinished steps, oldest first."""
 
     def __init__(self) -> None:
-        self._records: deque[StepRecord] = deque()
+        self._records: deque[UndoRecord] = deque()
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: UndoRecord) -> None:
         """Add a step that has just been sent."""
         self._records.append(record)
 
@@ -84,7 +84,7 @@ class UndoLog:
 
     def undo(self, failed_step: int) -> list[Before]:
         """Drop steps from `failed_step` on; return the earlier state of their requests."""
-        failed: deque[StepRecord] = deque()
+        failed: deque[UndoRecord] = deque()
         while self._records and self._records[-1].step >= failed_step:
             failed.appendleft(self._records.pop())
         before: dict[int, Before] = {}
@@ -204,7 +204,7 @@ class ReplayEngine:
         self._limits = limits
         self._clock = clock
         self._on_progress = on_progress
-        self._rows = RunningRows(limits.max_num_seqs)
+        self._rows = ReplayedRows(limits.max_num_seqs)
         self._tally = ReplayTally(workload.name)
         self._waiting = WaitingRequests(self._arrivals(), max_parked=4 * limits.max_num_seqs)
         self._undo_log = UndoLog()
@@ -440,7 +440,7 @@ class ReplayEngine:
             plan.rows.running.num_new_tokens[result.running_scheduled != 0].sum()
         )
         admitted = self._admit(plan.admitting, result)
-        self._undo_log.add(StepRecord(self._last_step, positions, admitted))
+        self._undo_log.add(UndoRecord(self._last_step, positions, admitted))
         self._must_preempt = bool(starved)
         has_advanced = plan.finished or plan.preempted or admitted
         if has_advanced or len(starved) < plan.rows.num_rows:

@@ -82,7 +82,7 @@ class RowPositions:
     num_known_tokens: IndexArray
 
 
-class RunningRows:
+class ReplayedRows:
     """Up to `capacity` running requests. Not checked: the engine never exceeds it."""
 
     def __init__(self, capacity: int) -> None:

@@ -13,7 +13,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator.event_feed import LinkedEventFeed
 from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored
-from kvcache.events.feed_frames import FrameReader, pack_frame, unpack_events, unpack_state
+from kvcache.events.feed_frames import FeedReader, pack_frame, unpack_events, unpack_state
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.translation import GroupKind
 from kvcache.manager import KVCacheManager
@@ -34,7 +34,7 @@ class Link:
 
     needs_state: bool = True
     last_seq: int = -1
-    reader: FrameReader = field(default_factory=FrameReader)
+    reader: FeedReader = field(default_factory=FeedReader)
     publisher: EventPublisher = field(
         default_factory=lambda: EventPublisher(PublisherSettings("kv@a@b"), [GroupKind("full")])
     )

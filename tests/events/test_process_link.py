@@ -17,7 +17,7 @@ import zmq
 
 from kvcache.base.clock import SystemClock
 from kvcache.core import BlocksStored
-from kvcache.events.feed_frames import FrameReader, pack_events, pack_frame, pack_state
+from kvcache.events.feed_frames import FeedReader, pack_events, pack_frame, pack_state
 from kvcache.events.process_link import ProcessLink
 from kvcache.events.publisher import SEQUENCE, PublisherSettings
 from kvcache.events.publisher_process import SocketSettings
@@ -104,7 +104,7 @@ def test_a_publisher_that_talks_nonsense_is_made_again(
 ) -> None:
     before = link.statistics()["process_id"]
     with monkeypatch.context() as patch:
-        patch.setattr(FrameReader, "feed", lambda reader, data: said)
+        patch.setattr(FeedReader, "feed", lambda reader, data: said)
         begin(link, 100)
         wait_until(link, lambda: not link.statistics()["is_alive"])
     assert link.statistics()["problem"].startswith("the event publisher cannot be understood: ")

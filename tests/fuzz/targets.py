@@ -33,8 +33,7 @@ from kvcache.config import load_config
 from kvcache.coordinator.remote_calls import METHODS, RemoteCalls
 from kvcache.core import BlocksRemoved, BlocksStored
 from kvcache.events import EventCodec, decode_batch
-from kvcache.events.feed_frames import FrameReader as FeedReader
-from kvcache.events.feed_frames import pack_frame
+from kvcache.events.feed_frames import FeedReader, pack_frame
 from kvcache.events.subscription import Subscription
 from kvcache.manager import KVCacheManager
 from kvcache.memory_service import protocol as memory_protocol

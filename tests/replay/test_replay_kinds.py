@@ -14,7 +14,7 @@ from actors.local import LocalCluster
 from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, load_config
 from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine, ReplayReport
-from kvcache.replay.rows import ReplayedRequest, RunningRows
+from kvcache.replay.rows import ReplayedRequest, ReplayedRows
 from kvcache.simulate import Conversations, ConversationShape, WorkloadRequest
 from kvcache.simulate.tokens import answer_token_ids
 from kvcache.specs import (
@@ -182,7 +182,7 @@ def test_hits_of_single_requests_end_where_a_chunk_or_a_token_ended() -> None:
 
 
 def test_a_chunk_ends_at_the_last_boundary_it_reaches() -> None:
-    rows = RunningRows(4)
+    rows = ReplayedRows(4)
     prompts = (150, 40, 9)
     for slot, (num_tokens, computed) in enumerate(zip(prompts, (64, 32, 9), strict=True)):
         request = WorkloadRequest(f"r{slot}", num_tokens, 9, lambda: np.zeros(0, np.int32))
