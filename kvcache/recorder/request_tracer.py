@@ -33,6 +33,7 @@ from kvcache.coordinator.step_recorder import (
     StepRecorder,
 )
 from kvcache.protocol.step import NO_SLOT, NewRequest, StepRequest, StepResult
+from kvcache.requests.hints import CacheHint
 
 DIGEST_BYTES = 16
 SALT_BYTES = 32
@@ -50,7 +51,8 @@ class TracerLimits:
 
 @dataclass(frozen=True, eq=False)
 class SeenRequest:
-    """A served request: its time of admission, its content and the number of its output tokens.
+    """A served request: its time of admission, its content, the number of its output tokens and
+    its last hints.
 
     `num_output_tokens` counts those that reached the coordinator: usually all but the last.
     """
@@ -58,6 +60,7 @@ class SeenRequest:
     arrival_s: float
     request: NewRequest
     num_output_tokens: int
+    hints: tuple[CacheHint, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +77,7 @@ class _Open:
 
     arrival_s: float
     request: NewRequest
+    hints: tuple[CacheHint, ...]
     num_output_tokens: int = 0
     is_done: bool = False
     is_void: bool = False
@@ -131,6 +135,10 @@ class RequestTracer:
             self._listener = ""
             self._forget()
             return
+        for hinted in step.hints:
+            running = self._running.get((step.client_id, hinted.request_id))
+            if running is not None:
+                running.hints = hinted.hints
         self._end(step)
         self._count_output(step)
         self._admit(step, result, now_s)
@@ -164,7 +172,11 @@ class RequestTracer:
             waiting.popleft()
             self._num_waiting_tokens -= len(first.request.token_ids)
             if not first.is_void:
-                given.append(SeenRequest(first.arrival_s, first.request, first.num_output_tokens))
+                given.append(
+                    SeenRequest(
+                        first.arrival_s, first.request, first.num_output_tokens, first.hints
+                    )
+                )
         return given
 
     def _end(self, step: StepRequest) -> None:
@@ -213,7 +225,7 @@ class RequestTracer:
         ):
             self._num_lost += 1
             return None
-        opened = _Open(now_s, request)
+        opened = _Open(now_s, request, request.hints)
         self._waiting.append(opened)
         self._num_waiting_tokens += num_tokens
         self._running[key] = opened
@@ -264,6 +276,7 @@ class RecordedRequest:
     num_output_tokens: int
     digests: bytes
     tenant: str | None
+    hints: tuple[CacheHint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -287,6 +300,7 @@ def record_request(seen: SeenRequest, block_size: int, salt: bytes) -> RecordedR
         num_output_tokens=seen.num_output_tokens,
         digests=block_digests(request, block_size, salt),
         tenant=request.tenant,
+        hints=seen.hints,
     )
 
 

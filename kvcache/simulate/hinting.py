@@ -1,8 +1,8 @@
 """Hints for the requests of a trace: what an engine could have known when each of them ended.
 
 none      nothing
-session   those of the trace: in generated ones, whether the session goes on, and when, to a factor
-          of two
+session   those of the trace: in recordings, what requests said; in generated ones, whether the
+          session goes on, and when, to a factor of two
 oracle    the same for the last full block of a request, exactly, from the trace itself
 """
 
@@ -38,8 +38,8 @@ def require_known(trace: BlockTrace, kind: str) -> None:
     """Raise ConfigurationError if hints of this kind need what the trace does not say."""
     if kind == SESSION_HINTS and not trace.hints:
         raise ConfigurationError(
-            f"{trace.name} does not say when its sessions go on: use hints of another kind, or a "
-            "generated trace"
+            f"{trace.name} does not say when its sessions go on: use hints of another kind, a "
+            "recording of requests with hints, or a generated trace"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcache.base.errors import TraceError
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.trace_writing import TraceLine, require_trace_name
 
 
@@ -29,6 +30,8 @@ class DigestedRequest(Protocol):
     def digests(self) -> bytes: ...
     @property
     def tenant(self) -> str | None: ...
+    @property
+    def hints(self) -> tuple[CacheHint, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class RequestRecording:
             block_ids=self._number(request, block_size),
             tenant=request.tenant if self._options.has_tenants else None,
             block_size=block_size,
+            hints=request.hints,
         ).to_json()
         max_blocks = self._options.max_blocks
         has_room = max_blocks is None or len(self._numbers) <= max_blocks

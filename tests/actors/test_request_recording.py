@@ -23,6 +23,7 @@ from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordedBatch
 from kvcache.replay import EngineLimits
 from kvcache.replay.engine import ReplayEngine
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.passages import Passage, passage_tokens
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
@@ -41,7 +42,8 @@ NUM_REQUESTS = 120
 
 
 class Readings:
-    """Documents that are read repeatedly, with a question after them; nothing is answered."""
+    """Documents that are read repeatedly, with a question after them; nothing is answered. The
+    first ones are hinted to be kept."""
 
     name = "readings"
     num_requests = NUM_REQUESTS
@@ -56,7 +58,9 @@ class Readings:
             )
             passages = (document, Passage(1_000 + i, rng.randrange(1, 40)))
             tokens = passage_tokens(passages)
-            yield WorkloadRequest(f"reading-{i}", len(tokens), 0, tokens.copy)
+            kept = (CacheHint(end=document.num_tokens + 1, priority=90),)
+            hints = kept if document.seed <= 3 else ()
+            yield WorkloadRequest(f"reading-{i}", len(tokens), 0, tokens.copy, hints=hints)
 
 
 def play(cluster: KVCacheCluster, max_num_seqs: int) -> float:
@@ -117,8 +121,12 @@ def test_a_recorded_load_simulates_to_the_hit_rate_it_had(
     trace = open_block_trace(str(path))
     lengths = [request.num_prompt_tokens for request in Readings()]
     assert trace.input_lengths.tolist() == lengths
-    simulated = simulate(trace, SimulatedCache("lru", 100), VirtualClock())
-    assert simulated.num_hit_tokens / simulated.num_input_tokens == pytest.approx(rate, abs=1e-9)
+    rates = {}
+    for hints in ("none", "session"):
+        simulated = simulate(trace, SimulatedCache("lru", 100, hints=hints), VirtualClock())
+        rates[hints] = simulated.num_hit_tokens / simulated.num_input_tokens
+    assert rates["session"] == pytest.approx(rate, abs=1e-9)
+    assert rates["none"] < rate - 0.01
     roomy = simulate(trace, SimulatedCache("lru", 10_000), VirtualClock())
     assert 0.1 < rate < roomy.num_hit_tokens / roomy.num_input_tokens
     assert str(np.asarray(next(iter(Readings())).token_ids)[0]) not in path.read_text()

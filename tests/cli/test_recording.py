@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSumma
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError
 from kvcache.recorder import RecordedBatch, RecordedRequest
+from kvcache.requests.hints import CacheHint
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
+from tests.cli.commands import run
 
 DIGESTS = b"".join(bytes([i]) * 16 for i in range(3))
 
@@ -102,6 +105,22 @@ def test_a_recording_is_a_trace(path: Path) -> None:
     FakeCluster([request(0.0), request(1.0, 12)], []).record(path)
     trace = open_block_trace(str(path))
     assert (trace.block_size, trace.num_requests, trace.num_distinct_blocks) == (8, 3, 3)
+
+
+def test_hints_are_recorded_and_played_by_a_simulation(path: Path) -> None:
+    hints = (CacheHint(end=8, priority=90, duration_s=60.0), CacheHint(start=8, is_over=True))
+    served = [replace(request(0.0), hints=hints), request(1.0)]
+    _, lines = FakeCluster(served, []).record(path)
+    assert lines[0]["hints"] == [
+        {"end": 8, "priority": 90, "duration_s": 60.0},
+        {"start": 8, "is_over": True},
+    ]
+    assert "hints" not in lines[1]
+    assert open_block_trace(str(path)).hints == (hints, (), ())
+    arguments = ("simulate", path, "--blocks", "4", "--hints", "session", "--json", "--no-progress")
+    hinted, optimum = json.loads(run(*arguments)[0])
+    assert (hinted["hints"], optimum["hints"]) == ("session", "none")
+    assert hinted["num_hit_tokens"] == optimum["num_hit_tokens"] == 4 * 8
 
 
 def test_tenants_are_named_only_if_asked_for(tmp_path: Path) -> None:

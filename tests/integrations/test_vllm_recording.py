@@ -90,6 +90,18 @@ def test_a_request_without_end_does_not_delay_all_others(
     assert recording.statistics()["num_lost"] == 1
 
 
+def test_hints_are_recorded(tmp_path: Path) -> None:
+    hinted, plain, wrong = served("r", 10), served("s", 10), served("t", 10)
+    hinted.kv_transfer_params = {"hints": [{"start": 8, "returns_in_s": 5}]}
+    wrong.kv_transfer_params = {"hints": [{"start": -1}]}
+    lines = record(tmp_path, hinted, plain, wrong)
+    assert [line.get("hints") for line in lines] == [
+        [{"start": 8, "returns_in_s": 5.0}],
+        None,
+        None,
+    ]
+
+
 def test_simulate_and_advise_take_a_recording(tmp_path: Path) -> None:
     requests = [served(f"r{i}", 10 + i % 7, "abc"[i % 3], float(i)) for i in range(60)]
     record(tmp_path, *requests)

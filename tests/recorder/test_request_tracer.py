@@ -14,6 +14,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import (
     Fork,
     NewRequest,
+    RequestHints,
     ResumedRequest,
     RunningRequests,
     RunningRow,
@@ -21,6 +22,7 @@ from kvcache.protocol.step import (
 )
 from kvcache.recorder import RequestTracer, TracedRecorder, TracerLimits, record_request
 from kvcache.recorder.request_tracer import DIGEST_BYTES, SeenRequest, block_digests
+from kvcache.requests.hints import CacheHint
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 SALT = bytes(range(32))
@@ -96,6 +98,18 @@ def test_a_preempted_request_is_one_request_and_counts_on_in_its_next_slot() -> 
     served.step(rows=[RunningRow(again, 1, (6, 6))])
     served.step(finished=("a", "c"))
     assert served.taken() == [("a", 1.0, 3), ("b", 1.0, 0), ("c", 3.0, 0)]
+
+
+def test_a_request_is_told_with_its_last_hints() -> None:
+    first, last = (CacheHint(priority=9),), (CacheHint(start=4, returns_in_s=2.0),)
+    served = Served()
+    served.taken()
+    served.step(new=(prompt("a", hints=first), prompt("b", hints=first), prompt("c")))
+    served.step(hints=(RequestHints("b", ()),), finished=("a",))
+    served.step(hints=(RequestHints("c", last),), finished=("b", "c"))
+    seen = served.tracer.take("me", 10).requests
+    assert [each.hints for each in seen] == [first, (), last]
+    assert [record_request(each, 4, SALT).hints for each in seen] == [first, (), last]
 
 
 def test_a_forks_child_is_not_a_request_of_the_recording() -> None:

@@ -43,6 +43,7 @@ from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.rank_memory import RankMemory, find_peers
 from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
+from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.metrics.engine_socket import EngineSocket
 
 logger = init_logger("vllm.kvcache")
@@ -88,7 +89,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._control = EngineControl(self._setting, model, self._store, self._further)
             name, replica = self._setting.options.name, self._setting.replica
             if self._setting.options.record is not None:
-                self._recording = _recording(self._setting, self._setting.options.record)
+                self._recording = _recording(
+                    self._setting, self._setting.options.record, self._store.params
+                )
             self._socket = EngineSocket(name, replica, self._control.answer)
             self._socket.start()
 
@@ -310,10 +313,10 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 part.close()
 
 
-def _recording(setting: EngineSetting, directory: str) -> EngineRecording:
+def _recording(setting: EngineSetting, directory: str, params: TransferParams) -> EngineRecording:
     """Return a new recording of an engine's requests; raises ConfigurationError."""
     name = f"{setting.options.name}-{setting.replica}"
-    return EngineRecording(str(Location.of(directory).path), name, setting.block_tokens)
+    return EngineRecording(str(Location.of(directory).path), name, setting.block_tokens, params)
 
 
 def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:

@@ -2,9 +2,9 @@
 
     scheduler: admitted ─▶ finished ──queue──▶ a thread ──▶ RequestRecording, a line per request
 
-A line has lengths, the time of arrival, and numbers in place of block hashes: no tokens. Requests
-are written in order of admission, so a long one delays those behind it. The queue is bounded; what
-finds no room is counted as lost. An error ends the recording, not the engine.
+A line has lengths, the time of arrival, hints, and numbers in place of block hashes: no tokens.
+Requests are written in order of admission, so a long one delays those behind it. The queue is
+bounded; what finds no room is counted as lost. An error ends the recording, not the engine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvcache.base.errors import ConfigurationError, TraceError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import describe_error
 from kvcache.integrations.vllm.block_labels import DIGEST_BYTES
+from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.recorder.request_tracer import RecordedRequest
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
 
@@ -41,8 +42,10 @@ CLOSE_S = 5.0
 class EngineRecording:
     """One recording. All calls come from the scheduler's thread, but `statistics`."""
 
-    def __init__(self, directory: str, name: str, block_tokens: int) -> None:
-        """Begin a new file in `directory`, whose name says engine and time.
+    def __init__(
+        self, directory: str, name: str, block_tokens: int, params: TransferParams | None = None
+    ) -> None:
+        """Begin a new file in `directory`, whose name says engine and time. `params` reads hints.
 
         Raises ConfigurationError if it cannot be made.
         """
@@ -55,6 +58,7 @@ class EngineRecording:
         except TraceError as error:
             raise ConfigurationError(f"record: {error}") from error
         self._block_tokens = block_tokens
+        self._params = TransferParams() if params is None else params
         self._salt = secrets.token_bytes(32)
         self._open: OrderedDict[str, RecordedRequest | None] = OrderedDict()
         self._queue: queue.Queue[RecordedRequest | None] = queue.Queue(MAX_QUEUED)
@@ -132,6 +136,7 @@ class EngineRecording:
             num_output_tokens=request.num_output_tokens,
             digests=b"".join(digests),
             tenant=None,
+            hints=self._params.hints_of(request),
         )
 
     def _write(self) -> None:
