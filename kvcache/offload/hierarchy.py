@@ -9,6 +9,9 @@ succeeded everywhere.
            ◀──────────────             ◀──────────────
               plan_load                      plan_fetch
 
+Hints move along with what they are about: a file follows those of the host memory that it was
+written from, and the other way round.
+
 Host slots with content that no file has are *dirty*: they are not evicted before they have been
 spilled, unless the disk does not answer. The next victims are spilled ahead of time, so that a
 store finds clean slots. Sends nothing, waits for nothing and reads no clock: time is passed in,
@@ -437,6 +440,8 @@ class TierHierarchy:
     ) -> None:
         """End a fetch's reads of the disk, which does not have the keys `gone`."""
         if self.disk is not None:
+            if not job.is_overdue:
+                self.disk.eviction.hand_on(good, self.host.eviction)
             self.disk.complete_load(job.keys)
             self.disk.forget(gone)
             self._discard_files(job.keys)
@@ -452,6 +457,8 @@ class TierHierarchy:
         self.host.complete_spill(job.keys)
         if self.disk is not None:
             self._end_writes(self.disk, job, good, bad)
+            if not job.is_overdue:
+                self.host.eviction.hand_on(good, self.disk.eviction)
             self._discard_files(job.keys)
         self._discard_labels(job)
         self._spills.mark_clean(job.keys)

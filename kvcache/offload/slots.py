@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
-from typing import Final
+from math import inf
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +56,9 @@ the request that it was copied for."""
 # Numbers of the counters' own type: `np.add.at` is then forty times as fast.
 _ONE: Final = np.int32(1)
 _MINUS_ONE: Final = np.int32(-1)
+
+GivenHint: TypeAlias = tuple[CacheHint, float]
+"""A hint, and when it was given."""
 
 BoolArray = npt.NDArray[np.bool_]
 StateArray = npt.NDArray[np.uint8]
@@ -360,6 +364,8 @@ class SlotEviction:
         # Until the first hint, the rest is unused.
         self._hints: HintColumns | None = None
         self._later: dict[int, CacheHint] = {}
+        self._claimed: dict[int, GivenHint] = {}
+        """What was said about the next use of slots, until it comes."""
         self._is_shared: BoolArray = np.zeros(0, np.bool_)
         self._followers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -382,19 +388,7 @@ class SlotEviction:
         now_s = as_number("now_s", now_s)
         table = self._table
         addresses = table.addresses_of(keys)
-        if self._hints is None:
-            self._hints = columns = HintColumns(table.num_slots, now_s)
-            self._is_shared = np.zeros(table.num_slots, np.bool_)
-            self._followers = np.zeros(table.num_slots, np.int64)
-
-            def hinted(inner: EvictionPolicy) -> EvictionPolicy:
-                return HintedPolicy(inner, self, columns)
-
-            if isinstance(self._policy, TenantPolicy):
-                self._policy.wrap(hinted)
-            else:
-                self._policy = hinted(self._policy)
-        self.follow_time(now_s)
+        self._follow_hints(now_s)
         slots = table.slots_of(addresses)
         self._note_followers(keys, slots)
         meant = (slots != NO_ADDRESS) & (table.states[addresses] != FORGOTTEN)
@@ -405,6 +399,45 @@ class SlotEviction:
         self._later.update(dict.fromkeys(slots[meant][is_written].tolist(), hint))
         waiting = table.distinct(slots[meant])
         self._tell(waiting[self._is_in[waiting]], hint)
+
+    def hand_on(self, keys: Sequence[OffloadKey], other: SlotEviction) -> None:
+        """Have another tier, which has just got these keys, follow their hints, too: priorities,
+        and what was said about a use that has not come. `keys` is in the order of its prefix."""
+        if self._hints is None:
+            return
+        now_s, known = self._hints.now_s, dict[GivenHint, list[OffloadKey]]()
+        for key, slot in zip(
+            keys, self._table.slots_of(self._table.addresses_of(keys)), strict=True
+        ):
+            given = self._claimed.get(int(slot))
+            priority, until_s = self._hints.lasting.get(int(slot), (0, 0.0))
+            if until_s > now_s:
+                duration_s = None if until_s == inf else until_s - now_s
+                given = CacheHint(priority=priority, duration_s=duration_s), now_s
+            if given is not None and slot != NO_ADDRESS:
+                known.setdefault(given, []).append(key)
+        for (hint, since_s), meant in known.items():
+            other._follow_hints(now_s)
+            slots = other._table.distinct(other._table.slots_of(other._table.addresses_of(meant)))
+            here = slots[slots != NO_ADDRESS]
+            other._tell(here[other._is_in[here]], hint, since_s)
+
+    def _follow_hints(self, now_s: float) -> None:
+        """Follow hints from now on, and the time."""
+        if self._hints is None:
+            num_slots = self._table.num_slots
+            self._hints = columns = HintColumns(num_slots, now_s)
+            self._is_shared = np.zeros(num_slots, np.bool_)
+            self._followers = np.zeros(num_slots, np.int64)
+
+            def hinted(inner: EvictionPolicy) -> EvictionPolicy:
+                return HintedPolicy(inner, self, columns)
+
+            if isinstance(self._policy, TenantPolicy):
+                self._policy.wrap(hinted)
+            else:
+                self._policy = hinted(self._policy)
+        self.follow_time(now_s)
 
     def _note_followers(self, keys: Sequence[OffloadKey], slots: IndexArray) -> None:
         """Note the key behind each slot of a chain; slots before a fork of chains are shared."""
@@ -417,10 +450,15 @@ class SlotEviction:
             self._is_shared[before[before != NO_ADDRESS]] = True
         self._followers[slots[ends]] = following
 
-    def _tell(self, slots: IndexArray, hint: CacheHint) -> None:
-        if len(slots) and isinstance(self._policy, (HintedPolicy, TenantPolicy)):
+    def _tell(self, slots: IndexArray, hint: CacheHint, since_s: float | None = None) -> None:
+        if self._hints is None or not len(slots):
+            return
+        if isinstance(self._policy, (HintedPolicy, TenantPolicy)):
             self._end_copies(slots)
-            self._policy.hint(slots, hint)
+            self._policy.hint(slots, hint, since_s=since_s)
+        if hint.priority is None:
+            given = hint, self._hints.now_s if since_s is None else since_s
+            self._claimed.update(dict.fromkeys(slots.tolist(), given))
 
     def _forget_hints(self, slots: IndexArray) -> None:
         """Forget the hints of slots whose content is gone."""
@@ -428,6 +466,11 @@ class SlotEviction:
         self._is_shared[slots] = False
         for slot in slots.tolist() if self._later else ():
             self._later.pop(slot, None)
+        self._forget_claims(slots)
+
+    def _forget_claims(self, slots: IndexArray) -> None:
+        for slot in slots.tolist() if self._claimed else ():
+            self._claimed.pop(slot, None)
 
     def describe(self, entry: int) -> EntryInfo:
         """Return the policy's data about a slot: the key of its last block."""
@@ -496,6 +539,7 @@ class SlotEviction:
         waiting = slots[self._is_in[slots]]
         if len(waiting):
             self._policy.remove(self._without_copies(waiting))
+            self._forget_claims(waiting)
             self._insert(waiting[::-1])
 
     def num_evictable(self, *, drops_dirty: bool) -> int:
@@ -592,6 +636,8 @@ class SlotEviction:
             )
         if np.flatnonzero(self._is_in).tolist() != idle:
             raise InvariantError("slots are noted as waiting that are not, or the reverse")
+        if not self._claimed.keys() <= set(idle):
+            raise InvariantError("slots are said to be used later that are in use, or empty")
         marked = np.flatnonzero(self._copy_loads)
         if (
             not self._copies.keys()
@@ -603,6 +649,7 @@ class SlotEviction:
     def _leave(self, slots: IndexArray) -> None:
         if len(slots):
             self._policy.remove(self._without_copies(slots))
+            self._forget_claims(slots)
             self._is_in[slots] = False
 
     def _insert(self, slots: IndexArray) -> None:

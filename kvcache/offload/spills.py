@@ -72,10 +72,11 @@ class SpillQueue:
         self._unwritten.update(dict.fromkeys(keys))
 
     def next(self, room: int) -> list[OffloadKey]:
-        """Return up to `room` dirty keys that are not being spilled, the most urgent ones first."""
+        """Return up to `room` dirty keys that are not being spilled: the most urgent ones, in the
+        order of their prefixes, so that the lower tier evicts the end of a prefix first."""
         if self._is_idle:
             return []
-        wanted = dict.fromkeys(self._ahead()[:room])
+        wanted = dict.fromkeys(self._ahead()[:room][::-1])
         while self._unwritten and len(wanted) < room:
             waiting = list(islice(self._unwritten, room - len(wanted)))
             wanted.update(dict.fromkeys(self.owed(waiting)))

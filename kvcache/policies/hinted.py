@@ -211,12 +211,20 @@ class HintedPolicy:
         for entry in index_array(entries).tolist():
             self._claims.pop(entry, None)
 
-    def hint(self, entries: Entries, hint: CacheHint, *, is_needed: bool = True) -> None:
-        """Follow a hint for these entries, at least one. All are inserted, of one session, and in
-        the order of its prefix. Of several claims about the last of them, the first counts."""
+    def hint(
+        self,
+        entries: Entries,
+        hint: CacheHint,
+        *,
+        is_needed: bool = True,
+        since_s: float | None = None,
+    ) -> None:
+        """Follow a hint, which was given at `since_s` (None: now), for these entries, at least one.
+        All are inserted, of one session, and in the order of its prefix. Of several claims about
+        the last of them, the first counts."""
         self._settle()
         present = index_array(entries).tolist()[::-1]
-        now_s = self._columns.now_s
+        now_s = self._columns.now_s if since_s is None else since_s
         if hint.priority is not None:
             until_s = inf if hint.duration_s is None else now_s + hint.duration_s
             self._columns.forget(present)
@@ -385,7 +393,7 @@ class HintedPolicy:
 
     def _prioritise(self, entry: int, priority: int, until_s: float) -> None:
         if priority < USUAL_PRIORITY:
-            self._put(entry, _FIRST, 0.0, inf)
+            self._put(entry, _FIRST, 0.0, until_s)
         elif priority > USUAL_PRIORITY:
             self._put(entry, _KEPT, float(priority), until_s)
         else:
@@ -400,8 +408,7 @@ class HintedPolicy:
         self._places[entry] = place
         if place.where == _FIRST:
             self._first[entry] = None
-            return
-        if place.where == _DUE:
+        elif place.where == _DUE:
             self._num_due += 1
             heappush(self._due, (-place.rank, place.stamp, entry))
         else:

@@ -206,12 +206,19 @@ class TenantPolicy:
             if account.policy is not None:
                 account.policy = wrapper(account.policy)
 
-    def hint(self, entries: Entries, hint: CacheHint, *, is_needed: bool = True) -> None:
+    def hint(
+        self,
+        entries: Entries,
+        hint: CacheHint,
+        *,
+        is_needed: bool = True,
+        since_s: float | None = None,
+    ) -> None:
         """Follow a hint within the tenants that have these inserted entries, after `wrap`."""
         for account, part in self._by_account(index_array(entries)):
             policy = self._policy(account)
             if isinstance(policy, HintedPolicy):
-                policy.hint(part, hint, is_needed=is_needed)
+                policy.hint(part, hint, is_needed=is_needed, since_s=since_s)
 
     def order(self) -> list[int]:
         """Return all entries, those of tenants most over their share first, each in order."""

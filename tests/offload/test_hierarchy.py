@@ -27,6 +27,7 @@ from kvcache.offload import (
 from kvcache.offload.contents import label_rows
 from kvcache.offload.slots import NOTHING, READY
 from kvcache.policies import hinted
+from kvcache.policies.hinted import HintedPolicy
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS
 from kvcache.requests.hints import CacheHint
@@ -73,6 +74,14 @@ def spill(tiers: TierHierarchy) -> list[OffloadKey]:
         tiers.end(job.job_id, ok=True)
         spilled += job.keys
     return spilled
+
+
+def fetch(tiers: TierHierarchy, keys: list[OffloadKey]) -> list[OffloadKey]:
+    """Fetch keys from files; return those that were."""
+    job = tiers.plan_fetch(keys, NOW_S)
+    assert job is not None
+    tiers.end(job.job_id, ok=True)
+    return list(job.keys)
 
 
 def touch(tiers: TierHierarchy, keys: list[OffloadKey]) -> None:
@@ -155,6 +164,68 @@ def test_files_follow_hints_too() -> None:
     store(tiers, make_keys(2, 70))
     spill(tiers)
     assert tiers.disk.states_of(held).tolist() == [READY] + [NOTHING] * (len(held) - 1)
+    tiers.check()
+
+
+def files(tiers: TierHierarchy) -> list[OffloadKey]:
+    """Return the keys on disk, the next victim first."""
+    assert tiers.disk is not None
+    slots = tiers.disk.slots
+    return [
+        slots.keys_at(slots.addresses_in(np.array([s])))[0] for s in tiers.disk.eviction.order()
+    ]
+
+
+def test_of_a_prefix_that_was_spilled_the_end_is_evicted_first() -> None:
+    tiers, keys = make_hierarchy(4), make_keys(4)
+    store(tiers, keys)
+    store(tiers, make_keys(4, 50))  # refused, until the others have been written
+    assert spill(tiers) == keys
+    assert files(tiers) == keys[::-1]
+
+
+def test_priorities_go_down_to_files_and_come_back_until_their_time_is_over() -> None:
+    tiers, keys = make_hierarchy(4), make_keys(4)
+    store(tiers, keys)
+    hint(tiers, keys, (0, 1), CacheHint(priority=0, duration_s=10.0))
+    hint(tiers, keys, (3, 4), CacheHint(priority=90))
+    store(tiers, make_keys(4, 50))
+    assert sorted(spill(tiers)) == keys
+    assert files(tiers) == [keys[0], keys[2], keys[1], keys[3]]
+    assert store(tiers, make_keys(4, 50)) == make_keys(4, 50)
+    tiers.expire(NOW_S + 4.0)
+    assert tiers.plan_fetch(keys, NOW_S) is None  # no room yet
+    spill(tiers)
+    for key in (keys[3], keys[0]):
+        assert fetch(tiers, [key]) == [key]
+    order = tiers.host.slots.slots_of(tiers.host.slots.addresses_of([keys[0], keys[3]])).tolist()
+    found = tiers.host.eviction.order()
+    assert (found[0], found[-1]) == tuple(order)
+    tiers.expire(NOW_S + 11.0)
+    store(tiers, make_keys(2, 60))
+    assert places(tiers, [keys[0]]) == [Place.HOST], "its low priority is over"
+    tiers.check()
+
+
+def test_returns_go_down_to_files_with_the_time_at_which_they_were_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hinted, "_FEW_CLAIMS", 1)
+    tiers, (a, b, c, d) = make_hierarchy(4), make_keys(4)
+    store(tiers, [a, b, c, d])
+    hint(tiers, [a], ALL, CacheHint(returns_in_s=1.0))
+    tiers.expire(NOW_S + 1.0)
+    touch(tiers, [a])  # as hinted: hints are trusted in host memory
+    hint(tiers, [b], ALL, CacheHint(returns_in_s=4.0), NOW_S + 1.0)
+    store(tiers, make_keys(4, 50))
+    assert sorted(spill(tiers)) == [a, b, c, d]
+    assert tiers.disk is not None
+    policy = tiers.disk.eviction._policy
+    assert isinstance(policy, HintedPolicy)
+    tiers.expire(NOW_S + 4.5)
+    touch(tiers, [b])
+    assert (policy.trust.num_right, policy.trust.num_wrong) == (1, 0)
+    store(tiers, [a], None)
     tiers.check()
 
 
@@ -245,8 +316,8 @@ def test_what_no_file_has_is_spilled_before_it_is_evicted() -> None:
     assert places(tiers, new) == [Place.NOWHERE] * 3
     job = tiers.plan_spills(NOW_S)
     assert job is not None
-    # The tail of a chain goes first; as many as the store lacked.
-    assert list(job.keys) == [old[3], old[2], old[1]]
+    # The tail of a chain goes first, as much as the store lacked, in the order of the chain.
+    assert list(job.keys) == old[1:]
     assert tiers.plan_store(new, NOW_S) is None
     tiers.end(job.job_id, ok=True)
     assert store(tiers, new) == new
@@ -259,7 +330,7 @@ def test_a_share_of_the_slots_is_kept_clean_ahead_of_time() -> None:
     store(tiers, keys[:6])
     assert spill(tiers) == []
     store(tiers, keys[6:])
-    assert spill(tiers) == [keys[5], keys[4]]
+    assert spill(tiers) == [keys[4], keys[5]]
     assert places(tiers, keys) == [Place.HOST] * 8
 
 

@@ -153,7 +153,7 @@ class SlowHinted:
 
     def ranked(self, entry: int, since_s: float, priority: int, until_s: float) -> Seat:
         if priority < 50:
-            return Seat(entry, "first", since_s)
+            return Seat(entry, "first", since_s, 0.0, until_s, next(self.numbers))
         if priority > 50:
             return Seat(entry, "kept", since_s, priority, until_s, next(self.numbers))
         return Seat(entry, "plain", since_s)
@@ -178,7 +178,7 @@ class SlowHinted:
     def expire(self) -> None:
         for seat in sorted(self.seats, key=lambda seat: (seat.until_s, seat.number)):
             if seat.until_s <= self.now_s:
-                if seat.line == "kept":
+                if seat.line != "due":
                     del self.lasting[seat.entry]
                 self.move(seat, "first" if seat.line == "due" else "plain")
                 self.end_claim(seat.entry, is_used=False)

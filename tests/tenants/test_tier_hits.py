@@ -112,7 +112,9 @@ class Site:
 def test_each_tenants_hits_are_counted_in_each_tier(seed: int) -> None:
     rng = random.Random(seed)
     names = ("a", "b", "c")
-    site = Site(FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 40, 120))
+    site = Site(
+        FULL, TenantsConfig(named={"a": TenantConfig(weight=2)}), (30, 80, 120)
+    )  # there is always room to fetch
     asked: Counter[tuple[str, str]] = Counter()
     hit: Counter[tuple[str, str]] = Counter()
     for number in range(90):
