@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 def check_core(core: FlatCore) -> None:
     """Raise InvariantError at the first invariant that does not hold. O(blocks)."""
     check_list(core.store)
-    check_nodes(core.store, core.roots.values(), core.rows.values())
+    check_nodes(core.store, core.cache.roots.values(), core.rows.values())
     _check_contents(core)
     duplicates = _check_rows(core)
     _check_references(core, duplicates)
-    if core.order is not None:
-        core.order.check()
+    if core.cache.order is not None:
+        core.cache.order.check()
     if core.tenants is not None:
         _check_tenants(core, core.tenants)
     number = core.store.columns.number
@@ -45,7 +45,7 @@ def dump_core(core: FlatCore) -> dict[str, object]:
     """Return contents, rows and orders as plain values. Cores that act alike have equal dumps."""
     c = core.store.columns
     contents = core.store.contents()
-    core.digester.make(int32_array([n for n, _, _, _ in contents]))
+    core.cache.digester.make(int32_array([n for n, _, _, _ in contents]))
     serials = {step.serial: (client, step.step) for client, step in core.steps.waiting()}
     return {
         "num_blocks": len(c.block),
@@ -53,14 +53,14 @@ def dump_core(core: FlatCore) -> dict[str, object]:
             (
                 b,
                 g,
-                str(core.namespaces[core.store.root_of(n)]),
+                str(core.cache.namespaces[core.store.root_of(n)]),
                 c.digest[n].tobytes().hex(),
                 None if is_sealed else serials.get(int(c.node[n, OWNER + 2 * g])),
             )
             for n, g, b, is_sealed in contents
         ),
         "free": free_list(core.store),
-        "order": [] if core.order is None else core.order.policy.order(),
+        "order": [] if core.cache.order is None else core.cache.order.policy.order(),
         "tables": {
             name: [core.store.table(r, g).tolist() for g in range(core.store.num_groups)]
             for name, r in sorted(core.rows.items())
@@ -71,12 +71,12 @@ def dump_core(core: FlatCore) -> dict[str, object]:
         },
         "units": {name: int(c.row[r, UNITS]) for name, r in sorted(core.rows.items())},
         "hashless": sorted(name for name, r in core.rows.items() if c.row[r, FLAGS] & NO_CACHING),
-        "pins": sorted(core.pins.items()),
+        "pins": sorted(core.cache.pins.items()),
         "shared": {
             core.requests[r]: sorted((*column, n) for column, n in columns.items())
             for r, columns in sorted(core.forks.shared.items())
         },
-        "is_caching": core.is_caching,
+        "is_caching": core.cache.is_caching,
     }
 
 
@@ -248,12 +248,12 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
     _require(not len(wrong), f"blocks {wrong[:5]} have a tenant but are unused, or the reverse")
     unheld: Counter[int] = Counter()
     for n, _, b, _ in core.store.contents():
-        namespace = core.namespaces[core.store.root_of(n)]
+        namespace = core.cache.namespaces[core.store.root_of(n)]
         number = tenants.account(namespace).number
         _require(owners[b] == number, f"block {b} of {namespace} is tenant {owners[b]}'s")
         unheld[number] += c.block[b, REF] == 0
     for name, r in core.rows.items():
-        number = tenants.account(core.namespaces[int(c.row[r, ROOT])]).number
+        number = tenants.account(core.cache.namespaces[int(c.row[r, ROOT])]).number
         for g in range(core.store.num_groups):
             table = core.store.table(r, g)
             others = table[(table != 0) & (owners[table] != number)]
@@ -268,7 +268,7 @@ def _check_tenants(core: FlatCore, tenants: TenantLedger) -> None:
 
 def _check_references(core: FlatCore, duplicates: Counter[int]) -> None:
     counts: Any = core.store.blocks_in_tables()
-    for others in (core.pins, core.forks.copied, duplicates):
+    for others in (core.cache.pins, core.forks.copied, duplicates):
         for b, count in others.items():
             counts[b] += count
     wrong = np.flatnonzero(counts != core.store.columns.block[:, REF])

@@ -5,8 +5,8 @@ and kernels carry them out. The manager validates requests; the core validates w
 and can be wrong: blocks that a caller names, hits, and shared tokens. The core knows neither the
 meaning of tokens, nor workers, nor time.
 
-    look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      run_rows, admit_rows
-    complete_steps ─▶ seal ─▶ notify          fail_steps, evict ─▶ mark ─▶ forget
+    cache.look_up ─▶ walk, fit      reserve ─▶ admit | skip, grow, publish      run_rows, admit_rows
+    complete_steps ─▶ seal ─▶ notify      fail_steps, cache.evict ─▶ mark ─▶ forget
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from kvcache.core import (
 from kvcache.core.audit import check_core, dump_core
 from kvcache.core.forgetting import count_sealed, forget
 from kvcache.core.forks import RowForks
-from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.kinds.rule import SIZE
 from kvcache.core.names import *
 from kvcache.core.prefix_cache import PrefixCache
@@ -66,8 +65,6 @@ from kvcache.core.rows import (
 from kvcache.core.running import END_OF_OWN, ROW, RowTable, RunningRows, note_row_ends
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch, Command
 from kvcache.protocol.step import NewRequest
-from kvcache.requests.hashing import generate_block_hash_extra_keys
-from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.tenants import TenantAccount
@@ -79,7 +76,6 @@ CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
 """Makes the manager's core. Pass another one to observe or replace the core."""
 
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
-_FEW_KEYS = 4096
 
 _WISH = Struct(f"{NUM_WISHES}i")
 """One row of the `wishes` of `admit_rows`."""
@@ -88,8 +84,8 @@ _new_tuple: Any = tuple.__new__
 """Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
-class FlatCore(PrefixCache):
-    """The core of one pool of blocks: its prefix cache, and the requests that use it.
+class FlatCore:
+    """The core of one pool of blocks: its prefix `cache`, and the requests that use it.
 
     One owner, one thread. A raise leaves everything unchanged.
 
@@ -105,8 +101,9 @@ class FlatCore(PrefixCache):
         Raises:
             ConfigurationError: there is no block, the policy is unknown, or a kind has no rules.
         """
-        super().__init__(settings, self._slots_of)
-        self._keys_at_most = _FEW_KEYS
+        self.cache = cache = PrefixCache(settings, self._slots_of)
+        self.store, self.steps, self.notifier = cache.store, cache.steps, cache.notifier
+        self.tenants, self.hash_block_size = cache.tenants, cache.hash_block_size
         self.rows: dict[str, int] = {}
         self.requests: dict[int, str] = {}
         self._slot_of = settings.slot_of
@@ -124,23 +121,22 @@ class FlatCore(PrefixCache):
         self.forks = RowForks(self.store, self.notifier)
         self._places: Any = np.empty((NUM_PLACES, 0), np.int32)
         self._published: Any = np.empty((0, 4), np.int32)
-        self.no_hit = CacheHit((EMPTY_INT32,) * len(self.sizes), 0)
 
     # --- steps -------------------------------------------------------------------------------
 
     def open_step(self, client_id: str, step: int) -> None:
         """Begin step `step` of `client_id`; raises RequestError if the client had a later one."""
-        self._last = None
+        self.cache.last = None
         self.steps.open(client_id, step)
 
     def close_step(self) -> None:
         """End the open step, if any."""
-        self._last = None
+        self.cache.last = None
         self.steps.close()
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable and is still cached."""
-        self._last = None
+        self.cache.last = None
         completed = self.steps.complete(client_id, through_step)
         for step in completed:
             for notes in step.notes:
@@ -148,7 +144,7 @@ class FlatCore(PrefixCache):
         if self._merges_duplicates:
             for step in completed:
                 self._merge(step.published_rows())
-            self._settle()
+            self.cache.settle()
 
     def take_merges(self) -> list[tuple[str, TableChange]]:
         """Return the table changes of merged duplicates since the last call, by request."""
@@ -163,44 +159,13 @@ class FlatCore(PrefixCache):
         failed = self.steps.take_failed(client_id, from_step)
         if failed:
             last = failed[-1]
-            forget(self.store.address, EMPTY_INT32, last.client, last.serial, self._no_blocks())
+            forget(
+                self.store.address, EMPTY_INT32, last.client, last.serial, self.cache.no_blocks()
+            )
             self.steps.end_failed(client_id, failed)
-            self._settle()
+            self.cache.settle()
 
     # --- requests ----------------------------------------------------------------------------
-
-    def look_up(self, request: Request) -> CacheHit:
-        """Return the longest usable hit, at most `num_tokens - 1` tokens. Changes nothing."""
-        if not self.is_caching or request.skip_reading_prefix_cache:
-            return self.no_hit
-        limit = request.num_tokens - 1
-        num_units = limit // self.hash_block_size
-        if not num_units:
-            return self.no_hit
-        store = self.store
-        if num_units > store.num_reached:
-            store.reach_units(num_units)
-        first, other, keys = 0, 0, EMPTY_INT32
-        if not request.is_plain:
-            first, other, keys = self._keys_of(request, num_units, is_known=True)
-        namespace = request.namespace
-        root = self._root if namespace is DEFAULT_NAMESPACE else self.roots.get(namespace, 0)
-        step = self.steps.current
-        client = 0 if step is None else step.client
-        length, depth = look_up(
-            store.address, root, client, first, other, keys, request.token_buffer, limit
-        )
-        if not length:
-            self._last = None  # its nodes in `path` are overwritten
-            return self.no_hit
-        length, found = int(length), store.columns.found
-        if store.num_groups == 1:
-            ids: tuple[Int32Array, ...] = (found[0, : length // self.sizes[0]].copy(),)
-        else:
-            ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
-        hit: CacheHit = _new_tuple(CacheHit, (ids, length))
-        self._last = hit, request, request.num_truncations, depth
-        return hit
 
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
@@ -221,21 +186,6 @@ class FlatCore(PrefixCache):
             return self._extend(r, request, reservation)
         return self._admit(request, reservation, hit)
 
-    def match_again(self, request: Request, hit: CacheHit) -> int:
-        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
-        many units have nodes.
-
-        Raises:
-            RequestError: the hit is not what a look-up finds now.
-        """
-        last = self._last
-        is_same = last is not None and last[0] is hit and last[1] is request
-        if last is None or not is_same or last[2] != request.num_truncations:
-            is_found, last = self.look_up(request) == hit, self._last
-            if not is_found or last is None:
-                raise stale_hit(request, hit)
-        return last[3]
-
     def _admit(
         self, request: Request, reservation: Reservation, hit: CacheHit | None
     ) -> list[TableChange] | None:
@@ -247,18 +197,18 @@ class FlatCore(PrefixCache):
             store.reach_units(-(-max(most, num_encoder) // unit))
         hit_tokens = depth = 0
         if hit is not None and hit.num_tokens:
-            hit_tokens, depth = hit.num_tokens, self.match_again(request, hit)
-        end = min(cached, num_tokens) // unit if self.is_caching else 0
-        self._last = None
-        root = self._root if request.namespace is DEFAULT_NAMESPACE else 0
-        root = root or self.root(request.namespace)
+            hit_tokens, depth = hit.num_tokens, self.cache.match_again(request, hit)
+        end = min(cached, num_tokens) // unit if self.cache.is_caching else 0
+        self.cache.last = None
+        root = self.cache.default_root if request.namespace is DEFAULT_NAMESPACE else 0
+        root = root or self.cache.root(request.namespace)
         num_new = end - depth
         if num_new > 0 and not store.has_nodes(num_new):
-            self.reach_nodes(num_new, store.columns.path[:depth])
+            self.cache.reach_nodes(num_new, store.columns.path[:depth])
         first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
         if not request.is_plain:
-            self._sweep_keys()
-            first, other, keys = self._keys_of(request, max(1, end))
+            self.cache.sweep_keys()
+            first, other, keys = self.cache.keys_of(request, max(1, end))
         if end and self.notifier.needs_digests:
             digests = self._known_digests(request, end)
         room = spare
@@ -268,7 +218,7 @@ class FlatCore(PrefixCache):
         if not store.free_rows:
             store.more_rows()
         r = store.free_rows[-1]
-        is_simple = self.order is None and self.notifier.offload is None
+        is_simple = self.cache.order is None and self.notifier.offload is None
         needed, has_news = admit_row(
             store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
             wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
@@ -284,7 +234,7 @@ class FlatCore(PrefixCache):
         if num_new > 0:
             self.steps.note_row(r, depth, end)
         if not is_simple:
-            self._make_room(needed)
+            self.cache.make_room(needed)
             serve_row(store.address, r, computed, wanted, GROW, 0)
             self._count_taken()
             if num_new > 0:
@@ -293,7 +243,7 @@ class FlatCore(PrefixCache):
         if self._zeroes or not is_simple:
             self._drop_changes()
         if has_news or not is_simple:
-            self._settle()
+            self.cache.settle()
         return self._whole_tables(r)
 
     def _whole_tables(self, r: int) -> list[TableChange]:
@@ -320,10 +270,10 @@ class FlatCore(PrefixCache):
         store, slots = self.store, rows.slots
         self._reach_rows(len(slots))
         places, is_reserved = self._places, np.empty(len(slots), np.int32)
-        how = ALONE if self.order is None and self.notifier.offload is None else ASKING
+        how = ALONE if self.cache.order is None and self.notifier.offload is None else ASKING
         if self.tenants is not None:
             how = BY_TENANT
-        publishes, lacks_nodes = self.is_caching and store.num_groups > 0, False
+        publishes, lacks_nodes = self.cache.is_caching and store.num_groups > 0, False
         code, num_busy = NEEDS_SPACE, 0
         while code != DONE:
             code, first, second, third = run_rows(
@@ -334,9 +284,9 @@ class FlatCore(PrefixCache):
             if code == NEEDS_SPACE:
                 store.reach_units(-(-first // self.hash_block_size))
                 store.reach_changes(third)
-                lacks_nodes = not self.reach_nodes(second)
+                lacks_nodes = not self.cache.reach_nodes(second)
             elif code == NEEDS_ROOM and how == ASKING:
-                self._make_room(first)
+                self.cache.make_room(first)
                 num_busy = second
             elif code != DONE:
                 num_busy, num_late = (first, second) if code == SINGLY else (second, 0)
@@ -355,7 +305,7 @@ class FlatCore(PrefixCache):
             table.sync(slot)
             num_cached = int(rows.positions[END_OF_OWN, place])
             self._publish(int(table.rows[slot, ROW]), table.requests[slot], num_cached)
-        self._settle()
+        self.cache.settle()
         return RowsReserved(is_reserved, [])
 
     def admit_rows(
@@ -372,7 +322,7 @@ class FlatCore(PrefixCache):
         must be asked for blocks.
         """
         store, namespace, count = self.store, new[0][0].namespace, len(new)
-        if self.order is not None or self._zeroes or self.notifier.offload is not None:
+        if self.cache.order is not None or self._zeroes or self.notifier.offload is not None:
             return None
         wishes, place = np.empty((count, NUM_WISHES), np.int32), 0
         lines = wishes.data
@@ -389,8 +339,8 @@ class FlatCore(PrefixCache):
                 wish.delay_cache_blocks,
             )  # fmt: skip
             place += _WISH.size
-        is_default = namespace is DEFAULT_NAMESPACE and self._root
-        root = self._root if is_default else self.root(namespace)
+        is_default = namespace is DEFAULT_NAMESPACE and self.cache.default_root
+        root = self.cache.default_root if is_default else self.cache.root(namespace)
         tokens = new[0][0].token_buffer
         if count > 1:
             tokens = np.concatenate([request.token_buffer for request, _ in new])
@@ -402,14 +352,14 @@ class FlatCore(PrefixCache):
         places, num_admitted = np.array((free, slots), np.int32), -1
         while num_admitted < 0:
             num_admitted, num_published, num_units, num_columns = admit_rows(
-                store.address, root, client, self.is_caching, store.num_reached, client_index,
+                store.address, root, client, self.cache.is_caching, store.num_reached, client_index,
                 num_running, num_spare, max_model_len, tokens, wishes, places, table.rows,
                 table.ring, answers, self._published,
             )  # fmt: skip
             if num_admitted < 0:
                 store.reach_units(-(-num_published // self.hash_block_size))
                 store.reach_changes(num_columns)
-                self._reach_index(num_units)
+                self.cache.reach_index(num_units)
                 if not store.reach_nodes(num_units):
                     return None
         if num_admitted:
@@ -421,7 +371,7 @@ class FlatCore(PrefixCache):
                 self.rows[request.request_id], self.requests[r] = r, request.request_id
         if num_published:
             self.steps.note_rows(self._published[:num_published].copy())
-        self._settle()
+        self.cache.settle()
         return RowsAdmitted(taken, num_hit, num_scheduled)
 
     def _reach_rows(self, count: int) -> None:
@@ -448,7 +398,7 @@ class FlatCore(PrefixCache):
                     f"{num_tokens // size} cannot be cached: allocate them first"
                 )
         self._publish(r, request, num_tokens)
-        self._settle()
+        self.cache.settle()
 
     def fork(
         self, parent: Request, child: Request, num_tokens: int, newest: NewestState
@@ -472,65 +422,39 @@ class FlatCore(PrefixCache):
         row = self._open_row(child)
         self.store.columns.row[row, FLAGS] |= self.store.columns.row[r, FLAGS] & NO_CACHING
         changes = self.forks.fork(r, row, num_tokens, newest)
-        self._settle()
+        self.cache.settle()
         return changes
 
     def free(self, request: Request) -> None:
         """Release all of the request's blocks, last one first. Ignore a request without any."""
         r = self._forget_row(request)
         if r != NO_ROW and free_row(self.store.address, r):
-            self._settle()
+            self.cache.settle()
 
     def path_of(self, request: Request) -> Int32Array:
         """Return the nodes of the request's hittable contents, for `hint`; of a preempted one, of
         what is still cached."""
         r = self.rows.get(request.request_id, NO_ROW)
         if r == NO_ROW:
-            return self._cached_path(request)
+            return self.cache.path_of(request)
         row, node = self.store.columns.row, self.store.columns.node
         path, n = np.zeros(row.item(r, UNITS), np.int32), row.item(r, LAST)
         for unit in range(len(path) - 1, -1, -1):
             path[unit], n = n, node.item(n, PARENT)
         return path
 
-    def _cached_path(self, request: Request) -> Int32Array:
-        """Return the nodes of all cached tokens of a request without blocks."""
-        num_units = request.num_tokens // self.hash_block_size
-        root = self.roots.get(request.namespace, 0)
-        if not root or not num_units:
-            return EMPTY_INT32
-        store, self._last = self.store, None  # its nodes in `path` are overwritten
-        store.reach_units(num_units)
-        keys = self._keys_of(request, num_units, is_known=True)
-        step = self.steps.current
-        client = 0 if step is None else step.client
-        depth = look_up(
-            store.address, root, client, *keys, request.token_buffer, request.num_tokens
-        )[1]
-        return store.columns.path[:depth].copy()
-
-    def hint(self, path: Int32Array, hints: Sequence[CacheHint]) -> None:
-        """Follow the hints of a request that has just been freed, for those blocks that are unused
-        now. `path` is what `path_of` returned before."""
-        if self.order is None:
-            self.order = self._make_order()
-        self.order.tell()
-        self.order.follow_hints()
-        for hint in hints:
-            self.order.hint(path, self._specs, hint)
-
     def free_all(self, requests: Sequence[Request]) -> None:
         """Do `free` for each of these requests, in order."""
         lines = [r for r in map(self._forget_row, requests) if r != NO_ROW]
         if lines and free_rows(self.store.address, np.array(lines, np.int32)):
-            self._settle()
+            self.cache.settle()
 
     def _forget_row(self, request: Request) -> int:
         """Forget which row a request has, and return it. The caller then releases its blocks."""
         r = self.rows.pop(request.request_id, NO_ROW)
         if r == NO_ROW:
             return r
-        self._last = None
+        self.cache.last = None
         if self.forks.copied:
             self.store.cells[HAS_GAPS] = 1
         if self.forks.shared:
@@ -560,10 +484,10 @@ class FlatCore(PrefixCache):
         """Return, per group, how many leading blocks every running request shares."""
         r = self.rows.get(request_id, NO_ROW)
         counts = [0] * self.store.num_groups
-        if r == NO_ROW or not self.prefix_groups:
+        if r == NO_ROW or not self.cache.prefix_groups:
             return counts
         held = self.store.blocks_in_tables()
-        for g in self.prefix_groups:
+        for g in self.cache.prefix_groups:
             differs = held[self.store.table(r, g)] != num_running_requests
             counts[g] = int(differs.argmax()) if differs.any() else len(differs)
         return counts
@@ -574,7 +498,7 @@ class FlatCore(PrefixCache):
         """Return label, unlabel, zero and copy commands since the last call, in order."""
         commands = self.notifier.take_commands()
         if self.forks.release_copied():
-            self._settle()
+            self.cache.settle()
         return commands
 
     def statistics(self) -> CoreStatistics:
@@ -582,15 +506,15 @@ class FlatCore(PrefixCache):
         c = self.store.columns
         return CoreStatistics(
             num_blocks=len(c.block) - 1,
-            num_free_blocks=self.num_free_blocks(),
+            num_free_blocks=self.cache.num_free_blocks(),
             num_cached_blocks=int(np.count_nonzero(c.block[:, NODE])),
             num_sealed_blocks=int(count_sealed(self.store.address)),
-            num_pinned_blocks=len(self.pins),
+            num_pinned_blocks=len(self.cache.pins),
             num_in_flight_blocks=0,
             num_quarantined_blocks=0,
             num_evictions=int(c.number[EVICTED]),
             references={
-                ReferenceKind.PIN.value: self.pins.total(),
+                ReferenceKind.PIN.value: self.cache.pins.total(),
                 ReferenceKind.FORK.value: self.forks.copied.total(),
                 ReferenceKind.TRANSFER.value: 0,
                 ReferenceKind.REQUEST.value: int(self.store.blocks_in_tables().sum()),
@@ -611,7 +535,7 @@ class FlatCore(PrefixCache):
 
     def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
         """Return whether a request may take blocks while `num_spare_blocks` others stay free."""
-        num_free = self.num_free_blocks() - num_spare_blocks
+        num_free = self.cache.num_free_blocks() - num_spare_blocks
         if self.tenants is None:
             return num_blocks <= num_free
         self.tenants.serve(self.tenants.account(request.namespace))
@@ -626,50 +550,21 @@ class FlatCore(PrefixCache):
 
     def _count_room(self, request: Request) -> None:
         """Set ROOM to the number of blocks that a request's tenant may still reference."""
-        if self.tenants is not None and self.order is not None:
-            self.order.tell()
+        if self.tenants is not None and self.cache.order is not None:
+            self.cache.order.tell()
             account = self.tenants.account(request.namespace)
-            room = self.tenants.room(account, self.num_free_blocks())
+            room = self.tenants.room(account, self.cache.num_free_blocks())
             self.store.columns.number[ROOM] = max(0, room)
 
     def _publishes(self, r: int) -> bool:
         """Return whether further blocks of a row become hittable."""
-        return self.is_caching and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
-
-    def _keys_of(
-        self, request: Request, num_units: int, *, is_known: bool = False
-    ) -> tuple[int, int, Int32Array]:
-        """Return the numbers of a request's extra keys: of its first unit; of later units without
-        multimodal items; and of each of its first `num_units` units, if it has items.
-
-        With `is_known`, extra keys that nothing cached has are -1 instead of getting a number.
-        """
-        if request.is_plain:
-            return 0, 0, EMPTY_INT32
-        number, unit = self.digester.number_of, self.hash_block_size
-        if is_known:
-            number = self.digester.known_number
-        end = max([position.end for position in request.mm_positions], default=0)
-        num_items = min(num_units, -(-end // unit))
-        behind = -(-end // unit) * unit + unit
-        other = number(generate_block_hash_extra_keys(request, behind, behind + unit, 0)[0])
-        if not request.mm_positions:
-            return (
-                number(generate_block_hash_extra_keys(request, 0, unit, 0)[0]),
-                other,
-                EMPTY_INT32,
-            )
-        keys, at = np.full(num_units, other, np.int32), 0
-        for u in range(max(num_items, min(1, num_units))):
-            found, at = generate_block_hash_extra_keys(request, u * unit, (u + 1) * unit, at)
-            keys[u] = number(found)
-        return (int(keys[0]) if num_units else other), other, keys
+        return self.cache.is_caching and not self.store.columns.row.item(r, FLAGS) & NO_CACHING
 
     def _open_row(self, request: Request) -> int:
         """Give a request a row with its flags and extra keys. The caller sets everything else."""
         store = self.store
-        self._sweep_keys()
-        first, other, _ = self._keys_of(request, 1)
+        self.cache.sweep_keys()
+        first, other, _ = self.cache.keys_of(request, 1)
         if not store.free_rows:
             store.more_rows()
         r, row = store.free_rows.pop(), store.columns.row
@@ -705,20 +600,20 @@ class FlatCore(PrefixCache):
             return []
         if is_late:
             serve_row(store.address, r, computed, wanted, SKIP, 0)
-            self._settle()
+            self.cache.settle()
         store.reach_units(-(-wanted // unit))
         due = self.forks.due_copies(r, wanted)
         needed = serve_row(store.address, r, computed, wanted, COUNT, 0) + len(due)
         if not self._has_room(request, needed, reservation.num_spare_blocks):
             return None
-        self._make_room(needed)
+        self.cache.make_room(needed)
         self.forks.copy(r, wanted, due)
         serve_row(store.address, r, computed, wanted, GROW, 0)
         self._count_taken()
         changes = self._take_changes()
         if cached and self._publishes(r):
             self._publish(r, request, cached)
-        self._settle()
+        self.cache.settle()
         return changes
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
@@ -735,9 +630,9 @@ class FlatCore(PrefixCache):
         end = min(num_tokens, request.num_tokens) // self.hash_block_size
         if end <= start:
             return
-        self.reach_nodes(end - start)
+        self.cache.reach_nodes(end - start)
         self.steps.note_row(r, start, end)
-        _, _, keys = self._keys_of(request, end)
+        _, _, keys = self.cache.keys_of(request, end)
         digests = self._known_digests(request, end)
         self._count_room(request)
         publish_row(store.address, r, end, request.all_token_ids, keys, digests)
@@ -809,7 +704,7 @@ class FlatCore(PrefixCache):
     ) -> bool:
         """Give rows the blocks that they lack, one tenant after the other. Return False, unchanged,
         unless there is room for all."""
-        self._settle()  # tenants count what rows have skipped
+        self.cache.settle()  # tenants count what rows have skipped
         core, tenants = self.store.address, required(self.tenants)
         lines, slots_of = table.rows[slots, ROW].tolist(), slots.tolist()
         lacking: dict[TenantAccount, int] = {}
@@ -820,11 +715,11 @@ class FlatCore(PrefixCache):
                 account = tenants.account(table.requests[slots_of[i]].namespace)
                 lacking[account] = lacking.get(account, 0) + count
                 places.setdefault(account, []).append(i)
-        if not tenants.has_room(lacking, self.num_free_blocks()):
+        if not tenants.has_room(lacking, self.cache.num_free_blocks()):
             return False
         for account, count in lacking.items():
             tenants.serve(account)
-            self._make_room(count)
+            self.cache.make_room(count)
             first = self.store.cells[NUM_IDS]
             for i in places[account]:
                 computed, slot_tokens, *_ = wanted[i]
@@ -845,7 +740,7 @@ class FlatCore(PrefixCache):
         lines = table.rows[slots, ROW].tolist()
         for i in late:
             serve_row(self.store.address, lines[i], wanted[i].num_computed_tokens, 0, SKIP, 0)
-        self._settle()
+        self.cache.settle()
         changes: list[tuple[int, TableChange]] = []
         for i, reservation in wanted.items():
             slot = int(slots[i])
@@ -867,12 +762,3 @@ class FlatCore(PrefixCache):
                 found[pair] = self._slot_of(self.requests[r]) if is_here else -1
             slots.append(found[pair])
         return np.array(slots, np.int32)
-
-    def _sweep_keys(self) -> None:
-        """Forget extra keys that no cached block and no running request has."""
-        if self.digester.num_keys < self._keys_at_most:
-            return
-        c = self.store.columns
-        used = [c.node[: c.number[NEXT_NODE], KEYS] >> 1, *c.row[:, FIRST_KEYS : OTHER_KEYS + 1].T]
-        self.digester.keep_only(set(np.unique(np.concatenate(used)).tolist()))
-        self._keys_at_most = max(_FEW_KEYS, 2 * self.digester.num_keys)

@@ -1,4 +1,4 @@
-"""`PrefixCache`: the blocks of one pool, and the contents that they hold. It knows no requests.
+"""`PrefixCache`: the blocks of one pool, and the contents that they hold.
 
 Each node of its tree is a unit that continues its parent. Blocks without references stay cached
 until a policy evicts them, or until their contents are forgotten: because blocks are needed, a
@@ -23,6 +23,7 @@ from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester
 from kvcache.core.eviction import PolicyOrder, offer_oldest
 from kvcache.core.forgetting import forget
+from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.names import *
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all
@@ -33,15 +34,22 @@ from kvcache.policies import make_eviction_policy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
+from kvcache.requests.hashing import generate_block_hash_extra_keys
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Namespace, Request
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
 
 _FEW_ROOTS = 64
+_FEW_KEYS = 4096
+
+_new_tuple: Any = tuple.__new__
+"""Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
 class PrefixCache:
-    """The contents of one pool of blocks: what is cached, pinned and evicted.
+    """The contents of one pool of blocks: what is found, pinned, evicted and forgotten. The rows
+    of the requests that use them are `FlatCore`'s.
 
     One owner, one thread. A raise leaves everything unchanged.
     """
@@ -75,9 +83,9 @@ class PrefixCache:
         self.digester = Digester(store, hash_fn)
         self.none_hash = settings.none_hash
         self.roots: dict[Namespace, int] = {}
-        self._root = 0  # that of the default namespace
+        self.default_root = 0  # that of the default namespace
         self.namespaces: dict[int, Namespace] = {}
-        self._roots_at_most = _FEW_ROOTS
+        self._roots_at_most, self._keys_at_most = _FEW_ROOTS, _FEW_KEYS
         publishes_all = settings.publish_all_groups or not self.prefix_groups
         self.notifier = Notifier(
             store,
@@ -102,22 +110,71 @@ class PrefixCache:
         self.order = None if self._lists_cached else self._make_order()
         self.steps = StepTable(store)
         self.pins: Counter[int] = Counter()
-        self._last: tuple[CacheHit, Request, int, int] | None = None
+        self._no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
+        self.last: tuple[CacheHit, Request, int, int] | None = None
         """The last look-up, until anything changes."""
+
+    def look_up(self, request: Request) -> CacheHit:
+        """Return the longest usable hit, at most `num_tokens - 1` tokens. Changes nothing."""
+        if not self.is_caching or request.skip_reading_prefix_cache:
+            return self._no_hit
+        limit = request.num_tokens - 1
+        num_units = limit // self.hash_block_size
+        if not num_units:
+            return self._no_hit
+        store = self.store
+        if num_units > store.num_reached:
+            store.reach_units(num_units)
+        first, other, keys = 0, 0, EMPTY_INT32
+        if not request.is_plain:
+            first, other, keys = self.keys_of(request, num_units, is_known=True)
+        namespace = request.namespace
+        root = self.default_root if namespace is DEFAULT_NAMESPACE else self.roots.get(namespace, 0)
+        step = self.steps.current
+        client = 0 if step is None else step.client
+        length, depth = look_up(
+            store.address, root, client, first, other, keys, request.token_buffer, limit
+        )
+        if not length:
+            self.last = None  # its nodes in `path` are overwritten
+            return self._no_hit
+        length, found = int(length), store.columns.found
+        if store.num_groups == 1:
+            ids: tuple[Int32Array, ...] = (found[0, : length // self.sizes[0]].copy(),)
+        else:
+            ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
+        hit: CacheHit = _new_tuple(CacheHit, (ids, length))
+        self.last = hit, request, request.num_truncations, depth
+        return hit
+
+    def match_again(self, request: Request, hit: CacheHit) -> int:
+        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
+        many units have nodes.
+
+        Raises:
+            RequestError: the hit is not what a look-up finds now.
+        """
+        last = self.last
+        is_same = last is not None and last[0] is hit and last[1] is request
+        if last is None or not is_same or last[2] != request.num_truncations:
+            is_found, last = self.look_up(request) == hit, self.last
+            if not is_found or last is None:
+                raise stale_hit(request, hit)
+        return last[3]
 
     def pin(self, hit: CacheHit) -> None:
         """Add a pin reference to the blocks of `hit`, which was just looked up."""
         ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
         acquire_all(self.store.address, ids)
         self.pins.update(ids.tolist())
-        self._settle()
+        self.settle()
 
     def unpin(self, hit: CacheHit) -> None:
         """Drop one pin reference per block of `hit`."""
         ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
         self.pins -= Counter(ids.tolist())
         release_all(self.store.address, ids)
-        self._settle()
+        self.settle()
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Forget the contents of these blocks and what continues them; see `forget`. Requests with
@@ -152,7 +209,7 @@ class PrefixCache:
 
     def stop_hits(self) -> None:
         """Stop hits and caching until a `reset` succeeds, or until `forget_all`."""
-        self._last = None
+        self.last = None
         self.is_caching = False
 
     def sealed_contents(self) -> SealedContents:
@@ -185,7 +242,7 @@ class PrefixCache:
             BlockError: a block is referenced or cached already; nothing was changed.
         """
         kept = rebuild(self, labels)
-        self._settle()
+        self.settle()
         return kept
 
     def root(self, namespace: Namespace) -> int:
@@ -199,7 +256,7 @@ class PrefixCache:
             raise InvariantError("no node is left for a namespace")
         n = new_root(self.store.address)
         self.roots[namespace], self.namespaces[n] = n, namespace
-        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
+        self.default_root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self.digester.set_root(n, self.none_hash)
         return n
 
@@ -216,7 +273,7 @@ class PrefixCache:
         store = self.store
         if store.has_nodes(num_more):
             return True
-        self._reach_index(num_more)
+        self.reach_index(num_more)
         while not store.reach_nodes(num_more):
             c = store.columns
             unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
@@ -225,9 +282,73 @@ class PrefixCache:
             self._forget(unheld)
         return True
 
-    def _settle(self) -> None:
+    def path_of(self, request: Request) -> Int32Array:
+        """Return the nodes of all cached tokens of a request, for `hint`."""
+        num_units = request.num_tokens // self.hash_block_size
+        root = self.roots.get(request.namespace, 0)
+        if not root or not num_units:
+            return EMPTY_INT32
+        store, self.last = self.store, None  # its nodes in `path` are overwritten
+        store.reach_units(num_units)
+        keys = self.keys_of(request, num_units, is_known=True)
+        step = self.steps.current
+        client = 0 if step is None else step.client
+        depth = look_up(
+            store.address, root, client, *keys, request.token_buffer, request.num_tokens
+        )[1]
+        return store.columns.path[:depth].copy()
+
+    def hint(self, path: Int32Array, hints: Sequence[CacheHint]) -> None:
+        """Follow the hints of a request that has just been freed, for those blocks that are unused
+        now. `path` is what `path_of` returned before."""
+        if self.order is None:
+            self.order = self._make_order()
+        self.order.tell()
+        self.order.follow_hints()
+        for hint in hints:
+            self.order.hint(path, self._specs, hint)
+
+    def keys_of(
+        self, request: Request, num_units: int, *, is_known: bool = False
+    ) -> tuple[int, int, Int32Array]:
+        """Return the numbers of a request's extra keys: of its first unit; of later units without
+        multimodal items; and of each of its first `num_units` units, if it has items.
+
+        With `is_known`, extra keys that nothing cached has are -1 instead of getting a number.
+        """
+        if request.is_plain:
+            return 0, 0, EMPTY_INT32
+        number, unit = self.digester.number_of, self.hash_block_size
+        if is_known:
+            number = self.digester.known_number
+        end = max([position.end for position in request.mm_positions], default=0)
+        num_items = min(num_units, -(-end // unit))
+        behind = -(-end // unit) * unit + unit
+        other = number(generate_block_hash_extra_keys(request, behind, behind + unit, 0)[0])
+        if not request.mm_positions:
+            return (
+                number(generate_block_hash_extra_keys(request, 0, unit, 0)[0]),
+                other,
+                EMPTY_INT32,
+            )
+        keys, at = np.full(num_units, other, np.int32), 0
+        for u in range(max(num_items, min(1, num_units))):
+            found, at = generate_block_hash_extra_keys(request, u * unit, (u + 1) * unit, at)
+            keys[u] = number(found)
+        return (int(keys[0]) if num_units else other), other, keys
+
+    def sweep_keys(self) -> None:
+        """Forget extra keys that no cached block and no running request has."""
+        if self.digester.num_keys < self._keys_at_most:
+            return
+        c = self.store.columns
+        used = [c.node[: c.number[NEXT_NODE], KEYS] >> 1, *c.row[:, FIRST_KEYS : OTHER_KEYS + 1].T]
+        self.digester.keep_only(set(np.unique(np.concatenate(used)).tolist()))
+        self._keys_at_most = max(_FEW_KEYS, 2 * self.digester.num_keys)
+
+    def settle(self) -> None:
         """Read the kernels' logs: report forgotten contents, then what became hittable."""
-        self._last = None
+        self.last = None
         cells = self.store.cells
         if self.order is None and cells[HAS_GAPS]:
             self.order = self._make_order()
@@ -251,8 +372,8 @@ class PrefixCache:
             raise InvariantError("a log of the columns was too short: changes were lost")
 
     def _forget(self, block_ids: Int32Array) -> None:
-        forget(self.store.address, block_ids, 0, 0, self._no_blocks())
-        self._settle()
+        forget(self.store.address, block_ids, 0, 0, self.no_blocks())
+        self.settle()
 
     def _forget_all(self) -> None:
         c = self.store.columns
@@ -260,19 +381,19 @@ class PrefixCache:
         sealed = int32_array([b for _, _, b, is_sealed in self.store.contents() if is_sealed])
         no_caching = c.row[:, FLAGS] & NO_CACHING
         c.number[LOGS_GONE] = 0
-        forget(self.store.address, cached, 0, 0, self._no_blocks())
+        forget(self.store.address, cached, 0, 0, self.no_blocks())
         c.number[LOGS_GONE] = self.notifier.has_listeners
         c.row[:, FLAGS] = (c.row[:, FLAGS] & ~NO_CACHING) | no_caching
         self.steps.clear()
-        self._settle()
+        self.settle()
         self.notifier.unlabel(sealed)
         self.notifier.cleared()
         self.is_caching = self.can_hit
 
-    def _no_blocks(self) -> Int32Array:
+    def no_blocks(self) -> Int32Array:
         return np.zeros(len(self.store.columns.block), np.int32)
 
-    def _make_room(self, num_blocks: int) -> None:
+    def make_room(self, num_blocks: int) -> None:
         """Evict until `num_blocks` blocks can be taken from the list. Enough are free."""
         if self.order is not None:
             self.order.tell()
@@ -294,10 +415,10 @@ class PrefixCache:
             if not c.node.item(n, CHILDREN) and not c.node.item(n, ROWS):
                 drop_root(self.store.address, n)
                 del self.roots[namespace], self.namespaces[n]
-        self._root = self.roots.get(DEFAULT_NAMESPACE, 0)
+        self.default_root = self.roots.get(DEFAULT_NAMESPACE, 0)
         self._roots_at_most = max(_FEW_ROOTS, 2 * len(self.roots))
 
-    def _reach_index(self, num_more: int) -> None:
+    def reach_index(self, num_more: int) -> None:
         """Make room in the index for `num_more` nodes."""
         store = self.store
         num_indexed = store.cells[NUM_INDEXED] + num_more

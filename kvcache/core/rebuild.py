@@ -85,7 +85,7 @@ class _Kept(NamedTuple):
     namespaces: Int32Array
 
 
-def rebuild(core: PrefixCache, labels: Sequence[LabelSet]) -> int:
+def rebuild(cache: PrefixCache, labels: Sequence[LabelSet]) -> int:
     """Fill an empty core; return how many blocks were kept. All of them are evictable.
 
     Drops every label that is not kept, and emits events: cleared, then everything kept.
@@ -93,66 +93,66 @@ def rebuild(core: PrefixCache, labels: Sequence[LabelSet]) -> int:
     Raises:
         BlockError: a block is referenced or cached already; nothing was changed.
     """
-    c = core.store.columns
+    c = cache.store.columns
     num_blocks = len(c.block)
-    num_held = num_blocks - 1 - core.num_free_blocks()
+    num_held = num_blocks - 1 - cache.num_free_blocks()
     num_cached = int(np.count_nonzero(c.block[:, NODE]))
     if num_held or num_cached:
         raise BlockError(
             f"cannot restore: {num_held} blocks are in use and {num_cached} are cached: restore an "
             "empty pool"
         )
-    sizes = c.group[:, SIZE].tolist() if core.can_hit else []
-    fitting = fitting_labels(agreed_labels(labels), num_blocks, sizes, core.none_hash)
-    kept = _rebuild_groups(core, fitting) if sizes else []
-    ranks = _ranks(core)
-    victims = _victims(core, kept, ranks)
+    sizes = c.group[:, SIZE].tolist() if cache.can_hit else []
+    fitting = fitting_labels(agreed_labels(labels), num_blocks, sizes, cache.none_hash)
+    kept = _rebuild_groups(cache, fitting) if sizes else []
+    ranks = _ranks(cache)
+    victims = _victims(cache, kept, ranks)
     labelled = labelled_blocks(labels, num_blocks)
-    core.notifier.cleared()
-    core.notifier.unlabel(int32_array(np.setdiff1d(labelled, victims, assume_unique=True)))
-    take_listed(core.store.address, victims)
+    cache.notifier.cleared()
+    cache.notifier.unlabel(int32_array(np.setdiff1d(labelled, victims, assume_unique=True)))
+    take_listed(cache.store.address, victims)
     for g, ids, nodes, namespaces in kept:
         for b, n in zip(ids.tolist(), nodes.tolist(), strict=True):
-            put_block(core.store.address, n, g, b)
-        np.subtract.at(core.store.columns.node[:, ROWS], nodes, 1)
-        if core.tenants is not None:
+            put_block(cache.store.address, n, g, b)
+        np.subtract.at(cache.store.columns.node[:, ROWS], nodes, 1)
+        if cache.tenants is not None:
             for number in np.unique(namespaces).tolist():
-                account = core.tenants.account(fitting.namespaces[number])
-                core.tenants.took(ids[namespaces == number], account)
-    release_all(core.store.address, victims)
+                account = cache.tenants.account(fitting.namespaces[number])
+                cache.tenants.took(ids[namespaces == number], account)
+    release_all(cache.store.address, victims)
     for g, _, nodes, _ in kept:
         notes = np.zeros((len(nodes), 5), np.int32)
         notes[:, 0] = nodes[np.argsort(ranks[nodes])]
         notes[:, 1], notes[:, 2] = g, -1
-        notes[:, 4] = [core.store.root_of(n) for n in notes[:, 0].tolist()]
-        core.notifier.sealed(notes, is_labelled=True)
+        notes[:, 4] = [cache.store.root_of(n) for n in notes[:, 0].tolist()]
+        cache.notifier.sealed(notes, is_labelled=True)
     return len(victims)
 
 
-def _rebuild_groups(core: PrefixCache, fitting: FittingLabels) -> list[_Kept]:
+def _rebuild_groups(cache: PrefixCache, fitting: FittingLabels) -> list[_Kept]:
     """Add the nodes of all labels whose place is known. Prefix groups come first, and short blocks
     before long ones, because other groups find their places from their nodes."""
-    c = core.store.columns
+    c = cache.store.columns
     groups = sorted(
-        range(core.store.num_groups), key=lambda g: (c.group[g, KIND] != FULL, c.group[g, SIZE])
+        range(cache.store.num_groups), key=lambda g: (c.group[g, KIND] != FULL, c.group[g, SIZE])
     )
     places: dict[tuple[int, bytes], int] = {}
-    return [_rebuild_group(core, fitting, g, places) for g in groups]
+    return [_rebuild_group(cache, fitting, g, places) for g in groups]
 
 
 def _rebuild_group(
-    core: PrefixCache, fitting: FittingLabels, g: int, places: dict[tuple[int, bytes], int]
+    cache: PrefixCache, fitting: FittingLabels, g: int, places: dict[tuple[int, bytes], int]
 ) -> _Kept:
-    labels, length = fitting.groups[g], int(core.store.columns.group[g, LENGTH])
-    is_prefix_group = core.store.columns.group[g, KIND] == FULL
-    above = labels.parent_rows(core.none_hash)
+    labels, length = fitting.groups[g], int(cache.store.columns.group[g, LENGTH])
+    is_prefix_group = cache.store.columns.group[g, KIND] == FULL
+    above = labels.parent_rows(cache.none_hash)
     count = len(labels)
     behind = np.zeros(count, np.int32)
-    roots = core.roots_of(fitting.namespaces)
+    roots = cache.roots_of(fitting.namespaces)
     namespaces = labels.namespaces.tolist()
     for row in np.flatnonzero(above == FIRST_BLOCK).tolist():
         behind[row] = roots[namespaces[row]]
-    keys = _unit_keys(core, fitting, labels.keys, length)
+    keys = _unit_keys(cache, fitting, labels.keys, length)
     unknown = (keys < 0).any(axis=1)
     if not is_prefix_group:
         # The previous label may be lost or wrong, but other groups may know the place.
@@ -163,18 +163,18 @@ def _rebuild_group(
     for row in np.flatnonzero(unknown).tolist():
         # Other groups may know the node that ends there.
         name = roots[namespaces[row]], labels.digests[row].tobytes()
-        nodes[row] = _node_of_block(core, places.get(name, 0), labels.tokens[row])
+        nodes[row] = _node_of_block(cache, places.get(name, 0), labels.tokens[row])
     order = _in_order(above, behind)
-    core.reach_nodes(count * length)
+    cache.reach_nodes(count * length)
     above_32 = int32_array(np.where(behind > 0, NO_ROW, above))
     tokens = np.ascontiguousarray(labels.tokens, np.int32)
     add_nodes(
-        core.store.address, order[~unknown[order]], above_32, behind, tokens,
+        cache.store.address, order[~unknown[order]], above_32, behind, tokens,
         np.ascontiguousarray(keys, np.int32), nodes,
     )  # fmt: skip
     rows = np.flatnonzero(nodes)
-    core.digester.make(int32_array(nodes[rows]))
-    c = core.store.columns
+    cache.digester.make(int32_array(nodes[rows]))
+    c = cache.store.columns
     is_kept = np.zeros(count, np.bool_)
     is_kept[rows] = (c.digest[nodes[rows]] == labels.digests[rows]).all(axis=1)
     if is_prefix_group:
@@ -189,7 +189,7 @@ def _rebuild_group(
             places[root, c.digest[n].tobytes()] = n
             n = int(c.node[n, PARENT])
     np.add.at(c.node[:, ROWS], nodes[rows], 1)  # keeps them alive until they have blocks
-    prune_all(core.store.address, nodes[(nodes != 0) & ~is_kept])
+    prune_all(cache.store.address, nodes[(nodes != 0) & ~is_kept])
     block_ids = int32_array(labels.block_ids[rows])
     return _Kept(g, block_ids, nodes[rows], labels.namespaces[rows])
 
@@ -206,9 +206,9 @@ def _in_order(above: IndexArray, behind: Any) -> Int32Array:
     return int32_array(order)
 
 
-def _node_of_block(core: PrefixCache, n: int, tokens: Any) -> int:
+def _node_of_block(cache: PrefixCache, n: int, tokens: Any) -> int:
     """Return node `n` if a block with these tokens ends there, else 0."""
-    c, end = core.store.columns, n
+    c, end = cache.store.columns, n
     for own in reversed(tokens.reshape(-1, c.tokens.shape[1])):
         if not end or not np.array_equal(c.tokens[end], own):
             return 0
@@ -216,7 +216,7 @@ def _node_of_block(core: PrefixCache, n: int, tokens: Any) -> int:
     return n
 
 
-def _unit_keys(core: PrefixCache, fitting: FittingLabels, numbers: Any, length: int) -> Any:
+def _unit_keys(cache: PrefixCache, fitting: FittingLabels, numbers: Any, length: int) -> Any:
     """Return the numbers of the extra keys of each unit of blocks with these keys. -1: unknown,
     because a multimodal item may reach into any unit of a longer block."""
     table = np.zeros((len(fitting.extra_keys), length), np.int32)
@@ -226,22 +226,22 @@ def _unit_keys(core: PrefixCache, fitting: FittingLabels, numbers: Any, length: 
         if length > 1 and any(key[0] == "mm" for key in keys):
             table[i] = -1
             continue
-        table[i] = core.digester.number_of(keys)
+        table[i] = cache.digester.number_of(keys)
         if length > 1:
             others: ExtraKeys = tuple([key for key in keys if key[0] != "cache_salt"])
-            table[i, 1:] = core.digester.number_of(others)
+            table[i, 1:] = cache.digester.number_of(others)
     return table[numbers]
 
 
-def _ranks(core: PrefixCache) -> Int32Array:
+def _ranks(cache: PrefixCache) -> Int32Array:
     """Return the rank of each node in a walk that goes through each branch of the tree, from its
     first node on, before the next."""
-    c = core.store.columns
+    c = cache.store.columns
     following: dict[int, list[int]] = {}
     for n, parent in enumerate(c.node[: c.number[NEXT_NODE], PARENT].tolist()):
         if parent:
             following.setdefault(parent, []).append(n)
-    ranks, left, rank = np.zeros(len(c.node), np.int32), list(core.roots.values()), 0
+    ranks, left, rank = np.zeros(len(c.node), np.int32), list(cache.roots.values()), 0
     while left:
         ranks[n := left.pop()] = rank
         rank += 1
@@ -249,7 +249,7 @@ def _ranks(core: PrefixCache) -> Int32Array:
     return ranks
 
 
-def _victims(core: PrefixCache, found: Sequence[_Kept], ranks: Int32Array) -> Int32Array:
+def _victims(cache: PrefixCache, found: Sequence[_Kept], ranks: Int32Array) -> Int32Array:
     """Return all kept blocks in the order in which they are to be evicted: branch by branch, each
     from its last node on. Of one node, blocks of windowed groups go before those of prefix
     groups."""
@@ -257,6 +257,6 @@ def _victims(core: PrefixCache, found: Sequence[_Kept], ranks: Int32Array) -> In
         return EMPTY_INT32
     blocks = np.concatenate([each.block_ids for each in found])
     places = ranks[np.concatenate([each.nodes for each in found])]
-    are_last = core.store.columns.group[[each.group for each in found], KIND] == FULL
+    are_last = cache.store.columns.group[[each.group for each in found], KIND] == FULL
     kinds = np.repeat(are_last, [len(each.nodes) for each in found])
     return int32_array(blocks[np.lexsort((kinds, -places))])

@@ -22,6 +22,7 @@ from kvcache.base.errors import RequestError
 from kvcache.base.logs import get_logger
 from kvcache.core import CacheHit
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.prefix_cache import PrefixCache
 from kvcache.manager.admission import Admission
 from kvcache.manager.pins import Pin, PinTable, held_blocks
 from kvcache.manager.request_table import RequestTable
@@ -56,6 +57,7 @@ class CacheControl:
     ) -> None:
         """Control `core`. Without workers no commands are kept."""
         self._core = core
+        self._cache = core.cache
         self._table = table
         self._admission = admission
         self._clock = clock
@@ -100,7 +102,7 @@ class CacheControl:
         """Unpin expired pins, and end a drain once no block is in use."""
         if self._pins.hits:
             for hit in self._pins.take_expired(self._clock.now()):
-                self._core.unpin(hit)
+                self._cache.unpin(hit)
         if self.is_draining:
             self._try_to_empty()
 
@@ -110,10 +112,10 @@ class CacheControl:
         Raises:
             PinLimitError: pins would exceed their share of the pool, or the tenant's limit.
         """
-        hit = self._core.look_up(request)
+        hit = self._cache.look_up(request)
         self._pins.require_room(hit)
-        self._pins.require_tenant_room(hit, request.namespace, self._core.num_free_blocks())
-        self._core.pin(hit)
+        self._pins.require_tenant_room(hit, request.namespace, self._cache.num_free_blocks())
+        self._cache.pin(hit)
         return self._pins.add(hit, self._clock.now() + ttl_s, request.namespace)
 
     def unpin(self, pin_id: int) -> bool:
@@ -121,19 +123,19 @@ class CacheControl:
         hit = self._pins.remove(pin_id)
         if hit is None:
             return False
-        self._core.unpin(hit)
+        self._cache.unpin(hit)
         return True
 
     def evict(self, block_ids: Sequence[int]) -> None:
         """Make the core forget the contents of these blocks."""
-        self._core.evict(block_ids)
+        self._cache.evict(block_ids)
 
     def reset(self, *, drain: bool) -> bool:
         """Empty the cache now, or with `drain` once no block is in use; return whether it is."""
         if self.is_draining:
             return self._try_to_empty()
         if drain:
-            self._core.stop_hits()
+            self._cache.stop_hits()
             self.is_draining = True
             logger.info(
                 "the prefix cache drains: %d requests run, %d pins go, nothing hits until then",
@@ -146,7 +148,7 @@ class CacheControl:
     def begin_model_epoch(self) -> int:
         """Empty the cache although blocks are in use; return the number of the new epoch."""
         self._unpin_all()
-        self._core.forget_all()
+        self._cache.forget_all()
         self._emptied(has_new_weights=True)
         return self.model_epoch
 
@@ -170,10 +172,10 @@ class CacheControl:
 
     def _unpin_all(self) -> None:
         for hit in self._pins.take_all():
-            self._core.unpin(hit)
+            self._cache.unpin(hit)
 
     def _try_to_empty(self) -> bool:
-        num_used = self._core.reset()
+        num_used = self._cache.reset()
         if num_used:
             self.num_blocks_refusing_reset = num_used
             return False
@@ -226,9 +228,9 @@ def prefetch_request(
 class PrefixHolds:
     """The prefixes that one manager holds for clients that come back, by owner."""
 
-    def __init__(self, core: FlatCore, control: CacheControl, hasher: BlockHasher) -> None:
+    def __init__(self, cache: PrefixCache, control: CacheControl, hasher: BlockHasher) -> None:
         """Hold nothing."""
-        self._core = core
+        self._cache = cache
         self._control = control
         self._hasher = hasher
         self._held: dict[str, list[CacheHit]] = {}
@@ -250,9 +252,9 @@ class PrefixHolds:
                 request = make_request(plain, self._control.model_epoch, self._hasher)
             except RequestError:
                 continue
-            hit = self._core.look_up(request)
+            hit = self._cache.look_up(request)
             if hit.num_tokens and not request.skip_reading_prefix_cache:
-                self._core.pin(hit)
+                self._cache.pin(hit)
                 self._held.setdefault(owner, []).append(hit)
                 num_tokens += hit.num_tokens
         return num_tokens
@@ -260,4 +262,4 @@ class PrefixHolds:
     def let_go(self, owner: str) -> None:
         """Release all prefixes held for `owner`."""
         for hit in self._held.pop(owner, ()):
-            self._core.unpin(hit)
+            self._cache.unpin(hit)

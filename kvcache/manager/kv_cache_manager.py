@@ -227,6 +227,7 @@ class KVCacheManager:
         made = replace(made, events=self._events if is_heard else None, offload=hooks)
         made = replace(made, slot_of=table.slot_of, tenants=accounts, clock=clock)
         self._core = core = core_factory(made)
+        self._cache = core.cache
         self._admission = admission = Admission(table, limits, settings=settings, tenants=accounts)
         self.control = control = CacheControl(
             core, table, admission, clock, settings=settings, tenants=accounts
@@ -234,7 +235,7 @@ class KVCacheManager:
         loads = PrefixLoads(core, control, hasher, ledger, table, settings=settings)
         self._block_sizes = settings.block_sizes
         self.tiers = TierLink(hooks, loads, self._events, self._block_sizes, hasher.none_hash)
-        self.holds = PrefixHolds(core, control, hasher)
+        self.holds = PrefixHolds(core.cache, control, hasher)
         self._planner = StepPlanner(table, limits, MAX_UNFINISHED_STEPS, hasher)
         self._executor = StepExecutor(table, core, admission, self.tiers, limits)
         self._has_workers = settings.has_workers
@@ -263,7 +264,7 @@ class KVCacheManager:
             self._prepare(request)
         if control.is_draining or control.pinned:
             control.refresh()
-        hit = self._core.look_up(request)
+        hit = self._cache.look_up(request)
         if self._admission.counts:
             self._admission.record(request, hit.num_tokens)
         if not hit.num_tokens:
@@ -347,7 +348,7 @@ class KVCacheManager:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
         if known is None and not table.num_free_slots:
             if hit is not None and hit.num_tokens:
-                self._core.match_again(request, hit)
+                self._cache.match_again(request, hit)
             return None
         num_spare = 0
         if self._admission.watermark_blocks and known is None:
@@ -472,7 +473,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the blocks that are in use, 0.0 to 1.0."""
-        return self._core.usage()
+        return self._cache.usage()
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int
@@ -657,7 +658,7 @@ class KVCacheManager:
         if self.tiers.on_prefetch is None:
             return 0
         request.attach_block_hasher(self._hasher)
-        num_device_tokens = self._core.look_up(request).num_tokens
+        num_device_tokens = self._cache.look_up(request).num_tokens
         hit = self.tiers.on_prefetch(request, num_device_tokens)
         # Since an earlier call, requests may have cached more than it loads.
         return max(0, hit.num_tokens) if hit.answer is OffloadAnswer.HIT_PENDING else 0
@@ -719,7 +720,7 @@ class KVCacheManager:
 
     def sealed_contents(self) -> SealedContents:
         """Return the content of every sealed block's label. Reads the whole cache."""
-        return self._core.sealed_contents()
+        return self._cache.sealed_contents()
 
     def dump_state(self) -> dict[str, object]:
         """Return the whole state as plain values, for comparisons."""
@@ -744,7 +745,7 @@ class KVCacheManager:
                 f"cannot restore: {num_running} requests run and {num_preempted} are preempted: "
                 "restore a new manager"
             )
-        return self._core.restore(sets)
+        return self._cache.restore(sets)
 
     # Helpers of per-request calls.
 

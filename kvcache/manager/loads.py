@@ -120,7 +120,7 @@ class PrefixLoads:
     def num_device_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` are cached now. Does not change the cache."""
         request.attach_block_hasher(self._hasher)
-        return self._core.look_up(request).num_tokens
+        return self._core.cache.look_up(request).num_tokens
 
     def begin(
         self,
@@ -143,7 +143,7 @@ class PrefixLoads:
         if self._control.is_draining:
             return None
         request.attach_block_hasher(self._hasher)
-        hit = self._core.look_up(request)
+        hit = self._core.cache.look_up(request)
         if hit.num_tokens >= num_tokens:
             return None
         load_id = next(self._numbers)

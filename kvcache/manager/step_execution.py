@@ -159,7 +159,7 @@ class StepExecutor:
             for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)
         for request, path in hinted:
-            self._core.hint(path, request.hints)
+            self._core.cache.hint(path, request.hints)
             if self._tiers.on_hints is not None:
                 self._tiers.on_hints(request)
 
@@ -206,7 +206,7 @@ class StepExecutor:
             known.generation, table.num_computed(known.slot), request.num_tokens
         )
         num_tokens = min(num_confirmed, request.num_tokens - 1)
-        num_cached = self._core.look_up(request).num_tokens
+        num_cached = self._core.cache.look_up(request).num_tokens
         if num_tokens > num_cached:
             ids = self._core.block_ids(request.request_id)
             swap.on_swap_out(request, num_tokens, num_cached, ids)
@@ -303,7 +303,7 @@ class StepExecutor:
                 answer.refused.append(refusal)
                 self._leave_out(request, answer, NO_ROOM)
                 return
-        hit = self._core.look_up(request)
+        hit = self._core.cache.look_up(request)
         if self._tiers.hooks is not None and (reason := self._why_to_wait(request, hit)):
             self._leave_out(request, answer, reason)
             return

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import BlockError
 from kvcache.core import (
     BlocksRemoved,
     CacheEvent,
@@ -24,11 +23,13 @@ from kvcache.core import (
     eviction,
     flat_core,
     forks,
+    prefix_cache,
     steps,
 )
 from kvcache.core.columns import OPENED
 from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.pool import acquire_all
+from kvcache.core.prefix_cache import PrefixCache
 from kvcache.protocol.commands import Command, Copy, Unlabel
 from kvcache.requests.request import Namespace, Request
 from tests.agreement.walk import FACTORIES
@@ -36,7 +37,7 @@ from tests.agreement.walk import FACTORIES
 VARIANT = "variant"
 
 
-class HitsOneBlockLess(FlatCore):
+class HitsOneBlockLess(PrefixCache):
     """Long hits lose their last block."""
 
     def look_up(self, request: Request) -> CacheHit:
@@ -47,24 +48,14 @@ class HitsOneBlockLess(FlatCore):
         return CacheHit(tuple(ids[:-1] for ids in hit.block_ids), num_tokens)
 
 
-class LookingIsUsing(FlatCore):
+class LookingIsUsing(PrefixCache):
     """The last look-up's blocks are evicted last, although no request took them."""
 
-    found: CacheHit | None = None
-
     def look_up(self, request: Request) -> CacheHit:
-        self.found = super().look_up(request)
-        return self.found
-
-    def free(self, request: Request) -> None:
-        super().free(request)
-        found, self.found = self.found, None
-        if found is not None and found.num_tokens:
-            try:
-                self.pin(found)
-            except BlockError:  # it was evicted since
-                return
-            self.unpin(found)
+        found = super().look_up(request)
+        self.pin(found)
+        self.unpin(found)
+        return super().look_up(request)
 
 
 class LeaksBlocks(FlatCore):
@@ -105,7 +96,7 @@ class MixesTenants(FlatCore):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.roots = _RootsOfAll()
+        self.cache.roots = _RootsOfAll()
 
 
 class SealsWhatFailed(FlatCore):
@@ -129,7 +120,7 @@ class ForgetsUnlabels(FlatCore):
         return [command for command in super().take_commands() if not isinstance(command, Unlabel)]
 
 
-class HitsStatesOfTheOpenStep(FlatCore):
+class HitsStatesOfTheOpenStep(PrefixCache):
     """A state can be read in the step that writes it."""
 
     def look_up(self, request: Request) -> CacheHit:
@@ -137,7 +128,7 @@ class HitsStatesOfTheOpenStep(FlatCore):
         return super().look_up(request)
 
 
-class CachesInspiteOfAnEviction(FlatCore):
+class CachesInspiteOfAnEviction(PrefixCache):
     """A request that lost a content still makes later ones hittable."""
 
     def evict(self, block_ids: Sequence[int]) -> None:
@@ -146,7 +137,7 @@ class CachesInspiteOfAnEviction(FlatCore):
         self.store.columns.row[:, flat_core.FLAGS] = flags
 
 
-class CachesWhatOldWeightsComputed(FlatCore):
+class CachesWhatOldWeightsComputed(PrefixCache):
     """Requests that run when the weights change still make blocks hittable."""
 
     def forget_all(self) -> None:
@@ -155,7 +146,7 @@ class CachesWhatOldWeightsComputed(FlatCore):
         self.store.columns.row[:, flat_core.FLAGS] = flags
 
 
-class HitsWhatItDrains(FlatCore):
+class HitsWhatItDrains(PrefixCache):
     """A drain does not stop hits."""
 
     def stop_hits(self) -> None:
@@ -184,9 +175,20 @@ class ForgetsAnEvent(FlatCore):
         super().__init__(replace(settings, events=_ForgetfulSink(settings.events)))
 
 
-def with_variant(core_class: type[FlatCore]) -> Mapping[str, CoreFactory]:
+def with_cache(cache_class: type[PrefixCache]) -> CoreFactory:
+    """Return the maker of cores whose prefix cache is of this class."""
+
+    def make(settings: CoreSettings) -> FlatCore:
+        core = FlatCore(settings)
+        core.cache.__class__ = cache_class
+        return core
+
+    return make
+
+
+def with_variant(make: CoreFactory) -> Mapping[str, CoreFactory]:
     """Return all cores, and this one under the name `VARIANT`."""
-    return {**FACTORIES, VARIANT: core_class}
+    return {**FACTORIES, VARIANT: make}
 
 
 def one_more(kernel: Any, *places: int) -> Callable[..., Any]:
@@ -198,12 +200,12 @@ def one_more(kernel: Any, *places: int) -> Callable[..., Any]:
 class Planted:
     """A mistake, and the suite's message about it (a regular expression).
 
-    It is a class of cores, or replacements for functions in modules of the flat core.
+    It is a maker of cores, or replacements for functions in modules of the flat core.
     """
 
     name: str
     message: str
-    core_class: type[FlatCore] = FlatCore
+    make: CoreFactory = FlatCore
     patches: tuple[tuple[Any, str, Any], ...] = ()
     configurations: Sequence[str] = ("full", "full, window")
 
@@ -211,8 +213,10 @@ class Planted:
 DISAGREE = "disagree"
 
 MISTAKES = (
-    Planted("hits one block less", "disagree.*(hit tokens|pin|evicted)", HitsOneBlockLess),
-    Planted("evicts another victim", DISAGREE, LookingIsUsing),
+    Planted(
+        "hits one block less", "disagree.*(hit tokens|pin|evicted)", with_cache(HitsOneBlockLess)
+    ),
+    Planted("evicts another victim", DISAGREE, with_cache(LookingIsUsing)),
     Planted("forgets an event", "disagree.*events|stays stored|stored", ForgetsAnEvent),
     Planted("leaks a block", "disagree.*free blocks", LeaksBlocks),
     Planted("keeps one block free", DISAGREE, KeepsOneBlockFree),
@@ -220,13 +224,13 @@ MISTAKES = (
     Planted("seals what failed", "disagree|is labelled", SealsWhatFailed),
     Planted("forgets copies", "not what its tokens demand|disagree", ForgetsCopies),
     Planted("forgets to unlabel", "label", ForgetsUnlabels),
-    Planted("caches in spite of an eviction", DISAGREE, CachesInspiteOfAnEviction),
-    Planted("caches what old weights computed", DISAGREE, CachesWhatOldWeightsComputed),
-    Planted("hits what it drains", DISAGREE, HitsWhatItDrains),
+    Planted("caches in spite of an eviction", DISAGREE, with_cache(CachesInspiteOfAnEviction)),
+    Planted("caches what old weights computed", DISAGREE, with_cache(CachesWhatOldWeightsComputed)),
+    Planted("hits what it drains", DISAGREE, with_cache(HitsWhatItDrains)),
     Planted(
         "hits states of the open step",
         DISAGREE + "|has not the state",
-        HitsStatesOfTheOpenStep,
+        with_cache(HitsStatesOfTheOpenStep),
         configurations=("full, states", "losses: full, states"),
     ),
     Planted(
@@ -268,8 +272,8 @@ MISTAKES = (
     Planted(
         "matches one token less",
         DISAGREE,
-        patches=((flat_core, "look_up", lambda *args: LOOK_UP(*args[:-1], args[-1] - 1)),),
+        patches=((prefix_cache, "look_up", lambda *args: LOOK_UP(*args[:-1], args[-1] - 1)),),
     ),
 )
 
-EVICT_ALL, LOOK_UP = eviction.evict_all, flat_core.look_up
+EVICT_ALL, LOOK_UP = eviction.evict_all, prefix_cache.look_up

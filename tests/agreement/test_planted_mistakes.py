@@ -20,7 +20,7 @@ def first_failure(planted: Planted, cores: Sequence[str]) -> str | None:
     for seed in range(MOST_SEEDS):
         for name in planted.configurations:
             configuration = configuration_named(name)
-            factories = with_variant(planted.core_class)
+            factories = with_variant(planted.make)
             walk = Walk(configuration, Family.PRESSURE, seed, cores, factories)
             try:
                 walk.go()

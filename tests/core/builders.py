@@ -108,7 +108,7 @@ def run_request(
     core: FlatCore, request: Request, num_tokens: int | None = None
 ) -> list[TableChange] | None:
     """Look up, then reserve and cache everything up to `num_tokens`."""
-    hit = core.look_up(request)
+    hit = core.cache.look_up(request)
     end = request.num_tokens if num_tokens is None else num_tokens
     return core.reserve(request, Reservation(hit.num_tokens, end, end), hit)
 
@@ -141,8 +141,8 @@ class EventLog:
 
 def eviction_order(core: FlatCore) -> list[int]:
     """Return the cached blocks without references, the next victim first."""
-    if core.order is not None:
-        return [int(block) for block in core.order.policy.order()]
+    if core.cache.order is not None:
+        return [int(block) for block in core.cache.order.policy.order()]
     cached = {block for _, _, block, _ in core.store.contents()}
     return [block for block in free_list(core.store) if block in cached]
 

@@ -145,8 +145,8 @@ class Walk:
             self.unpin()
         self.compare()
         for core in self.cores:
-            assert core.num_free_blocks() == core.statistics().num_blocks
-            assert core.reset() == 0
+            assert core.cache.num_free_blocks() == core.statistics().num_blocks
+            assert core.cache.reset() == 0
             core.check()
             assert core.statistics().num_cached_blocks == 0
 
@@ -184,7 +184,7 @@ class Walk:
             self.ends[request.request_id] = Ends(end, num_drafts, self.open_steps())
 
     def look_up(self, request: Request) -> tuple[CacheHit, CacheHit]:
-        flat, slow = self.flat.look_up(request), self.slow.look_up(request)
+        flat, slow = self.flat.cache.look_up(request), self.slow.cache.look_up(request)
         assert flat.num_tokens == slow.num_tokens
         for one, two in zip(flat.block_ids, slow.block_ids, strict=True):
             self.twins.pair(one.tolist(), two.tolist())
@@ -371,20 +371,20 @@ class Walk:
         tokens = self.random.choice(self.streams)
         hits = self.look_up(make_request("pin", tokens, self.unit))
         for core, hit in zip(self.cores, hits, strict=True):
-            core.pin(hit)
+            core.cache.pin(hit)
         self.pins.append(hits)
 
     def unpin(self) -> None:
         if self.pins:
             hits = self.pins.pop(self.random.randrange(len(self.pins)))
             for core, hit in zip(self.cores, hits, strict=True):
-                core.unpin(hit)
+                core.cache.unpin(hit)
 
     def evict(self) -> None:
         cached = sorted(block for _, _, block, _ in self.flat.store.contents())
         chosen = self.random.sample(cached, min(self.random.randint(1, 2), len(cached)))
-        self.slow.evict([self.twins.there[block] for block in chosen])
-        self.flat.evict(chosen)
+        self.slow.cache.evict([self.twins.there[block] for block in chosen])
+        self.flat.cache.evict(chosen)
 
     def forget_hashes(self) -> None:
         if self.requests:
@@ -394,10 +394,10 @@ class Walk:
 
     def drain(self) -> None:
         for core in self.cores:
-            core.stop_hits()
+            core.cache.stop_hits()
 
     def reset(self) -> None:
-        assert self.flat.reset() == self.slow.reset()
+        assert self.flat.cache.reset() == self.slow.cache.reset()
 
     # --- comparison ---
 
@@ -447,9 +447,9 @@ class Walk:
 def flat_contents(core: FlatCore) -> dict[tuple[object, ...], int]:
     """Return the block of every content: namespace, group, digest, whether it is sealed."""
     found = [*core.store.contents()]
-    core.digester.make(np.array([n for n, *_ in found], np.int32))
+    core.cache.digester.make(np.array([n for n, *_ in found], np.int32))
     digests = core.store.columns.digest
     return {
-        (core.namespaces[core.store.root_of(n)], g, digests[n].tobytes(), is_sealed): block
+        (core.cache.namespaces[core.store.root_of(n)], g, digests[n].tobytes(), is_sealed): block
         for n, g, block, is_sealed in found
     }

@@ -180,6 +180,11 @@ class SlowCore:
         self.num_evicted = self.num_merged = self.num_published = 0
         self.digests: dict[Place, BlockHash] = {}
 
+    @property
+    def cache(self) -> SlowCore:
+        """The prefix cache: the model does not part it from the requests."""
+        return self
+
     # --- steps ---
 
     def open_step(self, client_id: str, step: int) -> None:

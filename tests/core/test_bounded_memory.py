@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcache.core import flat_core
+from kvcache.core import prefix_cache
 from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import (
@@ -62,9 +62,9 @@ class Churn:
 
     def serve_one(self, request: Request) -> None:
         if self.num_served % 7 == 0:
-            self.core.look_up(request)
+            self.core.cache.look_up(request)
             return
-        while self.core.num_free_blocks() < 30:
+        while self.core.cache.num_free_blocks() < 30:
             self.core.free(self.running.pop(self.random.randrange(len(self.running))))
         assert run_request(self.core, request) is not None
         self.running.append(request)
@@ -82,7 +82,7 @@ class Churn:
 @pytest.fixture(autouse=True)
 def sweeps_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drop unused extra keys after a few requests."""
-    monkeypatch.setattr(flat_core, "_FEW_KEYS", 64)
+    monkeypatch.setattr(prefix_cache, "_FEW_KEYS", 64)
 
 
 def require_bounded(name: str, num_samples: int, requests_per_sample: int) -> None:

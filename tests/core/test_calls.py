@@ -46,7 +46,7 @@ def request(name: str, *numbers: int) -> Request:
 
 
 def probe(core: FlatCore, *numbers: int) -> CacheHit:
-    return core.look_up(request("probe", *numbers, 99))
+    return core.cache.look_up(request("probe", *numbers, 99))
 
 
 def fill_pool(core: FlatCore, name: str = "filler") -> int:
@@ -110,7 +110,7 @@ def test_a_rebuild_tells_the_extra_keys_of_what_it_keeps() -> None:
     images = {"mm_positions": [(2, 4)], "mm_hashes": ["picture"], "cache_salt": "s"}
     run_request(core, make_request("a", range(13), **images))
     log = EventLog()
-    assert make_flat_core(20, events=log).restore([labels_of(core)]) == 3
+    assert make_flat_core(20, events=log).cache.restore([labels_of(core)]) == 3
     _, stored = log.take()
     assert isinstance(stored, BlocksStored)
     first, second = ("mm", "picture", 2), ("mm", "picture", -2)
@@ -123,8 +123,8 @@ def test_a_rebuild_drops_what_has_unreadable_extra_keys(keys: bytes) -> None:
     run_request(core, make_request("a", range(4)))
     labels = labels_of(core)
     spoilt = replace(labels, labels=replace(labels.labels, extra_keys={0: keys}))
-    assert make_flat_core(20).restore([labels]) == 1
-    assert make_flat_core(20).restore([spoilt]) == 0
+    assert make_flat_core(20).cache.restore([labels]) == 1
+    assert make_flat_core(20).cache.restore([spoilt]) == 0
 
 
 @pytest.mark.parametrize("spec", [chunked(8), mamba()])
@@ -141,7 +141,7 @@ def forward(  # noqa: PLR0917
     core: FlatCore, request: Request, start: int, own: int, drafts: int = 0, last: int = 0
 ) -> bool:
     """Schedule the tokens `[start, own)` and some drafts, after a forward that ended at `last`."""
-    hit = core.look_up(request) if start == 0 else None
+    hit = core.cache.look_up(request) if start == 0 else None
     computed = hit.num_tokens if hit is not None else start
     newest = NewestState(last, start - last) if last else None
     wanted = Reservation(computed, own + drafts, own, 0, own, newest)
@@ -158,7 +158,7 @@ def test_a_state_of_a_failed_step_is_not_made_hittable_again() -> None:
     core.commit(request, 8)
     core.close_step()
     core.complete_steps("engine", 2)
-    assert core.look_up(make_request("b", range(9))).num_tokens == 0
+    assert core.cache.look_up(make_request("b", range(9))).num_tokens == 0
 
 
 def skipping(name: str, *numbers: int) -> Request:
@@ -214,7 +214,7 @@ def test_a_state_stays_where_its_request_looks_for_it() -> None:
 def forked(core: FlatCore) -> tuple[Request, Request]:
     """Return parent and child, which share a half-filled block."""
     parent, child = make_request("parent", range(6)), make_request("child", range(6))
-    assert core.reserve(parent, Reservation(0, 6, 6), core.look_up(parent)) is not None
+    assert core.reserve(parent, Reservation(0, 6, 6), core.cache.look_up(parent)) is not None
     core.fork(parent, child, 6, NewestState(6, 0))
     core.take_commands()
     return parent, child
@@ -233,29 +233,29 @@ def test_what_was_found_before_the_workers_were_told_can_be_adopted_after() -> N
     core.free(child)
     core.free(parent)
     reader = make_request("reader", [*range(4), 1])
-    hit = core.look_up(reader)
+    hit = core.cache.look_up(reader)
     assert hit.num_tokens == 4
     core.take_commands()
     assert core.reserve(reader, Reservation(4, 5, 5), hit) is not None
     core.check()
     core.free(reader)
     core.check()
-    assert core.num_free_blocks() == 7
+    assert core.cache.num_free_blocks() == 7
 
 
 def test_a_pin_is_given_back_once_for_each_time_it_was_made() -> None:
     core = make_flat_core(20, full(), window(9))
     run_request(core, request("a", 1, 2, 3))
     hit = probe(core, 1, 2, 3)
-    core.pin(hit)
-    core.pin(hit)
+    core.cache.pin(hit)
+    core.cache.pin(hit)
     core.free(request("a", 1))
-    core.unpin(hit)
+    core.cache.unpin(hit)
     core.check()
     assert core.statistics().num_pinned_blocks == sum(
         len([b for b in ids if b]) for ids in block_lists(hit)
     )
-    core.unpin(hit)
+    core.cache.unpin(hit)
     core.check()
 
 
@@ -264,7 +264,7 @@ def test_blocks_that_do_not_exist_are_not_forgotten() -> None:
     run_request(core, request("a", 1, 2))
     before = core.dump_state()
     with pytest.raises(BlockError) as error:
-        core.evict([1, 20, -1])
+        core.cache.evict([1, 20, -1])
     assert str(error.value) == "blocks [20, -1] do not exist: ids are below 20"
     assert core.dump_state() == before
 
@@ -282,7 +282,7 @@ def test_a_failed_step_cuts_off_the_end_of_unreferenced_blocks(specs: tuple[obje
     core.check()
     core.close_step()
     assert probe(core, 1, 2, 3).num_tokens == 8
-    assert core.num_free_blocks() == 39
+    assert core.cache.num_free_blocks() == 39
     fill_pool(core)
     core.check()
     assert probe(core, 1, 2, 3).num_tokens == 0
@@ -297,7 +297,7 @@ def test_tokens_to_come_are_not_cached_where_no_block_ends_before_them() -> None
     assert core.reserve(served, Reservation(5, 30, 30)) is not None
     core.check()
     core.free(served)
-    assert core.look_up(make_request("b", range(30))).num_tokens == 24
+    assert core.cache.look_up(make_request("b", range(30))).num_tokens == 24
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_hit_of_other_blocks_is_not_adopted(
 ) -> None:
     core = make_flat_core(40)
     run_request(core, request("a", 1, 2, 3))
-    found = core.look_up(request("b", 1, 2, 3))
+    found = core.cache.look_up(request("b", 1, 2, 3))
     ids = found.block_ids[0].tolist()
     wrong = [0 if place is None else ids[place] for place in places or ()]
     hit = CacheHit(() if places is None else (int32_array(wrong),), found.num_tokens)
@@ -345,14 +345,14 @@ def test_what_a_fork_cached_is_forgotten_with_unreferenced_blocks_before_it(stay
         core.free(one)
         core.check()
     for num_left in (2, 1, 0):
-        end = 4 * (core.num_free_blocks() - num_left)
+        end = 4 * (core.cache.num_free_blocks() - num_left)
         taker = make_request("taker", range(100, 100 + end))
         assert core.reserve(taker, Reservation(0, end, 0)) is not None
         core.check()
         core.free(taker)
     core.free(parent)
     core.check()
-    assert core.num_free_blocks() == 59
+    assert core.cache.num_free_blocks() == 59
 
 
 def test_a_hit_is_adopted_though_another_was_found_since() -> None:
@@ -362,8 +362,8 @@ def test_a_hit_is_adopted_though_another_was_found_since() -> None:
         run_request(core, served)
         core.free(served)
     adopting = request("c", 1, 2, 3)
-    hit = core.look_up(adopting)
-    core.look_up(request("d", 4, 5, 6))
+    hit = core.cache.look_up(adopting)
+    core.cache.look_up(request("d", 4, 5, 6))
     assert core.reserve(adopting, Reservation(hit.num_tokens, 9, 9), hit) is not None
     assert [ids[:2] for ids in core.block_ids("c")] == [ids.tolist() for ids in hit.block_ids]
     core.check()

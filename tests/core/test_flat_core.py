@@ -52,7 +52,7 @@ def labelled_digests(algorithm: str) -> tuple[int, bytes, list[bytes]]:
     none_hash = get_request_block_hasher(4, hash_fn).none_hash
     core = make_flat_core(20, hash_fn=hash_fn, none_hash=none_hash)
     request = request_with("r", algorithm)
-    hit = core.look_up(request)
+    hit = core.cache.look_up(request)
     core.reserve(request, Reservation(0, 30, 30), hit)
     (label,) = core.take_commands()
     assert isinstance(label, Label)
@@ -125,9 +125,9 @@ def test_steps_go_on_while_another_client_never_completes_one() -> None:
     core.close_step()
     core.check()
     other = make_request("other", [1] * 9)
-    assert core.look_up(other).num_tokens == 0
+    assert core.cache.look_up(other).num_tokens == 0
     core.complete_steps("waiting", 1)
-    assert core.look_up(other).num_tokens == 8
+    assert core.cache.look_up(other).num_tokens == 8
 
 
 def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
@@ -141,7 +141,7 @@ def test_nodes_that_outlive_their_blocks_are_bounded() -> None:
         core.free(request)
         core.check()
         again = make_request("again", [number] * 201)
-        assert core.look_up(again).num_tokens == 200
+        assert core.cache.look_up(again).num_tokens == 200
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
@@ -159,7 +159,7 @@ def test_what_only_a_waiting_copy_holds_is_not_older_than_what_continues_it(poli
     for number in range(2, 9):
         core.reserve(make_request(f"r{number}", [number] * 4), Reservation(0, 4, 0))
         core.check()
-    assert core.num_free_blocks() == 0
+    assert core.cache.num_free_blocks() == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
@@ -172,7 +172,7 @@ def test_nodes_are_not_made_at_the_cost_of_the_hit_that_is_adopted(policy: str) 
             assert core.reserve(first, Reservation(end - 8, end, min(end, length))) is not None
         core.free(first)
         second = make_request("second", [*[1] * length, *[2] * 40])
-        hit = core.look_up(second)
+        hit = core.cache.look_up(second)
         before = [ids.tolist() for ids in hit.block_ids]
         end = hit.num_tokens + 16
         changes = core.reserve(second, Reservation(hit.num_tokens, end, end), hit)
@@ -195,7 +195,7 @@ def test_states_alone_keep_the_nodes_before_them_within_bounds() -> None:
         core.free(request)
         core.check()
         again = make_request("again", [number] * 201)
-        assert core.look_up(again).num_tokens == 200
+        assert core.cache.look_up(again).num_tokens == 200
 
 
 def test_a_state_of_a_forward_that_failed_is_not_taken_for_that_of_another() -> None:
@@ -211,7 +211,7 @@ def test_a_state_of_a_forward_that_failed_is_not_taken_for_that_of_another() -> 
     core.close_step()
     core.complete_steps("engine", 2)
     core.check()
-    assert core.look_up(make_request("other", range(30))).num_tokens == 0
+    assert core.cache.look_up(make_request("other", range(30))).num_tokens == 0
 
 
 def test_states_of_one_step_are_no_hit_even_if_others_complete_during_it() -> None:
@@ -221,10 +221,10 @@ def test_states_of_one_step_are_no_hit_even_if_others_complete_during_it() -> No
     core.complete_steps("other", 1)
     run_request(core, make_request("b", [2] * 8))
     for tokens in ([1] * 9, [2] * 9):
-        assert core.look_up(make_request("same", tokens)).num_tokens == 0
+        assert core.cache.look_up(make_request("same", tokens)).num_tokens == 0
     core.open_step("engine", 2)
     for tokens in ([1] * 9, [2] * 9):
-        assert core.look_up(make_request("next", tokens)).num_tokens == 8
+        assert core.cache.look_up(make_request("next", tokens)).num_tokens == 8
 
 
 def test_a_chunk_that_passes_many_columns_is_told_whole() -> None:
@@ -253,11 +253,11 @@ def test_what_a_fork_holds_is_forgotten_where_what_comes_before_it_is_taken() ->
     core.commit(parent, 16)  # the first two blocks are the other's, the child shares those behind
     core.free(parent)
     core.free(other)
-    assert core.look_up(make_request("same", range(17))).num_tokens == 16
-    taker = make_request("taker", range(100, 100 + 4 * core.num_free_blocks()))
+    assert core.cache.look_up(make_request("same", range(17))).num_tokens == 16
+    taker = make_request("taker", range(100, 100 + 4 * core.cache.num_free_blocks()))
     run_request(core, taker)
     core.check()
-    assert core.look_up(make_request("same", range(17))).num_tokens == 0
+    assert core.cache.look_up(make_request("same", range(17))).num_tokens == 0
 
 
 def test_what_waits_for_a_step_twice_is_told_once() -> None:
@@ -271,12 +271,12 @@ def test_what_waits_for_a_step_twice_is_told_once() -> None:
         last = core.block_ids(name)[0][1]
         core.free(request)
         if name == "second":
-            core.evict([last])
+            core.cache.evict([last])
     core.complete_steps("engine", 1)
     (label,) = core.take_commands()
     assert isinstance(label, Label)
     assert label.block_ids.tolist() == [1, last]
-    assert core.look_up(make_request("same", range(9))).num_tokens == 8
+    assert core.cache.look_up(make_request("same", range(9))).num_tokens == 8
 
 
 def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
@@ -287,8 +287,10 @@ def test_a_token_that_is_not_known_yet_is_never_cached() -> None:
     request.append_output_token_ids(list(range(113, 124)))
     core.commit(request, 24)
     core.check()
-    assert core.look_up(make_request("same", range(100, 125))).num_tokens == 24
-    assert core.look_up(make_request("zero", [*range(100, 113), 0, *range(25)])).num_tokens == 12
+    assert core.cache.look_up(make_request("same", range(100, 125))).num_tokens == 24
+    assert (
+        core.cache.look_up(make_request("zero", [*range(100, 113), 0, *range(25)])).num_tokens == 12
+    )
 
 
 def test_any_number_of_prompts_may_differ_from_their_first_token_on() -> None:
@@ -301,7 +303,7 @@ def test_any_number_of_prompts_may_differ_from_their_first_token_on() -> None:
             core.check()
     core.check()
     for number in range(3000):
-        assert core.look_up(make_request("again", [number] * 5)).num_tokens == 4
+        assert core.cache.look_up(make_request("again", [number] * 5)).num_tokens == 4
 
 
 def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
@@ -309,9 +311,9 @@ def test_a_stale_hit_is_refused_and_nothing_changes() -> None:
     request = make_request("r", list(range(12)))
     run_request(core, request)
     other = make_request("other", list(range(12)))
-    hit = core.look_up(other)
+    hit = core.cache.look_up(other)
     core.free(request)
-    core.evict([1])
+    core.cache.evict([1])
     before = core.dump_state()
     with pytest.raises(RequestError, match="call get_computed_blocks again"):
         core.reserve(other, Reservation(hit.num_tokens, 12, 12), hit)
@@ -347,7 +349,7 @@ def test_what_continues_contents_without_digests_is_told_of_with_the_right_paren
     first = Request("a", list(range(9)))
     assert core.reserve(first, Reservation(0, 9, 9)) is not None
     second = request_with_digests("b", list(range(13)))
-    hit = core.look_up(second)
+    hit = core.cache.look_up(second)
     assert hit.num_tokens == 8
     assert core.reserve(second, Reservation(8, 13, 13), hit) is not None
     core.check()

@@ -92,7 +92,7 @@ class Workload:
         base = base[: 4 * self.rng.randint(0, len(base) // 4)]
         tokens = base + [1000 * self.count + i for i in range(self.rng.randint(5, 30))]
         request = make_request(f"r{self.count}", tokens)
-        hit = self.core.look_up(request)
+        hit = self.core.cache.look_up(request)
         wanted = Reservation(hit.num_tokens, len(tokens), len(tokens))
         changes = self.core.reserve(request, wanted, hit)
         if changes is not None:

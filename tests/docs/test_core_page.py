@@ -80,7 +80,7 @@ def test_the_pictures_of_the_page_are_those_of_a_core() -> None:
 
     core.open_step("engine", 2)
     b = make_request("B", prompt("abd"))
-    hit = core.look_up(b)
+    hit = core.cache.look_up(b)
     assert (hit.num_tokens, hit.block_ids[0].tolist()) == (8, [1, 2])
     run_request(core, b)
     require(core, admitted)

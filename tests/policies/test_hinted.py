@@ -188,7 +188,7 @@ def test_what_other_sessions_share_is_not_over() -> None:
         request.hints = hints
         engine.manager.free(request)
     hit, num_hit = engine.manager.get_computed_blocks(shared)
-    order = engine.manager._core.order
+    order = engine.manager._core.cache.order
     assert order is not None and isinstance(order.policy, HintedPolicy)
     assert num_hit == 6 and not set(hit.get_block_ids()[0]) & set(order.policy._first)
     assert order.policy._first  # the tail of the last session
@@ -293,9 +293,9 @@ def test_a_hint_is_for_the_blocks_that_end_in_its_range() -> None:
 def test_nothing_changes_before_the_first_hint() -> None:
     engine = Engine()
     engine.serve(0, 4)
-    assert engine.manager._core.order is None
+    assert engine.manager._core.cache.order is None
     engine.serve(0, 4, OVER)
-    assert engine.manager._core.order is not None
+    assert engine.manager._core.cache.order is not None
     engine.manager.reset_prefix_cache()
     engine.serve(0, 4)
-    assert engine.manager._core.order is None
+    assert engine.manager._core.cache.order is None

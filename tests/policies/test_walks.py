@@ -70,8 +70,8 @@ class HintedCore(FlatCore):
             CacheHint(start, returns_in_s=self.rng.choice([1.0, 5.0])),
             CacheHint(start, priority=self.rng.choice([0, 80]), duration_s=3.0),
         ]
-        self.hint(path, [self.rng.choice(hints)])
-        self.order._clock.advance(0.5)  # type: ignore[union-attr,attr-defined]
+        self.cache.hint(path, [self.rng.choice(hints)])
+        self.cache.order._clock.advance(0.5)  # type: ignore[union-attr,attr-defined]
 
 
 @pytest.mark.parametrize("configuration", WALKED)

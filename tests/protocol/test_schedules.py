@@ -19,6 +19,7 @@ from kvcache.coordinator.settings import CoordinatorSettings
 from kvcache.core import CacheHit, Reservation, flat_core
 from kvcache.core.columns import ACCEPTED, OPENED
 from kvcache.core.flat_core import FlatCore
+from kvcache.core.prefix_cache import PrefixCache
 from kvcache.core.running import ROW
 from kvcache.offload import keys
 from kvcache.offload.hierarchy import TierHierarchy
@@ -137,7 +138,7 @@ def test_the_schedules_of_new_weights_reach_what_they_are_meant_to_reach() -> No
 def test_a_device_that_keeps_old_bytes_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FlatCore, "forget_all", lambda self: None)
+    monkeypatch.setattr(PrefixCache, "forget_all", lambda self: None)
     assert any_is_red(map(new_weights, range(20)))
 
 
@@ -288,12 +289,12 @@ def test_an_encoder_block_too_few_turns_the_simulation_red(
 def test_a_state_hit_in_the_step_that_writes_it_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def hits_open_step(self: FlatCore, request: Request) -> CacheHit:
+    def hits_open_step(self: PrefixCache, request: Request) -> CacheHit:
         self.store.columns.number[OPENED] = 1 << 60
         return look_up(self, request)
 
-    look_up = FlatCore.look_up
-    monkeypatch.setattr(FlatCore, "look_up", hits_open_step)
+    look_up = PrefixCache.look_up
+    monkeypatch.setattr(PrefixCache, "look_up", hits_open_step)
     assert turns_red(60, model="align", first_seed=10)
 
 

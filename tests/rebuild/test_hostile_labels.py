@@ -75,9 +75,9 @@ def restored(
     """Return a core rebuilt from two ranks' labels, its kept blocks, and dropped labels."""
     core = make_flat_core(20, *specs)
     label_set = labels if isinstance(labels, LabelSet) else packed(labels)
-    num_kept = core.restore([label_set, label_set])
+    num_kept = core.cache.restore([label_set, label_set])
     core.check()
-    assert core.num_free_blocks() == 19
+    assert core.cache.num_free_blocks() == 19
     withdrawn: list[int] = []
     for command in core.take_commands():
         assert isinstance(command, Unlabel)
@@ -121,7 +121,7 @@ def test_a_label_that_cannot_be_right_takes_along_what_continues_it(name: str) -
     labels = [first, SPOILT[name](second), third]
     core, num_kept, withdrawn = restored(labels)
     assert (num_kept, withdrawn) == (1, [6, 7])
-    assert core.look_up(prompt(3)).num_tokens == 4
+    assert core.cache.look_up(prompt(3)).num_tokens == 4
 
 
 def test_a_label_with_another_digest_leaves_those_before_it() -> None:
@@ -129,7 +129,7 @@ def test_a_label_with_another_digest_leaves_those_before_it() -> None:
     wrong = replace(third, digest=type(third.digest)(b"x" * 32))
     core, num_kept, _ = restored([first, second, wrong])
     assert num_kept >= 2
-    assert core.look_up(prompt(3)).num_tokens >= 8
+    assert core.cache.look_up(prompt(3)).num_tokens >= 8
 
 
 def test_a_label_with_the_right_digest_behind_one_with_another_is_dropped() -> None:
@@ -147,14 +147,14 @@ def test_labels_of_blocks_that_are_not_there_are_passed_over() -> None:
     assert (num_kept, withdrawn) == (1, [])
     core, num_kept, withdrawn = restored([*strays, first, second])
     assert (num_kept, withdrawn) == (2, [])
-    assert core.look_up(prompt(2)).num_tokens == 8
+    assert core.cache.look_up(prompt(2)).num_tokens == 8
 
 
 def test_digests_of_another_length_are_worth_nothing() -> None:
     label = replace(chain_of(5)[0], digest=bytes(16), parent_digest=bytes(16))
     assert restored(packed([label], 16))[1:] == (0, [5])
     core = make_flat_core(20)
-    assert core.restore([packed([label], 16), packed(chain_of(5))]) == 0
+    assert core.cache.restore([packed([label], 16), packed(chain_of(5))]) == 0
     core.check()
 
 
@@ -174,7 +174,7 @@ def test_of_equal_contents_the_first_block_stays() -> None:
     labels = [*chain_of(8, 3), *chain_of(5, 6)]
     core, num_kept, withdrawn = restored(labels)
     assert (num_kept, withdrawn) == (2, [6, 8])
-    assert [ids.tolist() for ids in core.look_up(prompt(2)).block_ids] == [[5, 3]]
+    assert [ids.tolist() for ids in core.cache.look_up(prompt(2)).block_ids] == [[5, 3]]
 
 
 def test_two_digests_for_one_place_become_one_block() -> None:
@@ -187,7 +187,7 @@ def test_a_core_in_use_is_not_restored() -> None:
     core = make_flat_core(20)
     run_request(core, make_request("a", [1] * 8))
     with pytest.raises(BlockError) as error:
-        core.restore([packed(chain_of(5))])
+        core.cache.restore([packed(chain_of(5))])
     assert str(error.value) == (
         "cannot restore: 2 blocks are in use and 2 are cached: restore an empty pool"
     )
@@ -224,8 +224,8 @@ def test_a_namespace_keeps_its_adapter_and_its_salt() -> None:
     ]
     core, num_kept, _ = restored(labels)
     assert num_kept == 2
-    assert core.look_up(prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")).num_tokens == 8
-    assert core.look_up(prompt(2)).num_tokens == 0
+    assert core.cache.look_up(prompt(2, lora=LoRARequest("a", "b"), cache_salt="s")).num_tokens == 8
+    assert core.cache.look_up(prompt(2)).num_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,16 @@ def test_a_block_that_contradicts_a_unit_does_not_belong_to_it(
         [*labels, windowed[0], spoil(windowed[1]), windowed[2]], full(), window(5)
     )
     assert (num_kept, withdrawn) == (5, [12])
-    assert [ids.tolist() for ids in core.look_up(prompt(3)).block_ids] == [[1, 2, 3], [0, 0, 13]]
+    assert [ids.tolist() for ids in core.cache.look_up(prompt(3)).block_ids] == [
+        [1, 2, 3],
+        [0, 0, 13],
+    ]
 
 
 def test_nothing_is_kept_of_no_ranks_or_no_labels() -> None:
     core = make_flat_core(20)
-    assert core.restore([]) == 0
-    assert core.restore([packed([])]) == 0
+    assert core.cache.restore([]) == 0
+    assert core.cache.restore([packed([])]) == 0
     assert core.take_commands() == []
     core.check()
 
@@ -268,10 +271,10 @@ def test_any_number_of_tenants_is_kept_and_kept_apart() -> None:
         for number in range(200)
     ]
     core = make_flat_core(300)
-    assert core.restore([packed(labels)]) == 200
+    assert core.cache.restore([packed(labels)]) == 200
     core.check()
     for number in range(200):
         own = make_request("own", [number % 2] * 5, tenant=f"tenant {number}")
         other = make_request("other", [1 - number % 2] * 5, tenant=f"tenant {number}")
-        assert core.look_up(own).block_ids[0].tolist() == [number + 1]
-        assert core.look_up(other).num_tokens == 0
+        assert core.cache.look_up(own).block_ids[0].tolist() == [number + 1]
+        assert core.cache.look_up(other).num_tokens == 0

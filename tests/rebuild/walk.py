@@ -134,7 +134,7 @@ class RebuildWalk:
         label_sets = ranks.collect()
         kept = self.model.kept(label_sets)
         labelled = {b for each in label_sets for b in each.labels.block_ids.tolist()}
-        assert some.restore(label_sets) == len(kept)
+        assert some.cache.restore(label_sets) == len(kept)
         some.check()
         ranks.obey(some.take_commands())
         for table in ranks.tables:
@@ -142,12 +142,12 @@ class RebuildWalk:
             assert sorted(left) == sorted(kept.values())
         statistics = some.statistics()
         assert statistics.num_sealed_blocks == statistics.num_cached_blocks == len(kept)
-        assert some.num_free_blocks() == self.num_blocks - 1
+        assert some.cache.num_free_blocks() == self.num_blocks - 1
         self.require_tails_first(some, label_sets[0], kept)
         self.compare_events(log, kept)
         for request in self.requests():
             expected = self.model.hit(request, kept)
-            assert [ids.tolist() for ids in some.look_up(request).block_ids] == expected
+            assert [ids.tolist() for ids in some.cache.look_up(request).block_ids] == expected
             self.num_hits += any(expected)
         self.num_kept += len(kept)
         self.num_dropped += len(labelled) - len(kept)
@@ -173,7 +173,7 @@ class RebuildWalk:
         running: list[Request] = []
         for step, request in enumerate(self.requests()):
             some.open_step("engine", step)
-            hit = some.look_up(request)
+            hit = some.cache.look_up(request)
             end = request.num_tokens
             wanted = self.rng.choice([end, max(hit.num_tokens, end - 3)])
             reservation = Reservation(hit.num_tokens, wanted, wanted)

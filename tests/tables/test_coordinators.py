@@ -170,7 +170,7 @@ def test_tables_and_hits_are_those_of_the_core(groups: list[ModelGroup], seed: i
             name, length = f"r{turn}", step * rng.randint(1, 5) + 1
             tokens = [rng.randrange(2)] * step + list(range(length - step))
             request = make_request(name, tokens, gcd(*(g.block_size for g in groups)))
-            hit, other = tables.look_up(request), core.look_up(request)
+            hit, other = tables.look_up(request), core.cache.look_up(request)
             assert hit.num_tokens == other.num_tokens
             wanted = Reservation(hit.num_tokens, length, length)
             is_done = tables.reserve(request, wanted, hit)
@@ -180,7 +180,7 @@ def test_tables_and_hits_are_those_of_the_core(groups: list[ModelGroup], seed: i
             ours, theirs = tables.coordinator.get_blocks(name), core.block_ids(name)
             assert [[b > 0 for b in t] for t in ours] == [[b > 0 for b in t] for t in theirs]
         if len(groups) == 1:
-            assert tables.pool.get_num_free_blocks() == core.num_free_blocks()
+            assert tables.pool.get_num_free_blocks() == core.cache.num_free_blocks()
         assert tables.pool.num_cached_blocks == core.statistics().num_cached_blocks
         tables.pool.check()
 
