@@ -4,7 +4,7 @@
     state.py        the state of all parties, as immutable records
     network.py      the streams of commands
     worker.py       grants, commands, forwards and copies of a rank     disk.py   its files
-    book.py         the coordinator's blocks, requests and steps
+    steps.py        the coordinator's blocks, requests and steps
     coordinator.py  epochs, recovery, clients given up                  jobs.py   copies by job
     client.py       steps, failures, attaching again
     actions.py      all possible actions                        faults.py     deaths and losses

@@ -133,9 +133,9 @@ def _steps(model: Model, state: State, k: int, c: Coordinator, request: StepRequ
         yield words, False, paid
         return
     for after, answer in ruler.serve(model, paid, c, request):
-        book = coordinator_of(after, c.nonce)
-        if book is not None:
-            final = engine.take_answer(model, after, k, book, answer)
+        owner = coordinator_of(after, c.nonce)
+        if owner is not None:
+            final = engine.take_answer(model, after, k, owner, answer)
             yield (*words, "gets", answer.ops), False, final
 
 
@@ -185,7 +185,7 @@ def _epoch_actions(model: Model, state: State, c: Coordinator) -> Raw:
                 verb = "puts off" if taken.pending_epoch else "grants"
                 yield (f"rank {r}", verb, c.epoch, "to", c.nonce), False, with_rank(state, r, taken)
         if ruler.can_rebuild(state, c):
-            yield (who, "rebuilds its book"), False, ruler.rebuild(model, state, c)
+            yield (who, "rebuilds its table"), False, ruler.rebuild(model, state, c)
     elif any(not rank.nonce for rank in state.ranks):
         if model.rules.loss_is_epoch:
             after = ruler.take_epoch(model, state, c, c.epoch + 1)

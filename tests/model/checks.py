@@ -105,9 +105,9 @@ def _lost_request(c: Coordinator, client: Client) -> str:
     ledger = next((x for x in c.ledgers if x.client == client.name), None)
     if ledger is None or ledger.is_leaving:
         return ""
-    booked = tuple([r for r in c.requests if r.client == client.name])
-    if booked != client.requests:
-        return f"client {client.name} runs {client.requests}, the book has {booked}"
+    known = tuple([r for r in c.requests if r.client == client.name])
+    if known != client.requests:
+        return f"client {client.name} runs {client.requests}, the table has {known}"
     return ""
 
 

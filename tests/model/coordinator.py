@@ -1,7 +1,7 @@
 """A coordinator: its epochs, its recovery, and the clients it serves or gives up.
 
 Takes an epoch above every known one, waits until all ranks have granted it, rebuilds its table from
-their labels, and rules. Every end of the epoch leads there again. `book` executes steps, `jobs`
+their labels, and rules. Every end of the epoch leads there again. `steps` executes steps, `jobs`
 copies.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.model import book
+from tests.model import steps
 from tests.model.disk import names_on_all, names_on_any
 from tests.model.network import applied_by_all, is_full, open_stream, send
 from tests.model.sizes import Model
@@ -233,7 +233,7 @@ def serve(
         return
     if is_full(model, state, c):
         return
-    for executed in book.execute(model, state, c, request):
+    for executed in steps.execute(model, state, c, request):
         own = [r for r in executed.coordinator.requests if r.client == request.client]
         after, seq = send(state, c, *executed.commands)
         answer = Answer(request.number, seq, executed.ops, tuple(own))
@@ -277,4 +277,4 @@ def release(model: Model, state: State, c: Coordinator, client: int) -> State:
         scheduled=tuple([s for s in c.scheduled if s.client != client]),
         ledgers=tuple([x for x in c.ledgers if x.client != client]),
     )
-    return with_coordinator(state, book.free_private(c))
+    return with_coordinator(state, steps.free_private(c))

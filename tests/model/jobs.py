@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.model.book import is_room_for_load, take, victims
 from tests.model.network import send
 from tests.model.sizes import Model
 from tests.model.state import (
@@ -35,6 +34,7 @@ from tests.model.state import (
     with_coordinator,
     with_rank,
 )
+from tests.model.steps import is_room_for_load, take, victims
 
 
 def next_number(model: Model, state: State, c: Coordinator) -> int:

@@ -191,9 +191,9 @@ def execute(model: Model, state: State, c: Coordinator, request: StepRequest) ->
             Op(WRITE, content + WEIGHTS * state.weights, b)
             for content, b in zip(path[placed.num_hits :], writes, strict=True)
         ]
-        book = placed.coordinator
-        book = book._replace(requests=tuple(sorted((*c.requests, new))))
-        yield _schedule(book, request, (*commands, *placed.commands), (*ops, *reads, *written))
+        changed = placed.coordinator
+        changed = changed._replace(requests=tuple(sorted((*c.requests, new))))
+        yield _schedule(changed, request, (*commands, *placed.commands), (*ops, *reads, *written))
 
 
 class _Placed(NamedTuple):
