@@ -33,7 +33,7 @@ ByteArray = npt.NDArray[np.uint8]
 
 GROUP, SLOT, NAMESPACE, TOKEN_COUNT = range(4)
 """Numbers per label."""
-NUM_FIGURES = 4
+NUM_PER_LABEL = 4
 
 _MOST_COMPARED = 64
 """Up to this many unsorted ids, each is compared with each."""
@@ -95,7 +95,7 @@ def are_sound(  # noqa: PLR0917 - the columns, and the bounds of each
     )
 )
 def write_labels(  # noqa: PLR0917 - the columns of a table, and those of a label
-    figures: Int32Array,
+    numbers: Int32Array,
     digests: ByteArray,
     parents: ByteArray,
     tokens: Int32Array,
@@ -117,10 +117,10 @@ def write_labels(  # noqa: PLR0917 - the columns of a table, and those of a labe
     size, start = digests.shape[1], 0
     for i in range(len(block_ids)):
         block_id, count = block_ids[i], token_counts[i]
-        figures[GROUP, block_id] = groups[i]
-        figures[SLOT, block_id] = slots[i]
-        figures[NAMESPACE, block_id] = namespace_numbers[namespaces[i]]
-        figures[TOKEN_COUNT, block_id] = count
+        numbers[GROUP, block_id] = groups[i]
+        numbers[SLOT, block_id] = slots[i]
+        numbers[NAMESPACE, block_id] = namespace_numbers[namespaces[i]]
+        numbers[TOKEN_COUNT, block_id] = count
         checksums[block_id] = -1
         for k in range(size):
             digests[block_id, k] = new_digests[i * size + k]
@@ -329,10 +329,10 @@ class LabelTable:
         self._max_block_tokens = max_block_tokens
         self._bounds = LabelBounds(num_blocks, max_block_tokens)
         # Values of a block without a label are meaningless.
-        self._figures = np.full((NUM_FIGURES, num_blocks), UNLABELLED, dtype=np.int32)
-        self._group, self._slot = self._figures[GROUP], self._figures[SLOT]
-        self._namespace = self._figures[NAMESPACE]
-        self._token_count = self._figures[TOKEN_COUNT]
+        self._numbers = np.full((NUM_PER_LABEL, num_blocks), UNLABELLED, dtype=np.int32)
+        self._group, self._slot = self._numbers[GROUP], self._numbers[SLOT]
+        self._namespace = self._numbers[NAMESPACE]
+        self._token_count = self._numbers[TOKEN_COUNT]
         self._digest = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
         self._parent = np.zeros((num_blocks, digest_bytes), dtype=np.uint8)
         self._tokens = np.zeros((num_blocks, max_block_tokens), dtype=np.int32)
@@ -364,7 +364,7 @@ class LabelTable:
             self._drop_extra_keys(ids)
         self._forget_unused_namespaces(ids)
         write_labels(
-            self._figures,
+            self._numbers,
             self._digest,
             self._parent,
             self._tokens,
