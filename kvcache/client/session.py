@@ -142,11 +142,6 @@ class ClientSession:
         return self._window.next_step
 
     @property
-    def void_step(self) -> int:
-        """Steps up to this one belong to an earlier attachment: they are void."""
-        return self._void_step
-
-    @property
     def finished_step(self) -> int:
         """Every step up to this one has ended on every rank."""
         return self._progress.finished_step

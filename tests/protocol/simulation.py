@@ -353,7 +353,7 @@ class Cluster:
         epoch, steps = session.epoch, self._jobs.get((session.epoch, name), {})
         is_same_epoch, last = self._checked.get(name, (0, 0))
         first = last + 1 if is_same_epoch == epoch else min(steps, default=1)
-        first = max(first, session.void_step + 1)
+        first = max(first, session._void_step + 1)
         for step in range(first, session.finished_step + 1):
             seq, job_id = steps.get(step, (0, 0))
             for rank, worker in self.workers.items():
