@@ -607,11 +607,17 @@ def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
         cluster.settle()
     request = request_of("again", 21, "a")
     assert cluster.begin(request) is None
-    assert cluster.commands().fetches
+    commands = cluster.commands()
+    assert commands.fetches
     cluster.time_s = 1.9
     assert cluster.begin(request) is None
     cluster.time_s = 2.0
     assert cluster.begin(request) == 0
+    counted = sum(map(sum, hits_and_misses(cluster)))
+    cluster.obey(commands)
+    cluster.work()
+    assert cluster.run(request) == 20  # it was preempted, and waits again
+    assert sum(map(sum, hits_and_misses(cluster))) > counted
 
 
 def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:

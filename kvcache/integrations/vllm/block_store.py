@@ -311,13 +311,12 @@ class BlockStore:
             _count(self._tiers, *tracked.hits)
             tracked.hits = None
         if tracked.is_looked_up:
-            tracked.is_looked_up = False
+            tracked.is_looked_up, tracked.wait_until_s = False, None
             self.counts.admitted(request.num_tokens, tracked.num_local_tokens)
             if len(self.counts.for_files):
                 self.counts.for_files.end(request.request_id, self._now())
         if not num_external_tokens:
             return
-        tracked.wait_until_s = None
         self._waiting.add(request.request_id)
         keys, blocks = self._needed(tracked, tables, num_external_tokens)
         self._loaded_into.update(blocks)
