@@ -145,8 +145,9 @@ class PolicyOrder:
         """Follow a hint for those blocks of a prefix that are unused now. `path` has its nodes,
         `specs` one kind of each group.
 
-        What other contents continue, too, is shared: there only priorities apply. Blocks that a
-        continuation of the prefix does not read, such as those before a window, are not needed.
+        What other contents continue, too, is shared: low priorities and claims about the next use
+        do not apply there. Blocks that a continuation of the prefix does not read, such as those
+        before a window, are not needed.
         """
         c = self._store.columns
         found: list[tuple[Int32Array, Any, Any]] = []
@@ -161,8 +162,9 @@ class PolicyOrder:
             is_meant = (blocks != 0) & (c.block[blocks, REF] == 0)
             is_meant &= (columns >= first) & (columns < last)
             num_skipped = 0
-            if hint.priority is None:
+            if not hint.is_for_shared:
                 is_meant &= ~self._is_shared[blocks]
+            if hint.priority is None:
                 num_skipped = spec.num_skipped_tokens(len(nodes) * spec.block_size)
             ends = (columns[is_meant] + 1) * spec.block_size
             found.append((blocks[is_meant], ends, ends > num_skipped))

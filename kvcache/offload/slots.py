@@ -381,7 +381,7 @@ class SlotEviction:
         of a request in one group, from its beginning.
 
         Slots that are being written follow it when they have been. What chains of several hints
-        share and go on from differently is shared: there only priorities apply.
+        share and go on from differently is shared: low priorities and claims do not apply there.
         """
         check_kind("hint", hint, CacheHint)
         start, end = as_int("start", start), as_int("end", end)
@@ -392,7 +392,7 @@ class SlotEviction:
         slots = table.slots_of(addresses)
         self._note_followers(keys, slots)
         meant = (slots != NO_ADDRESS) & (table.states[addresses] != FORGOTTEN)
-        if hint.priority is None:
+        if not hint.is_for_shared:
             meant &= ~self._is_shared[slots]
         meant[:start], meant[end:] = False, False
         is_written = table.is_written[addresses[meant]]

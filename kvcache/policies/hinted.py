@@ -6,14 +6,15 @@ Entries without a valid hint are in the order of the *inner* policy.
     no hint:        inner ─┐   the longer wait goes first: an entry idle for t seconds waits for
     due:            due   ─┘   3 t more, a due one until it is due
     low priority:   first
-    high priority:  kept       go last, the lowest priority first
+    high priority:  kept       go last, while they are at most half of all
 
     insert ──▶ inner ──hint──▶ first, due, kept ──remove──▶ in use
 
 An entry due in `s` seconds that is not used in 2.5 `s` goes first: a false hint costs its owner.
-Kept entries go last only while they are at most half of all. Hints about returns and ends are
-followed only while they prove right. One in 16 of them is left to the inner policy for comparison,
-and all of them until 16 have been compared.
+If kept entries are more than half of all, they go by how long they are unused, too. Among them,
+priority 100 counts as if it had been used later by as many entries as there are. Hints about
+returns and ends are followed only while they prove right. One in 16 of them is left to the inner
+policy for comparison, and all of them until 16 have been compared.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class HintedPolicy:
         self._due: list[tuple[float, int, int]] = []
         self._kept: list[tuple[float, int, int]] = []
         self._ends: list[tuple[float, int, int]] = []
-        self._num_due = self._num_kept = 0
+        self._num_due = self._num_kept = self._num_inserted = 0
         self._claims: dict[int, _Claim] = {}
         self._chosen: dict[int, _Place | None] = {}
         self._num_claims = self._stamp = 0
@@ -175,7 +176,8 @@ class HintedPolicy:
 
     def insert(self, entries: Entries) -> None:
         self._settle()
-        columns, entries = self._columns, index_array(entries)
+        columns, entries, num_all = self._columns, index_array(entries), len(self)
+        self._num_inserted += len(entries)
         columns.since_s[entries] = columns.now_s
         if columns.lasting:
             rest = []
@@ -185,7 +187,7 @@ class HintedPolicy:
                     columns.lasting.pop(entry, None)
                     rest.append(entry)
                 else:
-                    self._prioritise(entry, priority, until_s)
+                    self._prioritise(entry, priority, until_s, num_all)
             entries = index_array(rest)
         if len(entries):
             self.inner.insert(entries)
@@ -227,12 +229,13 @@ class HintedPolicy:
         now_s = self._columns.now_s if since_s is None else since_s
         if hint.priority is not None:
             until_s = inf if hint.duration_s is None else now_s + hint.duration_s
+            num_all = len(self)
             self._columns.forget(present)
             for entry in present:
                 if hint.priority != USUAL_PRIORITY:
                     self._columns.lasting[entry] = hint.priority, until_s
                 self._take_out(entry)
-                self._prioritise(entry, hint.priority, until_s)
+                self._prioritise(entry, hint.priority, until_s, num_all)
             return
         is_trusted = self.trust.in_ends if hint.is_over else self.trust.in_returns
         if not is_needed:
@@ -329,7 +332,9 @@ class HintedPolicy:
         has_others = waiting or self._num_due
         num_all = len(self) + len(waiting)
         if self._num_kept and (not has_others or 2 * self._num_kept > num_all):
-            return self._take(self._top(self._kept, _KEPT))
+            entry = self._top(self._kept, _KEPT)
+            if not waiting or self._wait_s(entry) >= self._wait_s(waiting[0]):
+                return self._take(entry)
         if self._num_due:
             entry = self._top(self._due, _DUE)
             wait_s = self._places[entry].rank - now_s
@@ -391,11 +396,12 @@ class HintedPolicy:
         if claim is not None:
             self.trust.end(claim, self._columns.now_s, is_used=is_used)
 
-    def _prioritise(self, entry: int, priority: int, until_s: float) -> None:
+    def _prioritise(self, entry: int, priority: int, until_s: float, num_all: int) -> None:
         if priority < USUAL_PRIORITY:
             self._put(entry, _FIRST, 0.0, until_s)
         elif priority > USUAL_PRIORITY:
-            self._put(entry, _KEPT, float(priority), until_s)
+            ahead = num_all * (priority - USUAL_PRIORITY) / USUAL_PRIORITY
+            self._put(entry, _KEPT, self._num_inserted + ahead, until_s)
         else:
             self.inner.insert([entry])
 

@@ -34,7 +34,8 @@ class CacheHint:
     out of use (None: as long as they are cached). A priority of 100 for some seconds is a soft time
     to live: unlike a pin, it gives way when there is no other room.
 
-    The first two kinds apply only to blocks that no other session shares, as far as that is known.
+    The first two kinds and low priorities apply only to blocks that no other session shares, as far
+    as that is known.
 
     Raises:
         RequestError: a value is invalid, or there is no kind or more than one.
@@ -73,6 +74,11 @@ class CacheHint:
                 plain[name] = as_number(what, value, error=RequestError, above=0.0)
         for name, value in plain.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def is_for_shared(self) -> bool:
+        """Whether it applies to blocks that other sessions share, too."""
+        return self.priority is not None and self.priority >= USUAL_PRIORITY
 
 
 def checked_hints(where: str, hints: object) -> tuple[CacheHint, ...]:

@@ -35,7 +35,7 @@ class SlowHinted:
         self.lasting: dict[int, tuple[int, float]] = {}
         self.claims: dict[int, _Claim] = {}
         self.chosen: dict[int, Seat] = {}
-        self.num_claims = 0
+        self.num_claims = self.num_inserted = 0
         self.numbers = count()
 
     def line(self, name: str) -> list[Seat]:
@@ -43,12 +43,14 @@ class SlowHinted:
 
     def insert(self, entries: Sequence[int]) -> None:
         self.settle()
+        num_all = len(self.seats)
+        self.num_inserted += len(entries)
         for entry in entries:
             priority, until_s = self.lasting.get(entry, (50, inf))
             if until_s <= self.now_s:
                 del self.lasting[entry]
                 priority, until_s = 50, inf
-            self.seats.append(self.ranked(entry, self.now_s, priority, until_s))
+            self.seats.append(self.ranked(entry, self.now_s, priority, until_s, num_all))
 
     def remove(self, entries: Sequence[int]) -> None:
         self.settle()
@@ -72,12 +74,13 @@ class SlowHinted:
         backwards = list(entries)[::-1]
         if hint.priority is not None:
             until_s = inf if hint.duration_s is None else self.now_s + hint.duration_s
+            num_all = len(self.seats)
             for entry in backwards:
                 self.lasting.pop(entry, None)
                 if hint.priority != 50:
                     self.lasting[entry] = hint.priority, until_s
                 since_s = self.leave(entry).since_s
-                self.seats.append(self.ranked(entry, since_s, hint.priority, until_s))
+                self.seats.append(self.ranked(entry, since_s, hint.priority, until_s, num_all))
             return
         if backwards[0] in self.claims:
             return
@@ -140,7 +143,8 @@ class SlowHinted:
             return first[0], "first"
         plain, kept = self.line("plain"), sorted(self.line("kept"), key=lambda seat: seat.rank)
         due = sorted(self.line("due"), key=lambda seat: -seat.rank)
-        if kept and (not (plain or due) or 2 * len(kept) > len(self.seats)):
+        is_crowded = 2 * len(kept) > len(self.seats) or not (plain or due)
+        if kept and is_crowded and (not plain or plain[0].since_s >= kept[0].since_s):
             return kept[0], "kept"
         if due and (not plain or due[0].rank - self.now_s > self.wait_s(plain[0])):
             return due[0], "due"
@@ -151,11 +155,14 @@ class SlowHinted:
     def wait_s(self, seat: Seat) -> float:
         return 3 * (self.now_s - seat.since_s)
 
-    def ranked(self, entry: int, since_s: float, priority: int, until_s: float) -> Seat:
+    def ranked(
+        self, entry: int, since_s: float, priority: int, until_s: float, num_all: int
+    ) -> Seat:
         if priority < 50:
             return Seat(entry, "first", since_s, 0.0, until_s, next(self.numbers))
         if priority > 50:
-            return Seat(entry, "kept", since_s, priority, until_s, next(self.numbers))
+            rank = self.num_inserted + num_all * (priority - 50) / 50
+            return Seat(entry, "kept", since_s, rank, until_s, next(self.numbers))
         return Seat(entry, "plain", since_s)
 
     def leave(self, entry: int) -> Seat:

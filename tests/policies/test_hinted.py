@@ -152,6 +152,29 @@ def test_a_low_priority_goes_first() -> None:
     assert engine.serve(0, 4) == 4 and engine.serve(1_000, 4) == 0
 
 
+def test_a_low_priority_is_for_own_blocks_only() -> None:
+    engine = Engine()
+    for tail, hints in ((100, ()), (200, ()), (300, (CacheHint(priority=0),))):
+        request = Request(f"s{tail}", [*range(8), *range(tail, tail + 5)])
+        hit, num_hit = engine.manager.get_computed_blocks(request)
+        assert engine.manager.allocate_slots(request, request.num_tokens - num_hit, num_hit, hit)
+        request.hints = hints
+        engine.manager.free(request)
+        engine.clock.advance(1.0)
+    engine.press(12)
+    own = Request("own", [*range(8), *range(300, 305)])
+    assert engine.manager.get_computed_blocks(own)[1] == 8
+
+
+def test_among_kept_blocks_a_higher_priority_stays_longer() -> None:
+    engine = Engine()
+    engine.press(40)
+    engine.serve(0, 4, CacheHint(priority=100))
+    for i in range(1, 5):
+        engine.serve(1_000 * i, 4, CacheHint(priority=60))
+    assert engine.serve(0, 4) == 4 and engine.serve(1_000, 4) < 4
+
+
 def test_kept_blocks_hold_at_most_half_of_all() -> None:
     engine = Engine()
     engine.serve(0, 4)

@@ -67,6 +67,22 @@ def test_random_hints_cost_nothing(name: str, num_blocks: int) -> None:
     assert count.hit_rate >= rate(trace, SimulatedCache("lru", num_blocks)) - 0.005
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("lowest", [0, 51])
+@pytest.mark.parametrize(("name", "num_blocks"), SIZES.items())
+def test_random_priorities_cost_nothing_in_a_small_cache(
+    name: str, num_blocks: int, lowest: int, share: float
+) -> None:
+    trace, rng = generated(name), random.Random(1)
+    hints = [
+        (CacheHint(priority=rng.randint(lowest, 100)),) if rng.random() < share else ()
+        for _ in range(trace.num_requests)
+    ]
+    options = CountingOptions(num_blocks, follows_hints=True)
+    count = count_prefill_hits(CompactTrace(trace, hints), options, VirtualClock())
+    assert count.hit_rate >= rate(trace, SimulatedCache("lru", num_blocks)) - 0.005
+
+
 def test_a_plain_count_does_not_follow_the_hints_of_a_load() -> None:
     load = generate("chat", seed=3, num_requests=300)
     assert any(request.hints for request in load)
