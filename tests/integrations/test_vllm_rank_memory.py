@@ -601,6 +601,17 @@ def test_a_layout_that_cannot_be_moved_is_refused(name: str) -> None:
         RankMemory(setting_of(name), 0, {"x": torch.zeros(2, NUM_BLOCKS, 4, 16)})
 
 
+def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_memory, "total_memory_bytes", lambda: 16 << 20)  # of a container
+    setting = setting_of(name, host_memory_per_rank=None, keeps_memory=False)
+    for num_ranks in (1, 2):
+        memory = RankMemory(replace(setting, num_ranks=num_ranks), 0, caches())
+        assert memory.inventory().num_slots == (2 << 20) // num_ranks // (2 * 128 * 4)
+        memory.close()
+
+
 def test_memory_that_is_too_small_or_too_large_is_refused(name: str) -> None:
     small = setting_of(name, host_memory_per_rank="1KiB")
     with pytest.raises(ConfigurationError, match="is 1000 bytes, a block of this model has 1024 "):

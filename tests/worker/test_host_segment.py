@@ -18,7 +18,11 @@ from kvcache.worker.host_memory import first_touch, shared_memory
 from kvcache.worker.host_memory.first_touch import SLICE_BYTES, FirstTouch
 from kvcache.worker.host_memory.labels import HostLabels, SlotState
 from kvcache.worker.host_memory.segment import UNKNOWN_MODEL_EPOCH, HostSegment, SegmentShape
-from kvcache.worker.host_memory.shared_memory import available_memory_bytes, make_memory
+from kvcache.worker.host_memory.shared_memory import (
+    available_memory_bytes,
+    make_memory,
+    total_memory_bytes,
+)
 from tests.worker.tier_support import (
     SHAPE,
     attach_again,
@@ -222,8 +226,10 @@ def test_the_narrowest_limit_around_the_process_counts(tmp_path: Path) -> None:
         path.write_text(text)
 
     assert available_memory_bytes(tmp_path) is None
+    assert total_memory_bytes(tmp_path) is None
     write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
     assert available_memory_bytes(tmp_path) == 5_000 * 1024
+    assert total_memory_bytes(tmp_path) == 9_000 * 1024
     write("proc/self/cgroup", "0::/pods/pod1\n")
     write("sys/fs/cgroup/pods/memory.max", "2000000\n")
     write("sys/fs/cgroup/pods/memory.current", "1500000\n")
@@ -231,10 +237,12 @@ def test_the_narrowest_limit_around_the_process_counts(tmp_path: Path) -> None:
     write("sys/fs/cgroup/pods/pod1/memory.max", "max\n")
     write("sys/fs/cgroup/pods/pod1/memory.current", "1\n")
     assert available_memory_bytes(tmp_path) == 900_000
+    assert total_memory_bytes(tmp_path) == 2_000_000
     write("proc/self/cgroup", "5:cpu,memory:/old\n")
     write("sys/fs/cgroup/memory/memory.limit_in_bytes", "300000\n")
     write("sys/fs/cgroup/memory/memory.usage_in_bytes", "100000\n")
     assert available_memory_bytes(tmp_path) == 200_000
+    assert total_memory_bytes(tmp_path) == 300_000
 
 
 def test_without_memfd_a_file_is_used_and_its_name_is_gone_at_once(

@@ -79,6 +79,7 @@ from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import Rows
 from kvcache.worker.host_memory.segment import PRIVATE, HostSegment, SegmentShape, open_segment
 from kvcache.worker.host_memory.segment_reader import SegmentReader
+from kvcache.worker.host_memory.shared_memory import total_memory_bytes
 from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, Region
 from kvcache.worker.tiers import Tiers
 from kvcache.worker.transfers import Copying, TransferJobs
@@ -86,7 +87,8 @@ from kvcache.worker.transfers import Copying, TransferJobs
 logger = get_logger(__name__)
 
 DEFAULT_MEMORY_SHARE = 8
-"""Without a size, the ranks of an engine take one part in so many of the node's memory."""
+"""Without a size, the ranks of an engine take one part in so many of the node's memory, or of their
+container's."""
 
 OTHER_ENGINE_S = 30.0
 """How long a rank waits for the process before it to be gone."""
@@ -594,8 +596,12 @@ def _num_slots(setting: EngineSetting, slot_bytes: int) -> int:
     """Return how many blocks fit; raises ConfigurationError for none."""
     num_bytes = setting.options.offload.host_memory_per_rank
     if num_bytes is None:
-        page_bytes, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-        num_bytes = page_bytes * pages // DEFAULT_MEMORY_SHARE // setting.num_ranks
+        total_bytes = total_memory_bytes()
+        if total_bytes is None:
+            raise ConfigurationError(
+                "the memory of this node cannot be read: set offload.host_memory_per_rank"
+            )
+        num_bytes = total_bytes // DEFAULT_MEMORY_SHARE // setting.num_ranks
     if num_bytes < slot_bytes:
         raise ConfigurationError(
             f"offload.host_memory_per_rank is {num_bytes} bytes, a block of this model has "

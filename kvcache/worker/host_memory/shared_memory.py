@@ -27,9 +27,17 @@ def available_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
     The minimum over the machine's available memory and the unused part of each control group
     around this process. Files in a group's page cache that were not used lately count as free.
     """
-    found = [_machine_bytes(root), *_group_bytes(root)]
+    found = [_machine_bytes(root, "MemAvailable"), *(_left_in(*each) for each in _groups(root))]
     known = [size for size in found if size is not None]
     return max(0, min(known)) if known else None
+
+
+def total_memory_bytes(root: Path = SYSTEM_ROOT) -> int | None:
+    """Return the bytes of memory that there are for this process and others together, None if that
+    cannot be read: the minimum over the machine's and the limit of each control group around it."""
+    limits = [_number(_read(group / names[0]).strip()) for group, names in _groups(root)]
+    known = [size for size in (_machine_bytes(root, "MemTotal"), *limits) if size is not None]
+    return min(known, default=None)
 
 
 def require_memory(num_bytes: int, purpose: str, remedy: str, root: Path = SYSTEM_ROOT) -> None:
@@ -41,18 +49,22 @@ def require_memory(num_bytes: int, purpose: str, remedy: str, root: Path = SYSTE
         )
 
 
-def _machine_bytes(root: Path) -> int | None:
+def _machine_bytes(root: Path, field: str) -> int | None:
     for line in _read(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
-        if name == "MemAvailable" and value.split():
+        if name == field and value.split():
             number = _number(value.split()[0])
             return None if number is None else number * 1024
     return None
 
 
-def _group_bytes(root: Path) -> list[int | None]:
-    """Return the unused bytes of the groups around this process, in both versions of groups."""
-    found: list[int | None] = []
+_Group = tuple[Path, tuple[str, str]]
+"""A control group, and the names of its files of limit and use."""
+
+
+def _groups(root: Path) -> list[_Group]:
+    """Return the groups around this process, in both versions of groups."""
+    found: list[_Group] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -64,14 +76,13 @@ def _group_bytes(root: Path) -> list[int | None]:
     return found
 
 
-def _along(mount: Path, path: str, names: tuple[str, str]) -> list[int | None]:
-    """Inspect the group at `path` and every group around it.
+def _along(mount: Path, path: str, names: tuple[str, str]) -> list[_Group]:
+    """Return the group at `path` and every group around it.
 
     Inside a container the path may be the host's, and then only the mount itself exists.
     """
     parts = [part for part in path.split("/") if part not in ("", "..")]
-    groups = [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
-    return [_left_in(group, names) for group in groups]
+    return [(mount.joinpath(*parts[:depth]), names) for depth in range(len(parts), -1, -1)]
 
 
 def _left_in(group: Path, names: tuple[str, str]) -> int | None:
