@@ -94,21 +94,11 @@ class Engine:
         self._shared |= self._shared_files()
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int = 40,
-        salts: Sequence[str] | None = None,
-        adapter: str | None = None,
-        transfer: dict[str, Any] | None = None,
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 40, **options: Any
     ) -> Answer:
-        told = self.ask(
-            do="generate",
-            prompts=prompts,
-            max_tokens=max_tokens,
-            salts=salts,
-            adapter=adapter,
-            transfer=transfer,
-        )
+        """Generate greedily. Options: `salts`, `images` or `replicas`, one for each prompt;
+        `adapter`, `transfer`."""
+        told = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, **options)
         return Answer(told["tokens"], told["cached"], told["first_token_s"])
 
     def count(self) -> dict[str, int]:

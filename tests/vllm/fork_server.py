@@ -44,6 +44,7 @@ def preload() -> None:
         "vllm.entrypoints.anthropic.protocol",
         "vllm.entrypoints.launchers.cli_args",
         "vllm.model_executor.layers.quantization.online.base",
+        "vllm.model_executor.models.blip2",
         "vllm.model_executor.models.llama",
         "compressed_tensors",
         "tests.vllm.make_model",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvcache.memory_service.client import service_address
+from kvcache.memory_service.process import end
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import FULL_BLOCKS, HITS, MEMORY, PROMPTS
 
@@ -32,10 +35,7 @@ def test_what_one_engine_computes_the_other_loads_even_when_the_first_is_killed(
     assert (loaded.cached, loaded.tokens) == (HITS[:1], cold.tokens[:1])
     second.generate([[*PROMPTS[0], *cold.tokens[0], *PROMPTS[1]]], 1)
     second.generate(PROBES[-1:], 1)  # a step after the last one brings its seals
-    deadline_s = time.monotonic() + 10
-    while not (stored := set(Segment(name, 0, 1).digests()) - before):
-        assert time.monotonic() < deadline_s, "the second engine stores nothing"
-        time.sleep(0.05)
+    stored = await_sealed(name, 1, before)
     assert not stored & set(Segment(name, 0, 0).digests())
 
     first.kill()
@@ -76,11 +76,57 @@ def test_two_engines_share_one_directory_and_write_each_block_once(
     second.kill()
 
 
-def await_peer(engine: Engine) -> None:
+def test_data_parallel_replicas_share_memory_and_files_and_store_each_block_once(
+    start: Starter, new_name: Callable[[], str], tmp_path: Path
+) -> None:
+    alone = start()
+    expected = alone.generate(PROMPTS).tokens
+    alone.kill()
+    name = new_name()
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "64MiB", "write": "on_store"}
+    offload = {**MEMORY["offload"], "disk": disk}
+    engine = start({"name": name, "offload": offload}, data_parallel_size=2)
+    cold = engine.generate(PROMPTS, replicas=[0, 0, 0])
+    assert (cold.cached, cold.tokens) == ([0, 0, 0], expected)
+    engine.generate(PROBES, 1, replicas=[0] * len(PROBES))
+    await_peer(engine, replicas=[1])
+    held = [set(Segment(name, 0, replica).digests()) for replica in (0, 1)]
+    assert len(held[0]) >= len(PROMPTS) * FULL_BLOCKS
+    written = {path: path.stat().st_ino for path in tmp_path.rglob("*.kvb")}
+    loaded = engine.generate(PROMPTS, replicas=[1, 1, 1])
+    assert (loaded.cached, loaded.tokens) == (HITS, expected)
+
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    engine.generate([ids + ids[:100] for ids in whole], 1, replicas=[1, 1, 1])
+    engine.generate(PROBES[-1:], 1, replicas=[1])  # a step after the last one brings its seals
+    own = await_sealed(name, 1, held[1])
+    assert not own & held[0]
+    assert {path: path.stat().st_ino for path in written} == written
+    engine.kill()
+    end(service_address(name).address)
+
+    engine = start({"name": name, "offload": offload}, data_parallel_size=2)
+    again = engine.generate(PROMPTS, replicas=[0, 1, 0])
+    assert (again.cached, again.tokens) == (HITS, expected)
+    files = [path.name for path in tmp_path.rglob("*.kvb")]
+    assert len(files) == len(set(files)) >= len(written)
+    engine.kill()
+
+
+def await_sealed(name: str, replica: int, before: set[bytes]) -> set[bytes]:
+    """Return what a replica keeps and did not keep before."""
+    deadline_s = time.monotonic() + 10
+    while not (stored := set(Segment(name, 0, replica).digests()) - before):
+        assert time.monotonic() < deadline_s, "the second engine stores nothing"
+        time.sleep(0.05)
+    return stored
+
+
+def await_peer(engine: Engine, **options: Any) -> None:
     """Return when an engine loads what another one has computed."""
     deadline_s = time.monotonic() + 20
     for probe in PROBES:
-        if engine.generate([probe], 1).cached != [0]:
+        if engine.generate([probe], 1, **options).cached != [0]:
             return
         assert time.monotonic() < deadline_s, "the engine does not see the other one"
         time.sleep(0.2)
