@@ -19,8 +19,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import JsonOption, NameOption, VllmOption, command
-from actors.cli.tables import print_json, print_table, say
+from actors.cli.clusters import open_cluster
+from actors.cli.command import (
+    JsonOption,
+    NameOption,
+    VllmOption,
+    command,
+    print_json,
+    print_table,
+    say,
+)
 from kvcache.base.errors import (
     ConfigurationError,
     DeadlineError,
@@ -71,7 +79,6 @@ def pin(
     as_json: JsonOption = False,
 ) -> None:
     """Protect the cached part of a prefix from eviction for a while."""
-    from actors.cli.clusters import open_cluster
     from kvcache.requests.request import LoRARequest
 
     token_ids = read_tokens(tokens, token_file, text, tokenizer)
@@ -101,7 +108,6 @@ def unpin(
     as_json: JsonOption = False,
 ) -> None:
     """End a pin early."""
-    from actors.cli.clusters import open_cluster
     from kvcache.manager.pins import Pin
 
     with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:
@@ -117,7 +123,6 @@ def unpin(
 @command
 def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
     """Show the pins of a running cluster."""
-    from actors.cli.clusters import open_cluster
 
     with open_cluster(name) as cluster:
         held = cluster.inspect().pins
@@ -145,7 +150,6 @@ def prefetch(
     as_json: JsonOption = False,
 ) -> None:
     """Raise a prefix from host memory or files to the device, ahead of its next request."""
-    from actors.cli.clusters import open_cluster
     from kvcache.requests.request import LoRARequest
 
     token_ids = read_tokens(tokens, token_file, text, tokenizer)
@@ -195,7 +199,6 @@ def clear(
             )
         clear_engine(vllm, yes, as_json)
         return
-    from actors.cli.clusters import open_cluster
 
     if drain and new_weights:
         raise ConfigurationError(

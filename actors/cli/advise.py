@@ -15,15 +15,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import JsonOption, NoProgressOption, command, parse_size
+from actors.cli.command import (
+    JsonOption,
+    NoProgressOption,
+    bytes_text,
+    command,
+    parse_size,
+    print_json,
+    print_note,
+    print_table,
+)
 from actors.cli.simulate import (
     BlockSizeOption,
+    Curve,
     PlotOption,
     ProcessesOption,
     RequestsOption,
     SeedOption,
+    capacity_range,
+    draw_curves,
+    parse_policies,
+    play,
+    read_traces,
+    require_plots,
 )
-from actors.cli.tables import bytes_text, print_json, print_note, print_table
 from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,7 +91,6 @@ def advise(
     no_progress: NoProgressOption = False,
 ) -> None:
     """Recommend memory of each kind, and a policy, for a load and a budget."""
-    from actors.cli.simulations import parse_policies, play, read_traces, require_plots
     from kvcache.simulate.advice import (
         GIB,
         Memory,
@@ -169,7 +183,6 @@ def _hinted(
     trace: BlockTrace, cache: SimulatedCache, num_processes: int | None, *, has_progress: bool
 ) -> dict[str, SimulationResult]:
     """Simulate the device alone with each kind of hints that the trace has, and the optimum."""
-    from actors.cli.simulations import play
     from kvcache.simulate.hinting import KINDS_OF_HINTS, SESSION_HINTS
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
     from kvcache.simulate.simulation_processes import SimulationTask
@@ -187,7 +200,6 @@ def _curves(
     trace: BlockTrace, policies: Sequence[str], num_processes: int | None, *, has_progress: bool
 ) -> dict[str, HitCurve]:
     """Simulate pools of several sizes with every policy, and the optimum."""
-    from actors.cli.simulations import capacity_range, play
     from kvcache.simulate.advice import HitCurve
     from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
     from kvcache.simulate.simulation_processes import SimulationTask
@@ -490,7 +502,6 @@ def _curve_table(advice: _Advice) -> Table:
 
 
 def _draw(path: Path, advice: _Advice) -> None:
-    from actors.cli.simulations import Curve, draw_curves
     from kvcache.simulate.simulated_cache import OPTIMUM
 
     drawn = [

@@ -1,4 +1,4 @@
-"""Find the cluster that a command works on, and connect to Ray.
+"""`kvcache launch` and `stop`; find the cluster that a command works on, and connect to Ray.
 
     named_cluster ── the cluster of a name, or the only one; its error lists the running clusters
     ray_session ──── joins the running Ray (a job's, `ray start`'s), or starts one of its own
@@ -16,27 +16,34 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import ray
-from ray.exceptions import RayError
+import typer
 
-from actors.cli.command import EXIT_CLUSTER
-from actors.clusters.cluster import KVCacheCluster
-from actors.clusters.replicas import KVCacheReplicas
-from actors.connect import actor_names
-from actors.embedded.site import EmbeddedSite, find_cluster
-from actors.names import coordinator_name
-from actors.reports import ClusterStatus
-from actors.state import recorded_clusters
-from kvcache.base.errors import ClusterError, NotRunningError
+from actors.cli.command import (
+    EXIT_CLUSTER,
+    ConfigOption,
+    NameOption,
+    command,
+    handling,
+    interrupted_by_sigterm,
+    say,
+)
+from kvcache.base.errors import ClusterError, DeadlineError, KVCacheError, NotRunningError
+
+if TYPE_CHECKING:
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.clusters.replicas import KVCacheReplicas
+    from actors.embedded.site import EmbeddedSite
+    from actors.reports import ClusterStatus
 
 RAY_WAITS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
 """How long Ray waits for an absent control service before it ends processes."""
@@ -64,6 +71,95 @@ _TOKEN_PLACES = (
     "is set), or the token itself (RAY_AUTH_TOKEN)"
 )
 
+_WATCH_INTERVAL_S = 2.0
+
+
+@command
+def launch(
+    config: ConfigOption,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "-n", help="Name of the cluster (default: the configuration's)."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when ready; the cluster stays.")
+    ] = False,
+) -> None:
+    """Start a cluster and keep it until SIGTERM or Ctrl-C; with --detach, return when ready."""
+    from actors.clusters.cluster import KVCacheCluster
+    from actors.clusters.replicas import KVCacheReplicas
+    from kvcache.config import load_config, parse_config
+
+    settings = load_config(config)
+    if name is not None:
+        settings = parse_config({**settings.model_dump(), "name": name}, "command line")
+    has_replicas = settings.parallel.data_parallel_size > 1
+    kind: type[KVCacheReplicas | KVCacheCluster]
+    kind = KVCacheReplicas if has_replicas else KVCacheCluster
+    with ray_session(may_start=not detach), interrupted_by_sigterm():
+        launched = kind.launch(settings, detached=detach, on_progress=say)
+        clusters = list(launched) if isinstance(launched, KVCacheReplicas) else [launched]
+        _say_where_they_log(clusters)
+        if detach:
+            say(f"{settings.name} is running: `kvcache stop --name {settings.name}` ends it")
+            return
+        say(f"{settings.name} is running: Ctrl-C or SIGTERM ends it")
+        try:
+            say(_wait_for_end(clusters))
+        except KeyboardInterrupt:
+            say(f"stopping {settings.name}")
+        finally:
+            # A shutdown has its own deadlines.
+            with handling(signal.SIG_IGN, signal.SIGTERM, signal.SIGINT):
+                launched.stop()
+    say(f"{settings.name} has stopped")
+
+
+@command
+def stop(name: NameOption = None) -> None:
+    """Stop a running cluster and remove everything it started."""
+    from actors.clusters.shutdown import ClusterParts, take_down
+    from actors.connect import is_actor_known
+    from actors.names import coordinator_name
+
+    with ray_session(may_start=False):
+        name = name or only_cluster()
+        try:
+            find_launched(name).stop()
+        except DeadlineError:
+            hanging = [n for n in names_under(name) if is_actor_known(coordinator_name(n))]
+            if not hanging:
+                raise
+            say(f"the coordinator of {name} does not answer: ending its actors by name")
+            for each in hanging:
+                take_down(ClusterParts.found(each))
+    say(f"{name} has stopped")
+
+
+def _say_where_they_log(clusters: list[KVCacheCluster]) -> None:
+    """Print the paths of the coordinators' logs, if known."""
+    for cluster in clusters:
+        with suppress(KVCacheError):
+            status = cluster.status()
+            if status.log_path:
+                say(f"log of {cluster.name}: {status.coordinator_node.host}:{status.log_path}")
+
+
+def _wait_for_end(clusters: list[KVCacheCluster]) -> str:
+    """Wait until a cluster ends by itself, and return why. A restarting coordinator has not
+    ended."""
+    while True:
+        time.sleep(_WATCH_INTERVAL_S)
+        for cluster in clusters:
+            try:
+                status = cluster.status()
+            except NotRunningError:
+                return f"{cluster.name} was stopped by another command"
+            except DeadlineError:
+                continue
+            if status.state == "failed":
+                raise NotRunningError(f"{cluster.name} has failed: {status.problem}")
+
 
 @contextmanager
 def open_cluster(
@@ -78,6 +174,8 @@ def open_cluster(
     an engine's process, which alone can ask it; `otherwise` is the remedy. With `must_serve` also
     raises as `require_plan`.
     """
+    from actors.clusters.cluster import KVCacheCluster
+
     with ray_session(may_start=False):
         cluster = named_cluster(name)
         if not isinstance(cluster, KVCacheCluster):
@@ -109,6 +207,8 @@ def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
 
     Raises NotRunningError, which lists the running clusters, if there is no such cluster.
     """
+    from actors.embedded.site import find_cluster
+
     names = running_clusters()
     if name is None:
         name = only_cluster(names)
@@ -119,6 +219,10 @@ def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
 
 def running_clusters() -> list[str]:
     """Return the sorted names of the clusters in this Ray cluster."""
+    from actors.connect import actor_names
+    from actors.names import coordinator_name
+    from actors.state import recorded_clusters
+
     suffix = coordinator_name("")
     named = {name.removesuffix(suffix) for name in actor_names() if name.endswith(suffix)}
     return sorted(named.union(recorded_clusters()))
@@ -139,6 +243,8 @@ def only_cluster(names: list[str] | None = None) -> str:
 def find_launched(name: str) -> KVCacheCluster | KVCacheReplicas | EmbeddedSite:
     """Return the cluster of a name, or the replicas of one launch. Raises NotRunningError, which
     lists the running clusters, if there is none."""
+    from actors.clusters.replicas import KVCacheReplicas
+
     try:
         return named_cluster(name)
     except NotRunningError as error:
@@ -172,6 +278,8 @@ def ray_session(*, may_start: bool) -> Iterator[bool]:
     running Ray, or the one that RAY_ADDRESS names, cannot be joined. With `may_start`, a Ray that
     RAY_ADDRESS does not name may belong to another user and is left alone.
     """
+    import ray
+
     if ray.is_initialized():
         yield False
         return
@@ -217,6 +325,9 @@ def _watch(address: str, is_over: threading.Event) -> None:
 
 def _has_joined(may_start: bool) -> bool:
     """Join the running Ray. Return False if there is none, which only `may_start` allows."""
+    import ray
+    from ray.exceptions import RayError
+
     refusal = find_refusal()
     if refusal is None:
         try:

@@ -20,9 +20,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
-from actors.cli.command import JsonOption, NameOption, VllmOption, command
+from actors.cli.clusters import open_cluster
+from actors.cli.command import (
+    JsonOption,
+    NameOption,
+    VllmOption,
+    command,
+    print_facts,
+    print_json,
+    print_table,
+)
 from actors.cli.status import tenant_usage_table, tier_table
-from actors.cli.tables import print_facts, print_json, print_table
 from kvcache.base.errors import ConfigurationError, NotRunningError, legible
 
 if TYPE_CHECKING:
@@ -48,7 +56,6 @@ def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption 
 
         show_usage(vllm, as_json)
         return
-    from actors.cli.clusters import open_cluster
 
     with open_cluster(name) as cluster:
         statistics = cluster.coordinator_statistics()
@@ -81,7 +88,6 @@ def prefixes(
     as_json: JsonOption = False,
 ) -> None:
     """Show which prefixes a running cluster has cached, and who uses them."""
-    from actors.cli.clusters import open_cluster
 
     if sort not in SORTS:
         raise ConfigurationError(f"--sort {sort} is not known: choose {', '.join(SORTS)}")

@@ -26,8 +26,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import EXIT_PREVENTED, JsonOption, command
-from actors.cli.tables import bytes_text, print_facts, print_json, print_note, print_table
+from actors.cli.clusters import find_refusal, ray_session, running_clusters
+from actors.cli.command import (
+    EXIT_PREVENTED,
+    JsonOption,
+    bytes_text,
+    command,
+    print_facts,
+    print_json,
+    print_note,
+    print_table,
+)
 from kvcache.base.errors import KVCacheError, NotRunningError
 
 if TYPE_CHECKING:
@@ -350,7 +359,6 @@ def look_at_ray() -> RayStatistics:
     try:
         import ray
 
-        from actors.cli.clusters import find_refusal, ray_session, running_clusters
     except ImportError as error:
         return RayStatistics("not installed", problem=f"Ray cannot be imported: {error}")
     refusal = None if ray.is_initialized() else find_refusal()

@@ -10,8 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.command import JsonOption, OptionalConfigOption, command
-from actors.cli.tables import bytes_text, print_facts, print_table
+from actors.cli.command import (
+    JsonOption,
+    OptionalConfigOption,
+    bytes_text,
+    command,
+    print_facts,
+    print_table,
+)
 from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from actors.cli.tables import say
+from actors.cli.clusters import ray_session, require_plan
+from actors.cli.command import interrupted_by_sigterm, say
 from actors.step_client import StepClient
 from kvcache.base.errors import (
     ConfigurationError,
@@ -213,8 +214,6 @@ def _local_cluster(config: ClusterConfig) -> Iterator[Playground]:
 @contextmanager
 def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
     """A cluster on Ray for the duration of the replay."""
-    from actors.cli.clusters import ray_session
-    from actors.cli.launch import interrupted_by_sigterm
     from actors.clusters.cluster import KVCacheCluster
 
     with (
@@ -230,8 +229,6 @@ def _own_cluster(config: ClusterConfig) -> Iterator[Playground]:
 @contextmanager
 def _running_cluster(name: str) -> Iterator[Playground]:
     """A running cluster, which keeps running afterwards."""
-    from actors.cli.clusters import ray_session
-    from actors.cli.launch import interrupted_by_sigterm
     from actors.clusters.cluster import KVCacheCluster
 
     with (
@@ -244,7 +241,6 @@ def _running_cluster(name: str) -> Iterator[Playground]:
 
 @contextmanager
 def _client_of(cluster: KVCacheCluster) -> Iterator[Playground]:
-    from actors.cli.clusters import require_plan
 
     limits = _limits(cluster.config, require_plan(cluster.status()).max_model_len)
     with cluster.client("replay") as client:

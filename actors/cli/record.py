@@ -17,10 +17,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from actors.cli.command import JsonOption, NameOption, NoProgressOption, command, parse_size
-from actors.cli.launch import handling
+from actors.cli.clusters import open_cluster
+from actors.cli.command import (
+    JsonOption,
+    NameOption,
+    NoProgressOption,
+    bytes_text,
+    command,
+    handling,
+    parse_size,
+    print_facts,
+    print_json,
+    say,
+)
 from actors.cli.simulate import RequestsOption
-from actors.cli.tables import bytes_text, print_facts, print_json, say
 from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
 
 if TYPE_CHECKING:
@@ -51,7 +61,6 @@ def record(
     """Record the requests of a running cluster, without tokens, until Ctrl-C."""
     import secrets
 
-    from actors.cli.clusters import open_cluster
     from kvcache.base.clock import SystemClock
     from kvcache.recorder import SALT_BYTES
     from kvcache.simulate.request_recording import RecordingOptions, RequestRecording

@@ -19,9 +19,13 @@ from actors.cli.command import (
     JsonOption,
     NoProgressOption,
     OptionalConfigOption,
+    WorkProgress,
+    bytes_text,
     command,
+    print_facts,
+    print_json,
 )
-from actors.cli.tables import WorkProgress, bytes_text, print_facts, print_json
+from actors.cli.simulate import parse_capacity
 from kvcache.base.errors import ConfigurationError, TraceError, WrongBytesError
 
 if TYPE_CHECKING:
@@ -191,7 +195,6 @@ def measure_workload(workload: Workload, max_num_tokens: int | None = None) -> W
 def _counting_options(blocks: str, block_size: int | None, skip_too_long: bool) -> CountingOptions:
     """Raises ConfigurationError for `--skip-too-long`: a count has no model and no longest
     request."""
-    from actors.cli.simulations import parse_capacity
     from kvcache.simulate.counting import CountingOptions
 
     if skip_too_long:

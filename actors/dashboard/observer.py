@@ -16,8 +16,8 @@ from collections import deque
 from typing import Any
 
 from actors.cli.contents import prefix_roots
-from actors.cli.event_tally import EventFollower
-from actors.cli.top import rates_of
+from actors.cli.events import EventFollower
+from actors.cli.status import rates_of
 from actors.clusters.cluster import KVCacheCluster
 from actors.dashboard.picture import facts_picture, pool_picture, tiers_picture, tree_picture
 from actors.routing.event_endpoints import cluster_endpoints, publisher_host

@@ -355,7 +355,7 @@ def test_others_see_where_the_coordinator_is_and_can_stop_the_cluster(
         [
             sys.executable,
             "-c",
-            "from actors.cli.app import main; main()",
+            "from actors.cli import main; main()",
             "status",
             "-n",
             config.name,

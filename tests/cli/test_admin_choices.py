@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from actors.cli import app
 from actors.cli.admin import read_tokens
-from actors.cli.top import Look, as_plain, rates
+from actors.cli.status import Look, as_plain, rates
 from actors.clusters.access import ClusterStatistics
 from actors.service import ServiceStatistics
 from actors.transport import TransportStatistics

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors import KVCacheClient, LocalCluster
-from actors.cli import app, clusters
+from actors.cli import app, clusters, status
 from actors.embedded.site import EmbeddedSite
 from kvcache import NewRequest, StepRequest
 from kvcache.base.arrays import int32_array
@@ -50,8 +50,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LocalAc
                 raise NotRunningError(f"no cluster named {name!r} is running")
             return access
 
-        monkeypatch.setattr(clusters, "ray_session", session)
-        monkeypatch.setattr(clusters, "named_cluster", find)
+        for module in (clusters, status):
+            monkeypatch.setattr(module, "ray_session", session)
+            monkeypatch.setattr(module, "named_cluster", find)
         yield access
 
 

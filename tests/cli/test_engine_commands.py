@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from actors.cli.app import app
+from actors.cli import app
 from actors.cli.command import EXIT_CLUSTER, EXIT_INPUT
 from actors.cli.engines import facts, rates
 from kvcache.memory_service.client import MemoryServiceClient, service_address

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from actors.cli.event_tally import EventTally, PrefixForest, PrefixRow
+from actors.cli.events import EventTally, PrefixForest, PrefixRow
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.events.publisher import EventPublisher, PublisherSettings
 from kvcache.events.subscription import Subscription, Update

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from actors.cli import app
-from actors.cli.launch import handling
+from actors.cli.command import handling
 from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSummary
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from actors.cli import simulations
-from actors.cli.simulations import capacity_range
+from actors.cli import simulate
+from actors.cli.simulate import capacity_range
 from kvcache.simulate.opening import open_block_trace
 from tests.cli.commands import KVCACHE
 from tests.cli.commands import run as run_command
@@ -233,7 +233,7 @@ def test_regret_and_what_hints_bring_are_drawn(trace: Path, tmp_path: Path) -> N
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_played(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulations, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulate, "find_spec", lambda name: None)
     assert refused(trace, "--plot", tmp_path / "a.svg") == (
         "--plot needs matplotlib, which is not installed: pip install 'kvcache[plots]'"
     )

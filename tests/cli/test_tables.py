@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from actors.cli.command import print_facts, print_table
 from actors.cli.status import refusal_lines
-from actors.cli.tables import print_facts, print_table
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import make_manager

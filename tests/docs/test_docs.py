@@ -17,7 +17,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from actors.cli.app import app
+from actors.cli import app
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.config.tenants import MAX_NAME_CHARACTERS, MAX_NAMED_TENANTS
 from tests.docs.pages import FENCE, PAGES, ROOT, fences, name_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actors.cli.app import app
+from actors.cli import app
 from kvcache.base.errors import ConfigurationError, TraceError
 from kvcache.integrations.vllm import engine_recording
 from kvcache.integrations.vllm.engine_recording import EngineRecording

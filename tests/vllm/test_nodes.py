@@ -35,7 +35,7 @@ class Coordinator:
         self.start()
 
     def start(self) -> None:
-        run = "from actors.cli.app import main; main()"
+        run = "from actors.cli import main; main()"
         events = ["--events", self.events[0], "--events-replay", self.events[1]]
         command = [sys.executable, "-c", run, "vllm-coordinator", self.address, *events]
         self.process = subprocess.Popen(command, cwd=ROOT)

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from actors.cli.app import app
+from actors.cli import app
 from actors.cli.engines import clear_engine, show_status
 from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
 from kvcache.events.publisher import END_MARK
