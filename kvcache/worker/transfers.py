@@ -394,8 +394,7 @@ class TransferJobs:
 
     def poll(self) -> list[JobReport]:
         """Return the reports of jobs that have ended since the last call. Never blocks."""
-        for finished in self._runner.take_finished():
-            self._ended.append(self._finish(*finished))
+        self._ended += [self._finish(*finished) for finished in self._runner.take_finished()]
         ended, self._ended = self._ended, []
         if self._files is not None:
             ended += self._files.poll()

@@ -51,7 +51,6 @@ from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.copies.engine import CopyEngine
 from kvcache.worker.copies.measurement import make_copy_engine
 from kvcache.worker.execution import CommandExecutor
-from kvcache.worker.files.file_pool import FilePool
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.segment import keep_segment
 from kvcache.worker.reports import LabelReporter, ReportQueue
@@ -130,11 +129,6 @@ class KVCacheWorker:
     def host_pool(self) -> HostPool | None:
         """The host slots that stores write and loads read, None without a host tier."""
         return self._executor.tiers.host
-
-    @property
-    def file_pool(self) -> FilePool | None:
-        """The pool that reads and writes the rank's files, None without a file tier."""
-        return self._executor.tiers.files
 
     @property
     def labels(self) -> LabelTable:

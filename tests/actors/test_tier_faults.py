@@ -65,7 +65,7 @@ class Player:
         return dict(files.problems)
 
     def pool(self, rank: int) -> FilePool:
-        found = self.cluster.workers[rank].worker.file_pool
+        found = self.cluster.workers[rank].worker._executor.tiers.files
         assert found is not None
         return found
 

@@ -282,7 +282,7 @@ class Attack:
         assert disk is not None
         promised = set(disk.slots.present_keys())
         for rank, worker in enumerate(self._cluster.workers):
-            pool = worker.worker.file_pool
+            pool = worker.worker._executor.tiers.files
             assert pool is not None
             assert wait_for_files(pool, 60.0)
             (directory,) = self._root.glob(f"*/*/rank{rank}")

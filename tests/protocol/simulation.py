@@ -700,7 +700,7 @@ class Cluster:
         assert tiers.disk is not None
         expected = set(tiers.disk.slots.present_keys())
         for rank, disk in self.disks.items():
-            pool = self.workers[rank].file_pool
+            pool = self.workers[rank]._executor.tiers.files
             assert pool is not None
             found = disk.keys()
             assert found == expected, (rank, len(found), len(expected))

@@ -55,7 +55,7 @@ class Bench(Harness):
 
     def settle(self, job_id: int) -> JobReport:
         """Wait for the files, then for the report."""
-        pool = self.worker.file_pool
+        pool = self.worker._executor.tiers.files
         assert pool is not None
         assert wait_for_files(pool, TIMEOUT_S)
         self.note(self.worker.on_tick())
@@ -285,7 +285,7 @@ def test_without_a_file_tier_every_job_fails_with_the_remedy() -> None:
     bench = make(None)
     bench.send(Spill(2, "file", ids(2), KEY), Discard("file", ids(), KEY))
     assert bench.reports[2].detail == "this rank has no file tier: configure one"
-    assert bench.worker.file_pool is None
+    assert bench.worker._executor.tiers.files is None
 
 
 def test_a_rank_whose_directory_is_gone_starts_without_files_where_it_may(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def test_a_grant_waits_until_no_file_is_read_or_written(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored(bench)
-    pool = bench.worker.file_pool
+    pool = bench.worker._executor.tiers.files
     assert pool is not None
     write, may_write = pool.store.write, threading.Event()
 
@@ -446,7 +446,7 @@ def test_a_worker_that_begins_again_finds_its_files(tmp_path: Path) -> None:
     assert first.settle(2).ok
     first.worker.close()
     again = make(tmp_path)
-    pool = again.worker.file_pool
+    pool = again.worker._executor.tiers.files
     assert pool is not None
     pool.scan([KEY[0]])
     assert wait_for_files(pool, TIMEOUT_S)
