@@ -12,6 +12,7 @@ from kvcache.manager.cache_blocks import KVCacheBlocks
 from kvcache.manager.statistics import PrefixCacheStats
 from kvcache.protocol.commands import BlockTablePatch
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import (
     FULL,
@@ -73,6 +74,27 @@ def test_a_look_up_that_finds_too_little_leaves_an_earlier_hit_valid(shape: Shap
     assert manager.allocate_slots(hit, 25 - num_hit, num_hit, found) is not None
     stranger = Request("c", [*range(200, 204), *range(104, 108), *[7] * 17])
     assert manager.get_computed_blocks(stranger)[1] == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("shape", [FULL, HYBRID], ids=lambda shape: shape.name)
+def test_hints_of_a_preempted_request_that_ends_leave_an_earlier_hit_valid(shape: Shape) -> None:
+    """To follow its hints, the manager walks over the cached blocks of the request."""
+    manager = make_manager(shape)
+    engine = Engine(manager)
+    tokens = list(range(200, 225))
+    engine.step(new=(new("b", tokens, hints=(CacheHint(priority=0),)),))
+    engine.step(preempted_recompute=("b",), completed_step=1)
+    first = Request("x", list(range(100, 125)))
+    run(manager, first)
+    manager.free(first)
+    hit = Request("a", [*range(100, 108), *[7] * 17])
+    found, num_hit = manager.get_computed_blocks(hit)
+    assert num_hit == 8
+    manager.release_client(engine.client_id)
+    assert manager.allocate_slots(hit, 25 - num_hit, num_hit, found) is not None
+    stranger = Request("c", [*range(200, 208), *[7] * 17])
+    assert manager.get_computed_blocks(stranger)[1] == 8
     manager.check()
 
 
