@@ -71,7 +71,6 @@ class LabelCollection:
         self._client_steps: dict[str, dict[int, int]] = {}
         self.highest_model_epoch = 0
         self.problem = ""
-        self._is_any_model_epoch_good = False
 
     @property
     def is_over(self) -> bool:
@@ -153,10 +152,6 @@ class LabelCollection:
         self.problem = "no state was saved, so that it is not known which weights are loaded"
         return self.highest_model_epoch + 1
 
-    def take_any_model_epoch(self) -> None:
-        """Decide that all labels will be dropped, so that their weights do not matter."""
-        self._is_any_model_epoch_good = True
-
     def label_sets(self) -> list[LabelSet]:
         """Return the labels of all ranks, in order; empty if they cannot be used."""
         if self.problem or not self.is_over:
@@ -177,7 +172,10 @@ class LabelCollection:
     def _read(self, report: LabelReport) -> LabelSet:
         """Return the labels of a piece; raises ProtocolError if they have another meaning."""
         asked = self.question
-        model_epoch = report.model_epoch if self._is_any_model_epoch_good else asked.model_epoch
+        # Labels of tiers name their weights. A rank that has not heard of the present ones must
+        # tell, too, so that what ranks have of earlier ones can be dropped.
+        of_device = self._medium == DEVICE_MEDIUM
+        model_epoch = asked.model_epoch if of_device else report.model_epoch
         layout = asked.layout_of(report.rank)
         known = [rank.num_blocks for rank in self._ranks.values() if rank.num_blocks is not None]
         for what, found, wanted in (

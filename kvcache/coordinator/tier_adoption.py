@@ -103,8 +103,6 @@ class TierAdoption:
     def forget(self) -> None:
         """Adopt nothing from before, because the cache was reset."""
         self._is_forgotten = True
-        for collection in self._open.values():
-            collection.take_any_model_epoch()
 
     def take_discards(self) -> tuple[Int32Array, list[OffloadKey]]:
         """Return the slots and keys that ranks must drop because not all ranks have them."""
