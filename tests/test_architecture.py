@@ -32,8 +32,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
 INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "policies": (
         ("entry_queue", "ranked_queue"),
-        ("policy",),
-        ("lru", "history_policy"),
+        ("policy", "orders"),
+        ("lru", "history_policy", "victims"),
         ("adaptive", "hinted", "outside_policy", "ranked_policies"),
         ("registry",),
     ),

@@ -23,6 +23,7 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from kvcache.base.arguments import (
     MAX_INT,
@@ -494,6 +495,7 @@ class BlockPool:
         c, content = self._store.columns, table[1].to_bytes(4, "big") + digest
         c.digest[n] = np.frombuffer(content.ljust(_CONTENT_BYTES)[:_CONTENT_BYTES], np.uint8)
         c.node[n, KEYS] |= 1
+        c.name[n] = xxh3_64_intdigest(content) >> 20
         put_block(self._store.address, n, PREFIX if is_prefix_group else WINDOWED, block_id)
         self._contents[table, digest], self.names[block_id] = block_id, (table, digest)
         return True

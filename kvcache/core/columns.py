@@ -86,6 +86,7 @@ class Columns(NamedTuple):
     node: Any  # int32 (nodes, 5 + 2 * G)
     tokens: Any  # int32 (nodes, unit)
     digest: Any  # uint8 (nodes, digest bytes)
+    name: Any  # int64 (nodes,): with a policy, a hash of the node's whole prefix
     mark: Any  # uint8 (nodes,): scratch, 0 between calls
     index: Any  # int32 (power of two,): at most half full, so that every search ends
     row: Any  # int32 (rows, 10 + 2 * G)
@@ -108,9 +109,9 @@ class Columns(NamedTuple):
     ages: Any  # float64 (3, bounds + 2): see BlockAges
 
 
-_LINES = ("number", "mark", "index", "client", "path", "ids", "tail", "word", "since")
+_LINES = ("number", "name", "mark", "index", "client", "path", "ids", "tail", "word", "since")
 _DTYPES = {
-    **dict.fromkeys(("number", "tail_at", "word"), "int64"),
+    **dict.fromkeys(("number", "name", "tail_at", "word"), "int64"),
     **dict.fromkeys(("digest", "mark", "gone_digest", "tail"), "uint8"),
     **dict.fromkeys(("since", "ages"), "float64"),
 }
@@ -138,7 +139,7 @@ every function needs; those that find nodes, say which client sees them, and rec
 forwards; and the logs that Python reads, with the inputs of digests."""
 if not IS_PLAIN:
     columns_of = _part("State", "number block node tokens row table group")
-    search_of = _part("Search", "digest mark index client found path forward")
+    search_of = _part("Search", "digest name mark index client found path forward")
     logs_of = _part("Logs", "change ids note gone gone_digest moved tail tail_at word since ages")
 
 
@@ -193,6 +194,7 @@ class ColumnStore:
             node=np.zeros((num_nodes, 5 + width), int32),
             tokens=np.zeros((num_nodes, unit_tokens), int32),
             digest=np.zeros((num_nodes, digest_bytes), np.uint8),
+            name=np.zeros(num_nodes, np.int64),
             mark=np.zeros(num_nodes, np.uint8),
             index=np.zeros(_FEW_INDEXED, int32),
             row=np.zeros((_FEW_ROWS, COLUMNS + width), int32),
@@ -294,6 +296,7 @@ class ColumnStore:
                 node=grown(c.node, wanted),
                 tokens=grown(c.tokens, wanted),
                 digest=grown(c.digest, wanted),
+                name=grown(c.name, wanted),
                 mark=grown(c.mark, wanted),
             )
         return lacking <= wanted - size

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.clock import Clock, SystemClock
+from kvcache.base.compiled import array_type
 from kvcache.base.errors import InvariantError
 from kvcache.core import OffloadHooks
 from kvcache.core.columns import (
@@ -43,10 +44,13 @@ from kvcache.core.columns import (
     REF,
     REMOVED,
     ColumnStore,
+    columns_of,
+    search_of,
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
+from kvcache.core.machine import CORE, NOTHING, kernel
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy
 from kvcache.policies.hinted import HintColumns, HintedPolicy
@@ -94,6 +98,38 @@ class BlockBook:
         parent = node.item(above, BLOCK + 2 * g) if above else 0
         num_children = node.item(n, CHILDREN) if c.group.item(g, KIND) == FULL else 0
         return EntryInfo(parent=parent or None, content=content, num_children=num_children)
+
+    def describe_all(self, entries: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Return names and parents, see `policies.policy.columns_of`. Only blocks of prefix groups
+        have parents, because others may lack them."""
+        names, parents = np.empty((2, len(entries)), np.int64)
+        describe_blocks(self._store.address, entries, names, parents)
+        return names, parents
+
+
+@kernel(
+    NOTHING, CORE, array_type("intp", is_read=True), array_type("int64"), array_type("int64"),
+    checks_types=True,
+)  # fmt: skip
+def describe_blocks(core: Any, ids: Any, names: Any, parents: Any) -> None:
+    """Set the names and parents of blocks. A name is that of the prefix, plus the group."""
+    c = columns_of(core)
+    name = search_of(core).name
+    for i in range(len(ids)):
+        b = np.int64(ids[i])
+        n, g = np.int64(c.block[b, NODE]), np.int64(0)
+        names[i], parents[i] = -1 - b, -1
+        if n == 0:
+            continue
+        while c.node[n, BLOCK + 2 * g] != b:
+            g += 1
+        names[i] = name[n] + g
+        if c.group[g, KIND] != FULL:
+            continue
+        for _ in range(c.group[g, LENGTH]):
+            n = np.int64(c.node[n, PARENT])
+        if n and c.node[n, BLOCK + 2 * g]:
+            parents[i] = c.node[n, BLOCK + 2 * g]
 
 
 class PolicyOrder:
@@ -205,7 +241,9 @@ class PolicyOrder:
         if self._book.names_contents and self._digester is not None:
             self._make_digests(self._digester, moved)
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
-        cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), count]
+        cuts = [0, count]
+        if (kinds != kinds[0]).any():
+            cuts[1:1] = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
         calls: dict[int, Callable[[IndexArray], None]] = {
             INSERTED: self.policy.insert,
             REMOVED: self.policy.remove,

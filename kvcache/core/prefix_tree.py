@@ -58,7 +58,7 @@ def _plain_mix(seed: int, parent: int, keys: int, at: int, unit: int) -> int:
 
 mix: Any = _plain_mix if IS_PLAIN else _compiled_mix
 """The hash of a child, where its search in `index` begins. It is seeded, so that no client can
-provoke collisions."""
+provoke collisions. Without a seed, and with the parent's name, it is the name of a prefix."""
 
 
 @inner
@@ -153,6 +153,9 @@ def add_child(core: Any, parent: int, keys: int, at: int) -> int:
     c.node[n, PARENT] = parent
     c.node[n, KEYS] = 2 * keys
     copy(address_of(c.tokens, n), at, c.tokens.shape[1] * 4)
+    if c.number[HAS_POLICY]:
+        name = search_of(core).name
+        name[n] = mix(np.int64(0), name[parent], keys, at, c.tokens.shape[1])
     c.node[parent, CHILDREN] += 1
     if c.node[parent, CHILD] == 0:
         c.node[parent, CHILD] = n
@@ -260,7 +263,9 @@ def _note_gone(core: Any, n: int, g: int) -> None:
 @kernel(INT, CORE)
 def new_root(core: Any) -> int:
     """Make a node without a parent; return it, or 0 if no node is left."""
-    return new_node(core)
+    n = new_node(core)
+    search_of(core).name[n] = 0
+    return n
 
 
 @kernel(NOTHING, CORE, INT)

@@ -54,12 +54,12 @@ class EntryQueue:
 
     def append_many(self, entries: Entries) -> None:
         """Add `entries` at the back, in order. They are distinct and not in the queue."""
-        insert_behind(self._after, self._before, self._before.item(self._end), _as_array(entries))
+        insert_behind(self._after, self._before, self._before.item(self._end), as_array(entries))
         self._length += len(entries)
 
     def prepend_many(self, entries: Entries) -> None:
         """Add `entries` at the front, the first of them foremost. Otherwise as `append_many`."""
-        insert_behind(self._after, self._before, self._end, _as_array(entries))
+        insert_behind(self._after, self._before, self._end, as_array(entries))
         self._length += len(entries)
 
     def pop_many(self, count: int) -> IndexArray:
@@ -71,7 +71,7 @@ class EntryQueue:
 
     def remove_many(self, entries: Entries) -> None:
         """Remove ints that are all in the queue."""
-        take_out(self._after, self._before, _as_array(entries))
+        take_out(self._after, self._before, as_array(entries))
         self._length -= len(entries)
 
     def to_list(self) -> list[int]:
@@ -99,7 +99,8 @@ class EntryQueue:
             raise InvariantError(f"a queue does not lead back from {torn[0][1]} to {torn[0][0]}")
 
 
-def _as_array(entries: Entries) -> IndexArray:
+def as_array(entries: Entries) -> IndexArray:
+    """Return entries as a contiguous array."""
     return np.ascontiguousarray(index_array(entries))
 
 

@@ -12,88 +12,19 @@ the next victim. An entry that cached contents continue is chosen only if there 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
+from itertools import islice
+from typing import ClassVar, TypeAlias
 
 from kvcache.base.arrays import index_array
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.policy import EntryBook, EntryInfo
-from kvcache.policies.ranked_queue import Line, Rank, RankedQueue
-
-_Place: TypeAlias = "tuple[Rank, int]"
-
-_SPARE = 64
-
-
-class _Line:
-    """One line. Invariant: an entry ranks below all entries behind it. Places in the heap whose
-    entry has gone or has another rank are stale, and never many more than entries."""
-
-    def __init__(self) -> None:
-        self.ahead: list[_Place] = []
-        self._behind: list[_Place] = []
-        self._ranks_behind: dict[int, Rank] = {}
-        self._num_asked = 0
-
-    def add(self, place: _Place) -> None:
-        if not self.ahead or place > self.ahead[-1]:
-            self._add_behind(place)
-            return
-        insort(self.ahead, place)
-        if len(self.ahead) > 2 * self._num_asked + _SPARE:
-            self._add_behind(self.ahead.pop())
-
-    def remove(self, entry: int, rank: Rank) -> None:
-        if entry not in self._ranks_behind:
-            del self.ahead[bisect_left(self.ahead, (rank, entry))]
-            return
-        del self._ranks_behind[entry]
-        if len(self._behind) > 2 * len(self._ranks_behind) + _SPARE:
-            self._behind = sorted((rank, entry) for entry, rank in self._ranks_behind.items())
-
-    def first(self, count: int) -> list[int]:
-        self._num_asked = count
-        while len(self.ahead) < count and self._ranks_behind:
-            place = heappop(self._behind)
-            if self._ranks_behind.get(place[1]) == place[0]:
-                del self._ranks_behind[place[1]]
-                self.ahead.append(place)
-        return [entry for _, entry in self.ahead[:count]]
-
-    def _add_behind(self, place: _Place) -> None:
-        self._ranks_behind[place[1]] = place[0]
-        heappush(self._behind, place)
-
-
-class LookAhead:
-    """The entries of some lines, by rank; the first ones of each line are kept sorted."""
-
-    def __init__(self, num_lines: int) -> None:
-        """Start without entries."""
-        self._lines = [_Line() for _ in range(num_lines)]
-
-    def add(self, entry: int, line: int, rank: Rank) -> None:
-        """Add a new entry."""
-        self._lines[line].add((rank, entry))
-
-    def remove(self, entry: int, line: int, rank: Rank) -> None:
-        """Remove an entry that was added with this line and rank."""
-        self._lines[line].remove(entry, rank)
-
-    def first(self, count: int) -> list[int]:
-        """Return the first `count` entries of each line, the next of a line first."""
-        return [entry for line in self._lines for entry in line.first(count)]
-
+from kvcache.policies.ranked_queue import Rank, RankedQueue
 
 Name: TypeAlias = "bytes | int"
 """The key of an entry in use: its content's name, or the entry's number without a name."""
-
-P = TypeVar("P", bound="HistoryPolicy")
 
 
 @dataclass(slots=True)
@@ -112,11 +43,8 @@ class Member:
     num_uses: int = 1
 
 
-class Victim(NamedTuple):
-    """An entry that was chosen, and its data at that time."""
-
-    member: Member
-    info: EntryInfo
+_Victim: TypeAlias = "tuple[Member, EntryInfo]"
+"""An entry that was chosen, and its data at that time."""
 
 
 class HistoryPolicy(ABC):
@@ -138,19 +66,15 @@ class HistoryPolicy(ABC):
         self._book = book
         self._members: dict[int, Member] = {}
         self._in_use: OrderedDict[Name, Member] = OrderedDict()
-        self._chosen: dict[int, Victim] = {}
+        self._chosen: dict[int, _Victim] = {}
         self._due: OrderedDict[int, None] = OrderedDict()
         self._parked: OrderedDict[int, None] = OrderedDict()
-        self._lines: list[Line] = [RankedQueue() for _ in range(self.num_lines)]
+        self._lines = [RankedQueue() for _ in range(self.num_lines)]
         self._line_blocks = [0] * self.num_lines
         self._room_blocks = 0
         self._last_stamp = 0
-        self._look_ahead: LookAhead | None = None  # until the first call
 
     # --- for subclasses ------------------------------------------------------------------------
-
-    def _note_uses(self, names: Sequence[Name]) -> None:  # noqa: B027 - most need none
-        """Record contents that come out of use, before they are placed."""
 
     @abstractmethod
     def _place_new(self, member: Member, name: bytes | None) -> None:
@@ -171,9 +95,6 @@ class HistoryPolicy(ABC):
     def _move(self, entry: int, line: int, rank: Rank) -> None:
         """Insert a chosen entry into a line."""
         member = self._members[entry]
-        if self._look_ahead is not None:
-            self._look_ahead.remove(entry, member.line, member.rank)
-            self._look_ahead.add(entry, line, rank)
         self._line_blocks[member.line] -= 1
         self._line_blocks[line] += 1
         self._members[entry] = replace(member, line=line, rank=rank)
@@ -199,10 +120,8 @@ class HistoryPolicy(ABC):
 
     def insert(self, entries: Entries) -> None:
         self._settle()
-        entries = index_array(entries).tolist()
-        infos = [self._book.describe(entry) for entry in entries]
-        self._note_uses([_name(*one) for one in zip(entries, infos, strict=True)])
-        for entry, info in zip(entries, infos, strict=True):
+        for entry in index_array(entries).tolist():
+            info = self._book.describe(entry)
             used = self._in_use.pop(_name(entry, info), None)
             member = used or Member(entry, entry, None)
             if used is None:
@@ -227,38 +146,41 @@ class HistoryPolicy(ABC):
 
     def choose(self, num_entries: int) -> Entries:
         taken = self._take(num_entries)
-        for victim in taken:
-            self._chosen[victim.member.entry] = victim
-        return [victim.member.entry for victim in taken]
+        self._chosen.update({member.entry: (member, info) for member, info in taken})
+        return [member.entry for member, _ in taken]
 
     def put_back(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist()[::-1]:
-            victim = self._chosen.pop(entry)
-            self._enter(victim.member, entry, victim.info)
+            member, info = self._chosen.pop(entry)
+            self._enter(member, entry, info)
             self._make_next(entry)
 
     def order(self) -> list[int]:
-        return [victim.member.entry for victim in self._twin()._take(len(self))]
+        return [member.entry for member, _ in self._twin()._take(len(self))]
+
+    def look_ahead(self, num_entries: int) -> list[int]:
+        ahead = list(islice(self._due, num_entries))
+        rest = num_entries - len(ahead)
+        return ahead + [entry for line in self._lines for entry in line.first(rest)]
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _twin(self: P) -> P:
+    def _twin(self) -> HistoryPolicy:
         """Return an equal policy from which victims can be taken."""
         twin = copy(self)
-        twin._look_ahead = None
         twin._members = self._members.copy()
         twin._due, twin._parked = self._due.copy(), self._parked.copy()
         twin._lines = [copy(line) for line in self._lines]
         twin._line_blocks = self._line_blocks.copy()
         return twin
 
-    def _take(self, num_entries: int) -> list[Victim]:
+    def _take(self, num_entries: int) -> list[_Victim]:
         """Remove the next victims."""
-        taken: list[Victim] = []
+        taken: list[_Victim] = []
         going: dict[int, int] = {}
         while len(taken) < num_entries and self._members:
             entry, info = self._take_next(going)
-            taken.append(Victim(self._drop(entry), info))
+            taken.append((self._drop(entry), info))
             if info.parent is not None:
                 going[info.parent] = going.get(info.parent, 0) + 1
                 self._unpark(info.parent)
@@ -293,16 +215,13 @@ class HistoryPolicy(ABC):
 
     def _settle(self) -> None:
         """Complete evictions: chosen entries that were not put back are gone, and none is due."""
-        self._settle_due()
-        for victim in self._chosen.values():
-            self._note_evicted(victim.member, victim.info.content)
-        self._chosen.clear()
-
-    def _settle_due(self) -> None:
         for entry in self._due:
             member = self._members[entry]
             self._lines[member.line].add(entry, member.rank)
         self._due.clear()
+        for member, info in self._chosen.values():
+            self._note_evicted(member, info.content)
+        self._chosen.clear()
 
     def _enter(self, member: Member, entry: int, info: EntryInfo) -> None:
         """Make a member for an entry with this content, without a known past."""
@@ -310,8 +229,6 @@ class HistoryPolicy(ABC):
         member.parent = info.parent
         self._members[entry] = member
         self._line_blocks[member.line] += 1
-        if self._look_ahead is not None:
-            self._look_ahead.add(entry, member.line, member.rank)
 
     def _leave(self, entry: int) -> Member:
         """Remove a member from its place."""
@@ -320,28 +237,15 @@ class HistoryPolicy(ABC):
         elif entry in self._parked:
             del self._parked[entry]
         else:
-            self._lines[self._members[entry].line].remove(entry)
+            member = self._members[entry]
+            self._lines[member.line].remove(entry, member.rank)
         return self._drop(entry)
 
     def _drop(self, entry: int) -> Member:
         """Forget a member that has no place."""
         member = self._members.pop(entry)
         self._line_blocks[member.line] -= 1
-        if self._look_ahead is not None:
-            self._look_ahead.remove(entry, member.line, member.rank)
         return member
-
-
-class RankedPolicy(HistoryPolicy):
-    """A `HistoryPolicy` whose victims are the lowest ranks of a line, so that the next ones are
-    known without choosing, see `LooksAhead`."""
-
-    def look_ahead(self, num_entries: int) -> list[int]:
-        if self._look_ahead is None:
-            self._look_ahead = LookAhead(self.num_lines)
-            for entry, member in self._members.items():
-                self._look_ahead.add(entry, member.line, member.rank)
-        return self._look_ahead.first(num_entries)
 
 
 def _name(entry: int, info: EntryInfo) -> Name:

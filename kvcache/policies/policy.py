@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from xxhash import xxh3_64_intdigest
+
+from kvcache.base.arrays import IndexArray, index_array
 from kvcache.policies.entry_queue import Entries
 
 
@@ -36,6 +39,24 @@ class EntryBook(Protocol):
         """Return the data of an inserted entry."""
 
 
+def columns_of(book: EntryBook, entries: IndexArray) -> tuple[IndexArray, IndexArray]:
+    """Return the names and parents of inserted entries, by `describe_all` of a book that has it.
+
+    A name is a hash of the content, at least 0; without a content it is below 0, and of the entry
+    itself. A parent is -1 if there is none.
+    """
+    if describe_all := getattr(book, "describe_all", None):
+        columns: tuple[IndexArray, IndexArray] = describe_all(entries)
+        return columns
+    infos = [book.describe(entry) for entry in entries.tolist()]
+    names = [
+        -1 - entry if info.content is None else xxh3_64_intdigest(info.content) >> 1
+        for entry, info in zip(entries.tolist(), infos, strict=True)
+    ]
+    parents = [-1 if info.parent is None else info.parent for info in infos]
+    return index_array(names), index_array(parents)
+
+
 class EvictionPolicy(Protocol):
     """An order over unused entries. For one pool or tier, in one thread.
 
@@ -52,7 +73,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def reads_contents(self) -> bool:
-        """Whether it recognises contents: callers then name them."""
+        """Whether it reads `EntryInfo.content`: callers then name contents."""
 
     def __len__(self) -> int:
         """Return the number of inserted entries."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from kvcache.policies.history_policy import Member, RankedPolicy
+from kvcache.policies.history_policy import HistoryPolicy, Member
 from kvcache.policies.policy import EntryBook
 
 _NAMES_PER_BLOCK = 2
@@ -29,9 +29,6 @@ class GhostList:
     def __len__(self) -> int:
         return len(self._values)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
     def add(self, name: bytes | None, value: int) -> None:
         """Remember the content that was just evicted, if it has a name."""
         if name is not None:
@@ -47,12 +44,8 @@ class GhostList:
         while len(self._values) > max(0, num_names):
             self._values.popitem(last=False)
 
-    def names(self) -> list[bytes]:
-        """Return all names, the oldest first. O(n); for tests."""
-        return list(self._values)
 
-
-class LRU2Policy(RankedPolicy):
+class LRU2Policy(HistoryPolicy):
     """LRU-2: evicts by the last use but one; entries used only once go first.
 
     After O'Neil, O'Neil, Weikum, "The LRU-K page replacement algorithm for database disk buffering"
@@ -79,7 +72,7 @@ class LRU2Policy(RankedPolicy):
 _T1, _T2 = 0, 1
 
 
-class ARCPolicy(RankedPolicy):
+class ARCPolicy(HistoryPolicy):
     """Adaptive replacement: contents that come back shift room between recency and frequency.
 
     After Megiddo, Modha, "ARC: a self-tuning, low overhead replacement cache" (2003).
@@ -134,7 +127,7 @@ _MOST_USES = 3
 _USES_TO_MOVE = 2
 
 
-class S3FIFOPolicy(RankedPolicy):
+class S3FIFOPolicy(HistoryPolicy):
     """S3-FIFO: most new contents leave by a small queue before they reach the main one.
 
     After Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction" (2023).

@@ -10,7 +10,7 @@ import numpy as np
 from tests.policies.slow import Seat, SlowPolicy
 
 DELAYS = (0.0, 0.5, 1.0)
-HALF_LIVES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 32.0)
+HALF_LIVES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25)
 NUM_ORDERS = 10
 
 
@@ -21,7 +21,7 @@ class Record:
     uses: int = 0
     line: str = ""
     was_hit: bool = False
-    worths: list[float] = field(default_factory=lambda: [-np.inf] * len(HALF_LIVES))
+    worths: list[float] = field(default_factory=lambda: [0.0] * len(HALF_LIVES))
 
 
 class SlowAdaptive(SlowPolicy):
@@ -30,13 +30,15 @@ class SlowAdaptive(SlowPolicy):
     def start(self) -> None:
         self.records: list[Record] = []
         self.num_uses = self.ruling = 0
+        self.floors: dict[int, float] = {}
+        self.cached: list[object] = []
         self.hits, self.num_simulated, self.num_requests = [0.0] * NUM_ORDERS, 0.0, 0.0
         self.lines_used: list[str] = []
         self.lines_reused: list[str] = []
         self.inside: list[dict[object, float]] = [{} for _ in range(NUM_ORDERS)]
 
     def before_insert(self, names: Sequence[object]) -> None:
-        cached = [seat.name for seat in self.in_use]
+        cached = self.cached
         names = list(dict.fromkeys(names))
         self.forget([name for name in names if isinstance(name, int) and name not in cached])
         batch = []
@@ -46,6 +48,8 @@ class SlowAdaptive(SlowPolicy):
             self.records = [r for r in self.records if r.name != name] + [record]
             self.lines_reused += [record.line] if known else []
             self.num_uses += 1
+            fading = 2.0 ** ((record.stamp - self.num_uses) / (HALF_LIVES[0] * self.capacity))
+            record.worths = [worth * fading ** (1 << k) for k, worth in enumerate(record.worths)]
             record.stamp, record.was_hit = self.num_uses, name in cached
             record.uses += 1
             batch.append(record)
@@ -55,20 +59,16 @@ class SlowAdaptive(SlowPolicy):
             reused, used = (
                 lines.count(record.line) for lines in (self.lines_reused, self.lines_used)
             )
-            weight = 2 * np.log2((reused + 100 * mean) / (used + 100) / mean)
-            record.worths = [
-                float(np.logaddexp2(worth, record.stamp / (half_life * self.capacity) + weight))
-                for worth, half_life in zip(record.worths, HALF_LIVES, strict=True)
-            ]
+            weight = ((reused + 100 * mean) / (used + 100) / mean) ** 2
+            record.worths = [worth + weight for worth in record.worths]
         self.lines_used += [record.line for record in batch]
         if batch:
             self.simulate(batch)
-        gain = 0.001 * max(self.num_simulated, 10 * self.capacity)
+        gain = 0.001 * max(self.num_simulated, 2 * self.capacity)
         gain += 0.5 * self.num_simulated / max(1, self.num_requests)
         if max(self.hits) > self.hits[self.ruling] + gain:
             self.ruling = self.hits.index(max(self.hits))
-            for seat in self.seats:
-                seat.worth = self.worth(seat)
+            self.take_over()
         self.forget([record.name for record in self.records[: -64 * self.capacity]])
 
     def simulate(self, batch: list[Record]) -> None:
@@ -87,7 +87,8 @@ class SlowAdaptive(SlowPolicy):
 
     def key(self, record: Record, order: int, *, was_hit: bool) -> float:
         if order >= len(DELAYS):
-            return record.worths[order - len(DELAYS)]
+            half_life = HALF_LIVES[order - len(DELAYS)] * self.capacity
+            return float(np.log2(record.worths[order - len(DELAYS)]) + record.stamp / half_life)
         return record.stamp - (0 if was_hit else DELAYS[order] * self.capacity + 0.25)
 
     def worth(self, seat: Seat) -> float:
@@ -102,14 +103,56 @@ class SlowAdaptive(SlowPolicy):
             for name in names:
                 inside.pop(name, None)
 
+    def take_over(self) -> None:
+        """Key all entries anew, as if they were inserted in the order that they had."""
+        self.floors = {}
+        for seat in sorted(self.seats, key=lambda seat: (seat.worth, seat.since)):
+            seat.parent = self.book.describe(seat.entry).parent
+            self.seat_new(seat, [])
+            self.raise_floor(seat)
+
+    def insert(self, entries: Sequence[int]) -> None:
+        self.gone.clear()
+        contents = [(entry, self.book.describe(entry).content) for entry in entries]
+        here = [(entry, entry if name is None else name) for entry, name in contents]
+        self.cached = [seat.name for seat in self.in_use if (seat.entry, seat.name) in here]
+        super().insert(entries)
+        self.in_use = [seat for seat in self.in_use if seat.entry not in entries]
+
+    def discard(self, entries: Sequence[int]) -> None:
+        super().discard(entries)
+        for entry in entries:
+            self.floors.pop(entry, None)
+
+    def choose(self, num_entries: int) -> list[int]:
+        first = sorted(self.seats, key=lambda seat: (seat.worth, seat.since))[:num_entries]
+        for seat in first:
+            self.gone.append((self.leave(seat.entry), []))
+            self.floors.pop(seat.entry, None)
+        return [seat.entry for seat in first]
+
+    def put_back(self, entries: Sequence[int]) -> None:
+        kept = [seat for seat, _ in self.gone if seat.entry in entries]
+        self.gone = [gone for gone in self.gone if gone[0] not in kept]
+        for seat in kept:
+            super().sit_down(seat)
+            self.floors[seat.entry] = seat.worth
+
+    def sit_down(self, seat: Seat) -> None:
+        super().sit_down(seat)
+        self.raise_floor(seat)
+
+    def raise_floor(self, seat: Seat) -> None:
+        """The parent's key becomes at least as high as its child's."""
+        if seat.parent is not None:
+            self.floors[seat.parent] = max(seat.worth, self.floors.get(seat.parent, -np.inf))
+
     def seat_new(self, seat: Seat, names: list[bytes]) -> None:
-        seat.worth, seat.since = self.worth(seat), self.now()
+        floor = self.floors.get(seat.entry, -np.inf)
+        seat.worth, seat.since = max(self.worth(seat), floor), self.now()
 
     def seat_used(self, seat: Seat) -> None:
         self.seat_new(seat, [])
-
-    def pick(self, standing: list[Seat]) -> Seat:
-        return min(standing, key=lambda seat: (seat.worth, seat.since))
 
 
 def line_of(batch: list[Record], place: int) -> str:

@@ -9,9 +9,9 @@ import pytest
 
 from kvcache.policies import EntryInfo, EvictionPolicy, LooksAhead
 from tests.policies.books import WrittenBook, evict, make_policy, use
-from tests.policies.test_protocol import WITH_MEMORY
+from tests.policies.test_protocol import READING
 
-RANKED = WITH_MEMORY
+RANKED = READING
 """Policies that know the next victims without choosing."""
 
 QUEUES = sorted({*RANKED} - {"s3fifo"})

@@ -1,0 +1,310 @@
+"""The records of contents by name, their keys in several orders, and a simulated cache for each.
+
+    name[row]      a name, or 0; the 16 rows of a bucket keep the names that were used last
+    fact[row]      STAMP USES LINE FLAGS
+    worth[row]     its worth when it was used last, by half-life
+    number, real   counts, see CLOCK, SAMPLED
+    member[order]  the rows in the simulated cache of an order
+
+Kernels over arrays that `adaptive.py` owns. An order gives a content a key when it comes out of
+use; the lowest key is evicted first. docs/policies.md has more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from kvcache.base.compiled import array_type, compiled
+
+Int64Array: TypeAlias = "npt.NDArray[np.int64]"
+Float64Array: TypeAlias = "npt.NDArray[np.float64]"
+
+WAYS = 16
+"""Rows of a bucket."""
+
+STAMP, USES, LINE, FLAGS, NUM_FACTS = range(5)
+"""Columns of a record: the time of its last use, in uses of all contents; the number of its uses;
+its class; and bits, see WAS_HIT."""
+
+WAS_HIT, IS_INSIDE, WAS_INSIDE = 1, 2, 1 << 20
+"""Bits of FLAGS: the content was cached when it was used last. Shifted by an order: it is in the
+simulated cache; it was, when it was used last."""
+
+CLOCK, RULING, NUM_INSIDE = range(3)
+"""Entries of `number`: all uses so far; the order that rules; and from NUM_INSIDE on, how many
+contents are in the simulated cache of each order."""
+
+SAMPLED, REQUESTS, HITS = range(3)
+"""Entries of `real`: uses of sampled contents, lately; how often some came out of use together; and
+from HITS on, hits of each order. From REUSED and from USED on, uses by class."""
+
+DELAYS = (0.0, 0.5, 1.0)
+"""Orders by recency. A new content counts as used this many capacities ago: 0 is LRU."""
+
+_TIE_BLOCKS = 0.25
+"""New contents are older by this, too, so that no two contents have the same key."""
+
+LONGEST, NUM_HALF_LIVES = 16.0, 7
+"""Orders by all uses, each of which loses half of its weight in 16 capacities, in 8, and so on."""
+
+NUM_DELAYS = len(DELAYS)
+NUM_ORDERS = NUM_DELAYS + NUM_HALF_LIVES
+
+_MOST_LENGTHS = 8
+_USE_LIMITS = (2, 3, 4, 8, 16, 64)
+NUM_CLASSES = 2 * _MOST_LENGTHS + len(_USE_LIMITS) + 1
+"""Classes of contents: new ones, by how many came together and whether they continue others; and
+used ones, by their number of uses."""
+
+REUSED = HITS + NUM_ORDERS
+USED = REUSED + NUM_CLASSES
+
+_SHARED_START_BLOCKS = 1
+"""A request that continues at most this many blocks begins a conversation: the first block is
+often a common system prompt."""
+
+_PRIOR_USES = 100.0
+"""Weight of all classes in the estimate of one class, in uses: a few requests."""
+
+_SAMPLED_BIT = 24
+"""The lowest bit of names that says whether they are sampled; the bits below find their bucket."""
+
+_SPARE_SHARE = 16
+"""A simulated cache is trimmed when it is larger than its capacity by one part in this many."""
+
+_HORIZON_ROOMS = 16.0
+"""Simulated hits lose half of their weight in this many capacities."""
+
+_LEAST_GAIN = 0.001
+_LEAST_ROOMS_COMPARED = 2.0
+_LEAST_REQUESTS = 0.5
+"""An order takes over if it would have won this share of uses more than the ruling one: of all
+uses that still have weight, at least of this many capacities; and this part of a request more,
+because its blocks are hit together."""
+
+
+class Memory(NamedTuple):
+    """All that is known; see above."""
+
+    name: Int64Array
+    fact: Int64Array
+    worth: Float64Array
+    number: Int64Array
+    real: Float64Array
+    member: Int64Array
+    capacity: float
+    scale: int
+
+
+def make_memory(num_rows: int, capacity: int, scale: int) -> Memory:
+    """Return an empty memory for a cache of `capacity` entries, with `num_rows` records. One in
+    `scale` names is simulated."""
+    num_inside = capacity // scale + 1
+    return Memory(
+        np.zeros(num_rows, np.int64),
+        np.zeros((num_rows, NUM_FACTS), np.int64),
+        np.zeros((num_rows, NUM_HALF_LIVES)),
+        np.zeros(NUM_INSIDE + NUM_ORDERS, np.int64),
+        np.zeros(USED + NUM_CLASSES),
+        np.zeros((NUM_ORDERS, 2 * num_inside + 1), np.int64),
+        float(capacity),
+        scale,
+    )
+
+
+_int, _names = types.int64, array_type("int64", is_read=True)
+_facts, _worths, _numbers = array_type("int64", 2), array_type("float64", 2), array_type("int64")
+_reals = array_type("float64")
+_types: Any = types  # numba's types are missing
+_columns = [_numbers, _facts, _worths, _numbers, _reals, _facts, types.float64, _int]
+_memory = _types.NamedTuple(_columns, Memory)
+
+
+@compiled(types.void(_memory, _int))
+def forget(memory: Memory, row: int) -> None:
+    """Make a row empty."""
+    _, fact, worth, number, _, member, _, _ = memory
+    for order in range(NUM_ORDERS):
+        if fact[row, FLAGS] & (IS_INSIDE << order):
+            number[NUM_INSIDE + order] -= 1
+            last = number[NUM_INSIDE + order]
+            for at in range(last):
+                if member[order, at] == row:
+                    member[order, at] = member[order, last]
+    memory.name[row], fact[row], worth[row] = 0, 0, 0
+
+
+@compiled(_int(_memory, _int))
+def claim(memory: Memory, name: int) -> int:
+    """Return an empty row for a new name: in its bucket, that of the name unused longest."""
+    fact = memory.fact
+    oldest = first = (name & (len(fact) // WAYS - 1)) * WAYS
+    for row in range(first + 1, first + WAYS):
+        if fact[row, STAMP] < fact[oldest, STAMP]:
+            oldest = row
+    forget(memory, oldest)
+    memory.name[oldest] = name
+    return oldest
+
+
+@compiled(types.float64(_memory, _int, _int, _int))
+def key_of(memory: Memory, row: int, order: int, hit_bit: int) -> float:
+    """Return the key of a record in an order. `hit_bit` says where it was or was not hit."""
+    fact, capacity = memory.fact, memory.capacity
+    if order >= NUM_DELAYS:
+        half_life = LONGEST * capacity / (1 << (order - NUM_DELAYS))
+        worth = memory.worth[row, order - NUM_DELAYS]
+        return float(np.log2(worth) + fact[row, STAMP] / half_life)
+    delay = 0.0 if fact[row, FLAGS] & hit_bit else DELAYS[order] * capacity + _TIE_BLOCKS
+    return float(fact[row, STAMP] - delay)
+
+
+@compiled(types.void(_memory, _int, _int))
+def trim(memory: Memory, order: int, room: int) -> None:
+    """Evict the lowest keys from a simulated cache until `room` contents are left."""
+    fact, number, member = memory.fact, memory.number, memory.member
+    count = number[NUM_INSIDE + order]
+    keys = np.empty(count)
+    for at in range(count):
+        keys[at] = key_of(memory, member[order, at], order, WAS_INSIDE << order)
+    limit = np.partition(keys, count - room)[count - room]
+    num_kept = 0
+    for at in range(count):
+        row = member[order, at]
+        if keys[at] >= limit and num_kept < room:
+            member[order, num_kept] = row
+            num_kept += 1
+        else:
+            fact[row, FLAGS] &= ~(IS_INSIDE << order)
+    number[NUM_INSIDE + order] = num_kept
+
+
+@compiled(types.void(_facts, _numbers))
+def classify(fact: Int64Array, rows: Int64Array) -> None:
+    """Set the classes of contents that came out of use together, tails first.
+
+    New contents next to each other came with one request; those they continue come after them.
+    """
+    start = 0
+    while start < len(rows):
+        is_new = fact[rows[start], USES] == 1
+        end = start + 1
+        while end < len(rows) and (fact[rows[end], USES] == 1) == is_new:
+            end += 1
+        line, length = 0, (end - start) // 2
+        while length and line < _MOST_LENGTHS - 1:
+            line, length = line + 1, length // 2
+        behind = end
+        while behind < len(rows) and fact[rows[behind], USES] > 1:
+            behind += 1
+        line += _MOST_LENGTHS * (behind - end > _SHARED_START_BLOCKS)
+        for at in range(start, end):
+            if not is_new:
+                line = 2 * _MOST_LENGTHS
+                for limit in _USE_LIMITS:
+                    line += fact[rows[at], USES] > limit
+            fact[rows[at], LINE] = line
+        start = end
+
+
+@compiled(types.void(_memory, _int, _names))
+def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
+    """Use sampled contents in the simulated caches, and let another order rule if it would have had
+    enough more hits."""
+    _, fact, _, number, real, member, capacity, scale = memory
+    fading = 0.5 ** (len(rows) * scale / (_HORIZON_ROOMS * capacity))
+    real[SAMPLED] = real[SAMPLED] * fading + len(rows)
+    real[REQUESTS] = real[REQUESTS] * fading + 1
+    for order in range(NUM_ORDERS):
+        is_inside, was_inside, num_hits = IS_INSIDE << order, WAS_INSIDE << order, 0
+        for row in rows:
+            fact[row, FLAGS] &= ~was_inside
+            if fact[row, FLAGS] & is_inside:
+                fact[row, FLAGS] |= was_inside
+                num_hits += 1
+        real[HITS + order] = real[HITS + order] * fading + num_hits
+        for row in rows:
+            if not fact[row, FLAGS] & is_inside:
+                fact[row, FLAGS] |= is_inside
+                member[order, number[NUM_INSIDE + order]] = row
+                number[NUM_INSIDE + order] += 1
+                if number[NUM_INSIDE + order] == len(member[order]):
+                    trim(memory, order, room)
+        if number[NUM_INSIDE + order] > room + room // _SPARE_SHARE:
+            trim(memory, order, room)
+    gain = _LEAST_GAIN * max(real[SAMPLED], _LEAST_ROOMS_COMPARED * capacity / scale)
+    gain += _LEAST_REQUESTS * real[SAMPLED] / max(1.0, real[REQUESTS])
+    best = np.argmax(real[HITS:REUSED])
+    if real[HITS + best] > real[HITS + number[RULING]] + gain:
+        number[RULING] = best
+
+
+@compiled(_reals(_memory, _names, _names))
+def keys_of(memory: Memory, names: Int64Array, rows: Int64Array) -> Float64Array:
+    """Return the keys of contents in the order that rules; the lowest one if they are forgotten."""
+    keys = np.full(len(names), -np.inf)
+    for at in range(len(names)):
+        if memory.name[rows[at]] == names[at]:
+            keys[at] = key_of(memory, rows[at], memory.number[RULING], WAS_HIT)
+    return keys
+
+
+@compiled(_reals(_memory, _int, _names, _numbers))
+def note_uses(memory: Memory, room: int, names: Int64Array, found: Int64Array) -> Float64Array:
+    """Record contents that come out of use together, tails first, and learn from them.
+
+    `found` has the row of the last use for contents that were cached, or -1, and gets their rows.
+    Returns their keys in the order that rules now.
+    """
+    name, fact, worth, number, real, _, capacity, scale = memory
+    rows = np.empty(len(names), np.int64)
+    start, num_rows, num_sampled = number[CLOCK], 0, 0
+    fading = np.zeros(len(names))
+    for at in range(len(names)):
+        row, is_hit = found[at], found[at] >= 0
+        if not is_hit or name[row] != names[at]:
+            row, first = -1, (names[at] & (len(name) // WAYS - 1)) * WAYS
+            for other in range(first, first + WAYS):
+                if name[other] == names[at]:
+                    row = other
+        if row >= 0 and fact[row, STAMP] > start:
+            found[at] = row
+            continue  # twice in this batch
+        if row >= 0 and names[at] < 0 and not is_hit:
+            forget(memory, row)  # an entry without a name, with another content
+            row = -1
+        if row < 0:
+            row = claim(memory, names[at])
+        else:
+            real[REUSED + fact[row, LINE]] += 1
+        fact[row, FLAGS] = (fact[row, FLAGS] & ~WAS_HIT) | (WAS_HIT * is_hit)
+        fact[row, USES] += 1
+        number[CLOCK] += 1
+        fading[num_rows] = 2.0 ** ((fact[row, STAMP] - number[CLOCK]) / (LONGEST * capacity))
+        fact[row, STAMP] = number[CLOCK]
+        rows[num_rows] = found[at] = row
+        num_rows += 1
+    rows = rows[:num_rows]
+    classify(fact, rows)
+    num_reused, num_used = real[REUSED:USED], real[USED:]
+    mean = (num_reused.sum() + 1) / (num_used.sum() + 50)
+    chances = (num_reused + _PRIOR_USES * mean) / (num_used + _PRIOR_USES)
+    weights = (chances / mean) ** 2
+    sampled = np.empty(num_rows, np.int64)
+    for at in range(num_rows):
+        row, rest = rows[at], fading[at]
+        line = fact[row, LINE]
+        num_used[line] += 1
+        for place in range(NUM_HALF_LIVES):
+            worth[row, place] = worth[row, place] * rest + weights[line]
+            rest *= rest
+        if not (name[row] >> _SAMPLED_BIT) & (scale - 1):
+            sampled[num_sampled] = row
+            num_sampled += 1
+    if num_sampled:
+        simulate(memory, room, sampled[:num_sampled])
+    return keys_of(memory, names, found)

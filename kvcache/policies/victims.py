@@ -1,0 +1,164 @@
+"""Entries by key, the lowest first, and no entry before its children.
+
+A child is inserted before its parent, or with it: requests use whole prefixes and free the tail
+first. So the highest key of its children is known when a parent comes, and becomes the parent's if
+its own is lower.
+
+    entry:  key, stamp, floor        keys up to the limit ──▶ heap ──▶ victims
+
+Only about the lowest sixteenth of all keys is in a heap. When it is empty, a pass over all entries
+raises the limit and fills it. Checks nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import types
+
+from kvcache.base.arrays import IndexArray
+from kvcache.base.compiled import array_type, compiled
+from kvcache.policies.orders import Float64Array, Int64Array
+
+SIZE, COUNT, LAST_STAMP = range(3)
+"""Entries of `number`: places of the heap; entries; the number of insertions so far."""
+
+_HEAP_SHARE, _MOST_COMPARED, _SPARE = 16, 1024, 64
+
+
+class Victims(NamedTuple):
+    """Invariant: an entry whose key is at most the limit is in the heap with its key and its code,
+    that is stamp * capacity + entry. Other places of the heap are stale."""
+
+    low_key: Float64Array
+    low_code: Int64Array
+    key: Float64Array  # (entries,): the key when it was inserted last
+    stamp: Int64Array  # (entries,): the number of its insertion; negative or 0: it is outside
+    floor: Float64Array  # (entries,): the highest key of its children, since its content came
+    number: Int64Array
+    limit: Float64Array  # (1,)
+
+
+def make_victims(capacity: int) -> Victims:
+    """Return an empty order of entries below `capacity`."""
+    return Victims(
+        np.empty(capacity + _SPARE),
+        np.empty(capacity + _SPARE, np.int64),
+        np.zeros(capacity),
+        np.zeros(capacity, np.int64),
+        np.full(capacity, -np.inf),
+        np.zeros(3, np.int64),
+        np.full(1, -np.inf),
+    )
+
+
+_types: Any = types  # numba's types are missing
+_entries, _new_entries = array_type("intp", is_read=True), array_type("intp")
+_reals, _ints = array_type("float64"), array_type("int64")
+_victims = _types.NamedTuple([_reals, _ints, _reals, _ints, _reals, _ints, _reals], Victims)
+
+
+@compiled(types.void(_victims, types.intp, types.float64, types.int64))
+def _sink(victims: Victims, at: int, key: float, code: int) -> None:
+    """Put a key and a code at a place of the heap, or below it."""
+    low_key, low_code, size = victims.low_key, victims.low_code, victims.number[SIZE]
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        if below + 1 < size:
+            one, other = low_key[below], low_key[below + 1]
+            below += other < one or (other == one and low_code[below + 1] < low_code[below])
+        if key < low_key[below] or (key == low_key[below] and code < low_code[below]):
+            break
+        low_key[at], low_code[at] = low_key[below], low_code[below]
+        at = below
+    low_key[at], low_code[at] = key, code
+
+
+@compiled(types.void(_victims))
+def _fill(victims: Victims) -> None:
+    """Make the heap of the lowest keys. The limit is estimated from keys all over the entries."""
+    low_key, low_code, key, stamp, _, number, limit = victims
+    stride = max(1, len(key) // _MOST_COMPARED)
+    some = key[::stride][stamp[::stride] > 0]
+    limit[0] = np.sort(some)[len(some) // _HEAP_SHARE] if len(some) else np.inf
+    size = 0
+    for entry in range(len(key)):
+        if stamp[entry] > 0 and key[entry] <= limit[0]:
+            low_key[size], low_code[size] = key[entry], stamp[entry] * len(key) + entry
+            size += 1
+    number[SIZE] = size
+    for at in range(size // 2 - 1, -1, -1):
+        _sink(victims, at, low_key[at], low_code[at])
+
+
+@compiled(types.void(_victims, types.intp))
+def _push(victims: Victims, entry: int) -> None:
+    """Add an entry to the heap, if its key is low."""
+    low_key, low_code, number = victims.low_key, victims.low_code, victims.number
+    key, code = victims.key[entry], victims.stamp[entry] * len(victims.key) + entry
+    if key > victims.limit[0]:
+        return
+    if number[SIZE] == len(low_key):  # with stale places
+        _fill(victims)
+        return
+    at = number[SIZE]
+    number[SIZE] += 1
+    while at and (key, code) < (low_key[(at - 1) // 2], low_code[(at - 1) // 2]):
+        low_key[at], low_code[at] = low_key[(at - 1) // 2], low_code[(at - 1) // 2]
+        at = (at - 1) // 2
+    low_key[at], low_code[at] = key, code
+
+
+@compiled(types.void(_victims, _entries, _reals, _entries))
+def insert(victims: Victims, entries: IndexArray, keys: Float64Array, parents: IndexArray) -> None:
+    """Insert entries, children first. A parent is -1 if there is none."""
+    _, _, key, stamp, floor, number, _ = victims
+    for at in range(len(entries)):
+        entry, parent = entries[at], parents[at]
+        key[entry] = max(keys[at], floor[entry])
+        if parent >= 0:
+            floor[parent] = max(floor[parent], key[entry])
+        number[LAST_STAMP] += 1
+        stamp[entry] = number[LAST_STAMP]
+        _push(victims, entry)
+    number[COUNT] += len(entries)
+
+
+@compiled(types.void(_victims, _entries, types.boolean))
+def remove(victims: Victims, entries: IndexArray, is_gone: bool) -> None:
+    """Remove entries. `is_gone`: their contents are dropped."""
+    for entry in entries:
+        victims.stamp[entry] = 0
+        if is_gone:
+            victims.floor[entry] = -np.inf
+    victims.number[COUNT] -= len(entries)
+
+
+@compiled(types.void(_victims, _new_entries))
+def pop(victims: Victims, popped: IndexArray) -> None:
+    """Remove the first entries, as many as `popped` has room for; there are enough."""
+    stamp, number, count = victims.stamp, victims.number, 0
+    while count < len(popped):
+        if not number[SIZE]:
+            _fill(victims)
+        code = victims.low_code[0]
+        number[SIZE] -= 1
+        last = number[SIZE]
+        _sink(victims, 0, victims.low_key[last], victims.low_code[last])
+        entry = code % len(stamp)
+        if stamp[entry] == code // len(stamp):
+            popped[count] = entry
+            count += 1
+            stamp[entry], victims.floor[entry] = -stamp[entry], -np.inf
+    number[COUNT] -= count
+
+
+@compiled(types.void(_victims, _entries))
+def put_back(victims: Victims, entries: IndexArray) -> None:
+    """Return popped entries to their places."""
+    for entry in entries:
+        victims.stamp[entry] *= -1
+        victims.floor[entry] = victims.key[entry]
+        _push(victims, entry)
+    victims.number[COUNT] += len(entries)
