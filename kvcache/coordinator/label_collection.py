@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32
 from kvcache.base.errors import KVCacheError, MalformedMessageError, VersionMismatchError
-from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM
+from kvcache.offload.specs import DEVICE_MEDIUM, FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.labels import LabelSet, join_label_sets
 from kvcache.protocol.messages import CollectLabels, LabelReport, Outgoing, WorkerAddress
 
@@ -51,6 +52,7 @@ class _Rank:
     asked_s: float = 0.0
     since_s: float = 0.0
     pieces: list[LabelSet] = field(default_factory=list)
+    generations: bytes = b""
 
     @property
     def is_complete(self) -> bool:
@@ -114,6 +116,7 @@ class LabelCollection:
             for client in report.client_steps:
                 self._client_steps.setdefault(client.client_id, {})[report.rank] = client.step
         rank.pieces.append(piece)
+        rank.generations += report.generations
         rank.num_blocks, rank.next_block = report.num_blocks, report.end_block
         rank.since_s = now_s
         return [] if rank.is_complete else [self._ask(report.rank, now_s)]
@@ -162,6 +165,13 @@ class LabelCollection:
             self.problem = str(error)
             return []
 
+    def generations(self) -> npt.NDArray[np.uint32]:
+        """Return the generation of each label of the first rank: higher the later it was written;
+        0 in media without any."""
+        rank = self._ranks[0]
+        count = sum(len(piece.labels.block_ids) for piece in rank.pieces)
+        return np.frombuffer(rank.generations or bytes(4 * count), "<u4")
+
     def _ask(self, rank: int, now_s: float) -> Outgoing:
         state = self._ranks[rank]
         state.asked_s = now_s
@@ -194,6 +204,12 @@ class LabelCollection:
                 f"{report.end_block} of {report.num_blocks}"
             )
         labels = report.labels
+        num_expected = 4 * len(labels.block_ids) if self._medium == HOST_MEDIUM else 0
+        if len(report.generations) != num_expected:
+            raise MalformedMessageError(
+                f"labels of rank {report.rank}: {len(report.generations)} bytes of generations for "
+                f"{len(labels.block_ids)} blocks, expected {num_expected}"
+            )
         if self._medium == FILE_MEDIUM:
             # Files have no numbers: they get different ones.
             before = sum(len(p.labels.block_ids) for p in self._ranks[report.rank].pieces)

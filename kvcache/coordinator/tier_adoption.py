@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -25,7 +26,12 @@ from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.keys import OffloadKey, label_keys
+from kvcache.offload.keys import (
+    OffloadKey,
+    first_victims_first,
+    get_offload_block_hash,
+    label_keys,
+)
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels
@@ -128,7 +134,9 @@ class TierAdoption:
             num_adopted = self.num_adopted
             if collection.problem:
                 self._warn_of_empty(medium, collection.problem)
-            adopt = self._adopt_host if medium == HOST_MEDIUM else self._adopt_files
+            adopt = self._adopt_files
+            if medium == HOST_MEDIUM:
+                adopt = partial(self._adopt_host, generations=collection.generations())
             try:
                 adopt(label_sets)
             except KVCacheError as error:
@@ -144,11 +152,16 @@ class TierAdoption:
     def _warn_of_empty(self, medium: str, reason: str) -> None:
         logger.warning("epoch %d: the %s tier begins empty: %s", self._epoch, medium, reason)
 
-    def _adopt_host(self, label_sets: Sequence[LabelSet]) -> None:
+    def _adopt_host(
+        self, label_sets: Sequence[LabelSet], generations: npt.NDArray[np.uint32]
+    ) -> None:
         agreed = NO_LABELS
         if label_sets and not self._is_forgotten:
             agreed = agreed_labels(label_sets)
-            agreed = label_rows(agreed, np.flatnonzero(self._are_current(agreed)))
+            rows = np.flatnonzero(self._are_current(agreed))
+            is_agreed = np.isin(label_sets[0].labels.block_ids, agreed.block_ids)
+            newest_first = rows[np.argsort(generations[is_agreed][rows], kind="stable")[::-1]]
+            agreed = _by_eviction(label_rows(agreed, newest_first))
         told = [label_set.labels.block_ids for label_set in label_sets]
         rest = np.setdiff1d(np.concatenate([EMPTY_INT32, *told]), agreed.block_ids)
         if len(rest):
@@ -170,7 +183,7 @@ class TierAdoption:
         self._keys += sorted(rest)
         self.num_adopted += len(common)
         self._tiers.adopt_disk(
-            _rows_of(label_sets[0].labels, keys[0], common) if common else NO_LABELS
+            _by_eviction(_rows_of(label_sets[0].labels, keys[0], common)) if common else NO_LABELS
         )
 
     def _are_current(self, labels: Label) -> npt.NDArray[np.bool_]:
@@ -185,6 +198,15 @@ class TierAdoption:
             return parse_namespace_name(namespace).model_epoch == self._model_epoch
         except MalformedMessageError:
             return False
+
+
+def _by_eviction(labels: Label) -> Label:
+    """Return labels, the newest of which are first, in the order in which their blocks should be
+    evicted."""
+    parents = label_keys(replace(labels, digests=labels.parent_digests))
+    digests = [get_offload_block_hash(key) for key in parents]
+    order = first_victims_first(label_keys(labels), digests)
+    return label_rows(labels, np.array(order, dtype=np.intp))
 
 
 def _rows_of(labels: Label, keys: Sequence[OffloadKey], wanted: set[OffloadKey]) -> Label:

@@ -180,3 +180,24 @@ def _fold(namespace: Namespace, digest_bytes: int) -> bytes:
     if namespace == DEFAULT_NAMESPACE:
         return bytes(digest_bytes)
     return blake2b(namespace_name(namespace), digest_size=digest_bytes).digest()
+
+
+def first_victims_first(keys: Sequence[OffloadKey], parents: Sequence[bytes]) -> list[int]:
+    """Return all places of `keys`, the newest of which are first, in the order in which the blocks
+    should be evicted: the oldest first, but each behind those that are of no use without it.
+
+    `keys[i]` continues the block with the digest `parents[i]`.
+    """
+    place_of = {key: place for place, key in enumerate(keys)}
+    is_taken = [False] * len(keys)
+    last_victims: list[int] = []
+    for place in range(len(keys)):
+        chain: list[int] = []
+        following: int | None = place
+        while following is not None and not is_taken[following]:
+            is_taken[following] = True
+            chain.append(following)
+            group = get_offload_group_idx(keys[following])
+            following = place_of.get(make_offload_key(parents[following], group))
+        last_victims += reversed(chain)
+    return last_victims[::-1]

@@ -197,6 +197,7 @@ class LabelReport:
     A repeated request gets the same answer, because only commands change labels. `model_epoch` is
     that of the last reset. labels.py defines labels and `version`. Files have no block ids: their
     labels are numbered in each report, and `end_block` is `first_block` while they are being read.
+    `generations` of host slots are little-endian uint32: higher the later the slot was written.
     """
 
     nonce: str
@@ -214,6 +215,7 @@ class LabelReport:
     checksums: bytes
     client_steps: tuple[ClientStep, ...]
     medium: str = "device"
+    generations: bytes = b""
 
 
 @dataclass(frozen=True)

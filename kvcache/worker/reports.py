@@ -230,4 +230,5 @@ class LabelReporter:
             found.checksums,
             tuple(ClientStep(client_id, step) for client_id, step in steps.items()),
             medium,
+            found.generations,
         )

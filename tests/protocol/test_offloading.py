@@ -24,7 +24,7 @@ from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.manager.step_plan import make_request
-from kvcache.offload.contents import LabelShape
+from kvcache.offload.contents import LabelShape, label_rows
 from kvcache.offload.hierarchy import Place, PlaceArray, TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import TierOptions
@@ -32,7 +32,7 @@ from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Label, Load, Reset, Spill, Store
 from kvcache.protocol.label_agreement import NO_LABELS
-from kvcache.protocol.labels import LABEL_VERSION
+from kvcache.protocol.labels import LABEL_VERSION, join_labels
 from kvcache.protocol.messages import FailedForward, LabelReport
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.requests.hints import CacheHint
@@ -76,10 +76,10 @@ class Bench:
         )
         self.offloading = Offloading(parts, self.manager, JobTable(1), self.clock)
 
-    def computed(self) -> list[Label]:
+    def computed(self, tokens: Sequence[int] = TOKENS) -> list[Label]:
         """Compute a prompt by a call, and return the result."""
-        request = Request("r", TOKENS)
-        self.manager.allocate_slots(request, len(TOKENS))
+        request = Request("r", tokens)
+        self.manager.allocate_slots(request, len(tokens))
         commands = self.manager.take_commands()
         self.manager.free(request)
         return [command for command in commands if isinstance(command, Label)]
@@ -94,7 +94,13 @@ class Bench:
         told = self.offloading.commands([])
         return sum(len(c.keys) for c in told if isinstance(c, Discard)) // 36
 
-    def report(self, labels: Label, medium: str = HOST_MEDIUM, model_epoch: int = 0) -> LabelReport:
+    def report(
+        self,
+        labels: Label,
+        medium: str = HOST_MEDIUM,
+        model_epoch: int = 0,
+        generations: Sequence[int] | None = None,
+    ) -> LabelReport:
         slots = np.arange(len(labels.block_ids), dtype=np.int32)
         held = Label(
             slots,
@@ -109,8 +115,10 @@ class Bench:
         )
         checksums = np.full(len(slots), 7, dtype="<i8").tobytes()
         first, end, total = 0, 16, 16
+        written = np.array(slots if generations is None else generations, "<u4").tobytes()
         if medium == FILE_MEDIUM:
             end = total = 256
+            written = b""
         return LabelReport(
             "n",
             "p",
@@ -127,6 +135,7 @@ class Bench:
             checksums,
             (),
             medium,
+            written,
         )
 
 
@@ -427,6 +436,47 @@ def test_contents_that_outlived_a_change_of_weights_are_removed(
         assert dropped[0].keys == b"".join(sorted(gone))
     else:
         assert dropped[0].slots.tolist() == [i for i in range(3) if not is_here[i]]
+
+
+def prompts_in_slots(seed: int) -> tuple[Label, list[int]]:
+    """Return the labels of two prompts of three blocks in drawn slots, and the place of each."""
+    one, other = (Bench().computed([*range(start, start + 13)])[0] for start in (100, 200))
+    places = np.random.default_rng(seed).permutation(6)
+    return label_rows(join_labels([one, other]), places), places.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_adopted_host_memory_is_evicted_by_age_and_from_the_end_of_a_prompt(seed: int) -> None:
+    labels, places = prompts_in_slots(seed)
+    # The second prompt was written first, and the head of the first one before everything else.
+    generations = [[2, 6, 7, 3, 3, 4][place] for place in places]
+    bench = Bench()
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
+    bench.offloading.on_labels(bench.report(labels, generations=generations))
+    victims = [places[slot] for slot in bench.offloading.tiers.host.eviction.order()]
+    assert victims == [5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_adopted_files_are_evicted_from_the_end_of_a_prompt(seed: int) -> None:
+    labels, places = prompts_in_slots(seed)
+    bench = Bench(has_files=True)
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
+    bench.offloading.on_labels(bench.report(labels, FILE_MEDIUM))
+    disk = bench.offloading.tiers.disk
+    assert disk is not None
+    keys = label_keys(labels)
+    victims = [places[keys.index(disk.slots.keys[slot])] for slot in disk.eviction.order()]
+    assert [each for each in victims if each < 3] == [2, 1, 0]
+    assert [each for each in victims if each >= 3] == [5, 4, 3]
+
+
+def test_a_report_without_the_age_of_each_slot_is_not_adopted() -> None:
+    bench = Bench()
+    (labels,) = Bench().computed()
+    bench.offloading.begin(LabelQuestion(1, "n", 1, 0, 0.1))
+    bench.offloading.on_labels(replace(bench.report(labels), generations=b"1234"))
+    assert bench.look_up() is OffloadAnswer.MISS
 
 
 def test_adopted_contents_are_published_without_a_step() -> None:

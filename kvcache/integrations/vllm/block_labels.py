@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.offload.keys import OffloadKey, get_offload_group_idx, make_offload_key
+from kvcache.offload.keys import OffloadKey, make_offload_key
 from kvcache.protocol.commands import Label
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
 
@@ -49,24 +49,3 @@ def labelled_keys(labels: Label) -> list[OffloadKey]:
             range(0, len(labels.digests), DIGEST_BYTES), labels.groups.tolist(), strict=True
         )
     ]
-
-
-def first_victims_first(keys: Sequence[OffloadKey], parents: Sequence[bytes]) -> list[int]:
-    """Return all places of `keys`, the newest of which are first, in the order in which the blocks
-    should be evicted: the oldest first, but each behind those that are of no use without it.
-
-    `keys[i]` continues the block with the digest `parents[i]`.
-    """
-    place_of = {key: place for place, key in enumerate(keys)}
-    is_taken = [False] * len(keys)
-    last_victims: list[int] = []
-    for place in range(len(keys)):
-        chain: list[int] = []
-        following: int | None = place
-        while following is not None and not is_taken[following]:
-            is_taken[following] = True
-            chain.append(following)
-            group = get_offload_group_idx(keys[following])
-            following = place_of.get(make_offload_key(parents[following], group))
-        last_victims += reversed(chain)
-    return last_victims[::-1]

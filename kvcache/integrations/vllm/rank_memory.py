@@ -34,7 +34,6 @@ from kvcache.integrations.vllm.block_labels import (
     DIGEST_BYTES,
     MAX_BLOCK_TOKENS,
     block_labels,
-    first_victims_first,
     labelled_keys,
 )
 from kvcache.integrations.vllm.files_owner import FilesOwner
@@ -57,7 +56,7 @@ from kvcache.memory_service.client import (
 )
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner
-from kvcache.offload.keys import OffloadKey, unpack_keys
+from kvcache.offload.keys import OffloadKey, first_victims_first, unpack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable

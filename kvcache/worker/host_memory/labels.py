@@ -167,10 +167,12 @@ Generations = npt.NDArray[np.uint32]
 
 
 class SealedLabels(NamedTuple):
-    """Labels, and the checksums of their blocks: little-endian int64."""
+    """Labels, the checksums of their blocks (little-endian int64), and the generations of their
+    slots (little-endian uint32), if they have any."""
 
     labels: Label
     checksums: bytes
+    generations: bytes = b""
 
 
 class HostLabels:
@@ -211,7 +213,7 @@ class HostLabels:
     @property
     def label_bytes(self) -> int:
         """Maximum bytes of a label in a label set, without namespace and extra keys."""
-        return 2 * self.digest_bytes + 4 * (self.max_block_tokens + 5) + 8
+        return 2 * self.digest_bytes + 4 * (self.max_block_tokens + 6) + 8
 
     def state(self, slot: int) -> SlotState:
         """Return the state of a slot."""
@@ -372,7 +374,11 @@ class HostLabels:
         """
         states = self._rows["state"][first_slot:end_slot]
         slots = int32_array(np.flatnonzero(states == SlotState.SEALED) + first_slot)
-        return SealedLabels(self.labels_of(slots), self.checksums(slots).astype("<i8").tobytes())
+        return SealedLabels(
+            self.labels_of(slots),
+            self.checksums(slots).astype("<i8").tobytes(),
+            self.generations(slots).astype("<u4").tobytes(),
+        )
 
     def check(self) -> None:
         """Raise `InvariantError` if rows and cells are inconsistent. Changes nothing."""
