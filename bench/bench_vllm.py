@@ -104,6 +104,7 @@ def scheduler_ms(num_requests: int = 256, num_steps: int = 2000) -> dict[str, fl
             num_computed_tokens=num_tokens,
             block_hashes=hashes,
             lora_request=None,
+            skip_reading_prefix_cache=False,
         )
         requests.append(request)
         store.num_matched(request, 0)

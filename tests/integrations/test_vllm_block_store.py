@@ -64,6 +64,7 @@ def request_of(name: str, num_tokens: int, content: str = "a", adapter: Any = No
         num_computed_tokens=0,
         block_hashes=hashes,
         lora_request=adapter,
+        skip_reading_prefix_cache=False,
     )
 
 
@@ -620,6 +621,20 @@ def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
     assert sum(map(sum, hits_and_misses(cluster))) > counted
 
 
+def test_for_a_request_that_reads_no_cache_nothing_is_read_or_counted() -> None:
+    cluster = Cluster(num_files=24)
+    for content in "abcdefgh":  # the first goes to files
+        cluster.run(request_of(content, 13, content))
+        cluster.settle()
+    counted = hits_and_misses(cluster)
+    request = request_of("again", 13, "a")
+    request.skip_reading_prefix_cache = True  # as for the log probabilities of its prompt
+    assert cluster.begin(request) == 0
+    assert not cluster.commands().fetches
+    assert hits_and_misses(cluster) == counted
+    assert cluster.run(request_of("plain", 13, "a")) == 12
+
+
 def test_a_prompt_that_is_longer_than_host_memory_is_loaded_in_part() -> None:
     cluster = Cluster(num_files=NUM_FILES)
     request = request_of("r", 49)
@@ -689,6 +704,10 @@ def test_a_prefetch_of_what_the_device_holds_or_of_images_is_not_cut_below_it() 
     request.mm_features = ["an image"]
     assert cluster.store.num_matched(request, 0) == 12
     assert (request.num_prompt_tokens, request.max_tokens) == (20, 1)
+    request = prefetch_of("s", 20)
+    request.skip_reading_prefix_cache = True  # vLLM computes what is left of it
+    assert cluster.store.num_matched(request, 0) == 0
+    assert (request.num_prompt_tokens, request.max_tokens) == (1, 1)
 
 
 @pytest.mark.parametrize(

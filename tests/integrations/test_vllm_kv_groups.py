@@ -71,6 +71,7 @@ class Request:
     is_loading: bool = False
     is_new: bool = True
     lora_request: None = None
+    skip_reading_prefix_cache: bool = False
     cache_salt: None = None
 
     @property

@@ -49,6 +49,7 @@ def request_of(number: int, num_tokens: int, content: str) -> Any:
         num_computed_tokens=0,
         block_hashes=hashes,
         lora_request=None,
+        skip_reading_prefix_cache=False,
     )
 
 

@@ -262,6 +262,8 @@ class BlockStore:
             return 0
         if tracked.origin is None or self._held:  # while a copy hangs, others would wait behind it
             return 0
+        if request.skip_reading_prefix_cache:  # whatever is found, vLLM computes all of it
+            return 0
         self._follow_files(tiers)
         if self._nodes is not None and not self._knows_nodes(self._nodes, tracked):
             self.counts.for_files.begin(request.request_id, self._now())
