@@ -124,7 +124,7 @@ def facts(found: EngineStatistics) -> dict[str, str]:
     requests, tiers = found.requests, found.tiers
     told = {
         "model": found.model,
-        "engine": f"process {found.process_id}, {found.num_ranks} ranks, replica {found.replica}",
+        "engine": f"process {found.process_id}, ranks: {found.num_ranks}, replica {found.replica}",
         "uptime": f"{found.uptime_s:,.0f} s",
         "requests": f"{requests.num_requests:,}, {requests.num_asked_tokens:,} tokens",
         "hits": _hits(found),

@@ -127,7 +127,16 @@ def test_an_engine_whose_weights_change_does_not_open_the_directory_of_the_next_
 
 
 @pytest.mark.parametrize(
-    "damage", [None, b"", b"{", b"[1]", b'{"engine": 1, "about": ""}', b"\xff\0" * 9]
+    "damage",
+    [
+        None,
+        b"",
+        b"{",
+        b"[1]",
+        b'{"engine": 1, "about": ""}',
+        b"\xff\0" * 9,
+        pytest.param(b"[" * 100_000, id="deep"),
+    ],
 )
 def test_without_a_record_that_can_be_read_only_the_own_layout_is_taken(
     tmp_path: Path, damage: bytes | None

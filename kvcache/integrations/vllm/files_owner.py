@@ -55,7 +55,7 @@ class _Record:
         """Return a record, None for bytes that are none."""
         try:
             found = _Record(**json.loads(data))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
         is_valid = (
             isinstance(found.engine, str)
