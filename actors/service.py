@@ -121,7 +121,7 @@ class CoordinatorService:
     def tick(self) -> None:
         """Do the work that is due by the clock."""
         if self._error:
-            self.send(self._drop_books())
+            self.send(self._drop_state())
         now_s = self._clock.now()
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
@@ -217,9 +217,9 @@ class CoordinatorService:
     def _on_error(self, what: str, error: Exception) -> list[Outgoing]:
         """Note an error; make the decider drop its possibly inconsistent state."""
         self._error = self._faults.note(what, error)
-        return self._drop_books()
+        return self._drop_state()
 
-    def _drop_books(self) -> list[Outgoing]:
+    def _drop_state(self) -> list[Outgoing]:
         """Drop the state. Raises what the decider raises; the next turn then tries again."""
         outgoing = [] if self._decider is None else self._decider.on_error(self._error)
         self._error = ""

@@ -201,7 +201,7 @@ class TierAdoption:
 
 
 def _by_eviction(labels: Label) -> Label:
-    """Return labels, the newest of which are first, in the order in which their blocks should be
+    """Return labels, given newest first, in the order in which their blocks should be
     evicted."""
     parents = label_keys(replace(labels, digests=labels.parent_digests))
     digests = [get_offload_block_hash(key) for key in parents]

@@ -178,7 +178,7 @@ class BlockPool:
         store.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
         store.columns.number[LOGS_GONE] = 1
         self._order = PolicyOrder(
-            store, None, lambda capacity, book: make(capacity=capacity, book=book)
+            store, None, lambda capacity, table: make(capacity=capacity, table=table)
         )
         self._root = int(new_root(store.address))
         store.columns.node[self._root, KEYS] = 1  # the parent of first blocks has a digest

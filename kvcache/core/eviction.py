@@ -59,11 +59,11 @@ from kvcache.specs import KVCacheSpec
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
 
-MakePolicy = Callable[[int, "BlockBook"], EvictionPolicy]
+MakePolicy = Callable[[int, "BlockEntryTable"], EvictionPolicy]
 
 
-class BlockBook:
-    """An `EntryBook`: what a policy may ask about blocks. Every entry is a block."""
+class BlockEntryTable:
+    """An `EntryTable`: what a policy may ask about blocks. Every entry is a block."""
 
     def __init__(
         self, store: ColumnStore, digester: Digester | None, tenants: TenantLedger | None
@@ -148,15 +148,15 @@ class PolicyOrder:
         self._store, self._digester, self._tenants = store, digester, tenants
         self._clock = SystemClock() if clock is None else clock
         capacity = len(store.columns.block)
-        self._book = book = BlockBook(store, digester, tenants)
+        self._table = table = BlockEntryTable(store, digester, tenants)
         store.columns.number[HAS_POLICY] = 1 if tenants is None else 2
         self.policy: EvictionPolicy
         if tenants is None:
-            self.policy = make(capacity, book)
+            self.policy = make(capacity, table)
         else:
-            one = partial(make, capacity, book)
-            self.policy = TenantPolicy(capacity, book, tenants, one, counts_unheld=True)
-        self._book.names_contents = self.policy.reads_contents
+            one = partial(make, capacity, table)
+            self.policy = TenantPolicy(capacity, table, tenants, one, counts_unheld=True)
+        self._table.names_contents = self.policy.reads_contents
         self._hints: HintColumns | None = None  # until the first hint
         self._is_shared = np.zeros(0, np.bool_)
         self._take_over()
@@ -169,7 +169,7 @@ class PolicyOrder:
         self._is_shared = np.zeros(len(self._store.columns.block), np.bool_)
 
         def hinted(inner: EvictionPolicy) -> EvictionPolicy:
-            return HintedPolicy(inner, self._book, columns)
+            return HintedPolicy(inner, self._table, columns)
 
         if isinstance(self.policy, TenantPolicy):
             self.policy.wrap(hinted)
@@ -238,7 +238,7 @@ class PolicyOrder:
             return
         c.number[NUM_MOVED] = 0
         moved = c.moved[:count]
-        if self._book.names_contents and self._digester is not None:
+        if self._table.names_contents and self._digester is not None:
             self._make_digests(self._digester, moved)
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
         cuts = [0, count]

@@ -102,7 +102,7 @@ class PrefixCache:
             PolicyOrder,
             store,
             self.digester,
-            lambda capacity, book: make(capacity=capacity, book=book),
+            lambda capacity, table: make(capacity=capacity, table=table),
             self.tenants,
             settings.clock,
         )

@@ -183,7 +183,7 @@ def _fold(namespace: Namespace, digest_bytes: int) -> bytes:
 
 
 def first_victims_first(keys: Sequence[OffloadKey], parents: Sequence[bytes]) -> list[int]:
-    """Return all places of `keys`, the newest of which are first, in the order in which the blocks
+    """Return all places of `keys`, which are given newest first, in the order in which the blocks
     should be evicted: the oldest first, but each behind those that are of no use without it.
 
     `keys[i]` continues the block with the digest `parents[i]`.

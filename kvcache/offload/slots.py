@@ -328,7 +328,7 @@ def place_keys(
 
 
 class SlotEviction:
-    """The eviction order of idle slots. Also the policy's `EntryBook`.
+    """The eviction order of idle slots. Also the policy's `EntryTable`.
 
     *Copies* of what another node holds go first, the oldest first, until they are loaded a second
     time, or a hint comes: so the last copy in a group of nodes lives longer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.policy import EntryBook, EntryInfo, EvictionPolicy, LooksAhead
+from kvcache.policies.policy import EntryInfo, EntryTable, EvictionPolicy, LooksAhead
 from kvcache.policies.registry import (
     EVICTION_POLICIES,
     PolicyFactory,
@@ -13,8 +13,8 @@ from kvcache.policies.registry import (
 
 __all__ = [
     "EVICTION_POLICIES",
-    "EntryBook",
     "EntryInfo",
+    "EntryTable",
     "EvictionPolicy",
     "LRUPolicy",
     "LooksAhead",

@@ -15,7 +15,7 @@ import numpy as np
 from kvcache.base.arrays import IndexArray
 from kvcache.policies import orders, victims
 from kvcache.policies.entry_queue import Entries, as_array
-from kvcache.policies.policy import EntryBook, columns_of
+from kvcache.policies.policy import EntryTable, columns_of
 
 _MOST_SIMULATED = 1 << 14
 """Larger caches simulate a sample of contents."""
@@ -27,9 +27,9 @@ _MOST_NAMES, _ROOMS_REMEMBERED, _LEAST_ROOMS = 1 << 16, 64, 4
 class AdaptivePolicy:
     """An `EvictionPolicy` by the order whose simulated cache had the most hits lately."""
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        self._book = book
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
+        self._table = table
         self._names: orders.Int64Array = np.zeros(capacity, np.int64)
         self._rows: orders.Int64Array = np.zeros(capacity, np.int64)
         self._victims = victims.make_victims(capacity)
@@ -57,7 +57,7 @@ class AdaptivePolicy:
 
     def insert(self, entries: Entries) -> None:
         entries = as_array(entries)
-        names, parents = columns_of(self._book, entries)
+        names, parents = columns_of(self._table, entries)
         self._room_blocks = max(self._room_blocks, len(self) + len(entries))
         is_hit = (self._victims.stamp[entries] == 0) & (self._names[entries] == names)
         ruling, rows = self.ruling, np.where(is_hit, self._rows[entries], -1)
@@ -96,4 +96,4 @@ class AdaptivePolicy:
         self._names[self._victims.stamp < 0] = 0
         keys = orders.keys_of(self._memory, self._names[entries], self._rows[entries])
         self._victims = victims.make_victims(len(self._names))
-        victims.insert(self._victims, entries, keys, columns_of(self._book, entries)[1])
+        victims.insert(self._victims, entries, keys, columns_of(self._table, entries)[1])

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvcache.base.arrays import index_array
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.policy import EntryBook, EvictionPolicy
+from kvcache.policies.policy import EntryTable, EvictionPolicy
 from kvcache.requests.hints import USUAL_PRIORITY, CacheHint
 
 SLACK: Final = 2.5
@@ -146,11 +146,11 @@ _PARKED: Final = _Place(_FIRST, 0.0, inf, 0)
 class HintedPolicy:
     """An `EvictionPolicy` that follows hints, around another one."""
 
-    def __init__(self, inner: EvictionPolicy, book: EntryBook, columns: HintColumns) -> None:
+    def __init__(self, inner: EvictionPolicy, table: EntryTable, columns: HintColumns) -> None:
         """Follow hints for the entries of `inner`, which came out of use just now."""
         self.inner = inner
         self.trust = Trust()
-        self._book = book
+        self._table = table
         self._columns = columns
         self._places: dict[int, _Place] = {}
         self._first: OrderedDict[int, None] = OrderedDict()
@@ -277,7 +277,7 @@ class HintedPolicy:
             if entry < 0:
                 entry = self._parked.popitem(last=False)[0]
                 self._chosen[entry] = _PARKED
-            info = self._book.describe(entry)
+            info = self._table.describe(entry)
             if info.num_children > going.get(entry, 0) and self._chosen[entry] is not _PARKED:
                 del self._chosen[entry]
                 self._parked[entry] = None
@@ -460,7 +460,7 @@ class HintedPolicy:
         if self._parked:
             entry = next(iter(self._parked))
             self._parked.move_to_end(entry)
-            if not self._book.describe(entry).num_children:
+            if not self._table.describe(entry).num_children:
                 self._unpark(entry)
 
     def _unpark(self, parent: int | None) -> None:

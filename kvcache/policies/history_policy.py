@@ -20,7 +20,7 @@ from typing import ClassVar, TypeAlias
 
 from kvcache.base.arrays import index_array
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.policy import EntryBook, EntryInfo
+from kvcache.policies.policy import EntryInfo, EntryTable
 from kvcache.policies.ranked_queue import Rank, RankedQueue
 
 Name: TypeAlias = "bytes | int"
@@ -60,10 +60,10 @@ class HistoryPolicy(ABC):
 
     num_lines: ClassVar[int] = 1
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
         self._capacity = capacity
-        self._book = book
+        self._table = table
         self._members: dict[int, Member] = {}
         self._in_use: OrderedDict[Name, Member] = OrderedDict()
         self._chosen: dict[int, _Victim] = {}
@@ -121,7 +121,7 @@ class HistoryPolicy(ABC):
     def insert(self, entries: Entries) -> None:
         self._settle()
         for entry in index_array(entries).tolist():
-            info = self._book.describe(entry)
+            info = self._table.describe(entry)
             used = self._in_use.pop(_name(entry, info), None)
             member = used or Member(entry, entry, None)
             if used is None:
@@ -194,14 +194,14 @@ class HistoryPolicy(ABC):
                 return place
             self._parked[entry] = None
         entry = self._parked.popitem(last=False)[0]
-        return entry, self._book.describe(entry)
+        return entry, self._table.describe(entry)
 
     def _next(self) -> tuple[int, EntryInfo] | None:
         """Remove a due entry, or the first of a line; None if there is none."""
         if not self._due and not any(self._lines):
             return None
         entry = self._due.popitem(last=False)[0] if self._due else self._pop_next()
-        return entry, self._book.describe(entry)
+        return entry, self._table.describe(entry)
 
     def _unpark(self, entry: int | None) -> None:
         """Record that a child of this entry has gone; a parked parent without children is due."""

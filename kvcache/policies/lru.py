@@ -6,14 +6,14 @@ The default policy. A request frees its blocks tail first, so its tail goes befo
 from __future__ import annotations
 
 from kvcache.policies.entry_queue import Entries, EntryQueue
-from kvcache.policies.policy import EntryBook
+from kvcache.policies.policy import EntryTable
 
 
 class LRUPolicy:
     """An `EvictionPolicy` that orders entries by when they came out of use."""
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`. It does not use `book`."""
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`. It does not use `table`."""
         self._queue = EntryQueue(capacity)
 
     @property

@@ -49,7 +49,7 @@ _TIE_BLOCKS = 0.25
 """New contents are older by this, too, so that no two contents have the same key."""
 
 LONGEST, NUM_HALF_LIVES = 16.0, 7
-"""Orders by all uses, each of which loses half of its weight in 16 capacities, in 8, and so on."""
+"""Orders by all uses; a use loses half of its weight in 16 capacities, in 8, and so on."""
 
 NUM_DELAYS = len(DELAYS)
 NUM_ORDERS = NUM_DELAYS + NUM_HALF_LIVES

@@ -15,7 +15,7 @@ from kvcache.base.errors import InvalidInputError
 from kvcache.base.logs import get_logger
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.lru import LRUPolicy
-from kvcache.policies.policy import EntryBook, EvictionPolicy
+from kvcache.policies.policy import EntryTable, EvictionPolicy
 
 logger = get_logger(__name__)
 
@@ -23,12 +23,12 @@ logger = get_logger(__name__)
 class OutsidePolicy:
     """An `EvictionPolicy` that delegates to another one until that breaks the protocol."""
 
-    def __init__(self, name: str, policy: EvictionPolicy, capacity: int, book: EntryBook) -> None:
-        """Wrap an empty `policy`, made for the same `capacity` and `book`."""
+    def __init__(self, name: str, policy: EvictionPolicy, capacity: int, table: EntryTable) -> None:
+        """Wrap an empty `policy`, made for the same `capacity` and `table`."""
         self._name = name
         self._policy: EvictionPolicy | None = policy
         self._capacity = capacity
-        self._order = LRUPolicy(capacity, book)
+        self._order = LRUPolicy(capacity, table)
         self.reads_contents = bool(policy.reads_contents)
         """The policy's own answer when it is new."""
 

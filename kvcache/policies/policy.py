@@ -32,23 +32,23 @@ class EntryInfo:
     num_children: int = 0
 
 
-class EntryBook(Protocol):
+class EntryTable(Protocol):
     """Answers a policy's questions about entries. Asking changes nothing."""
 
     def describe(self, entry: int) -> EntryInfo:
         """Return the data of an inserted entry."""
 
 
-def columns_of(book: EntryBook, entries: IndexArray) -> tuple[IndexArray, IndexArray]:
-    """Return the names and parents of inserted entries, by `describe_all` of a book that has it.
+def columns_of(table: EntryTable, entries: IndexArray) -> tuple[IndexArray, IndexArray]:
+    """Return the names and parents of inserted entries, by `describe_all` of a table that has it.
 
     A name is a hash of the content, at least 0; without a content it is below 0, and of the entry
     itself. A parent is -1 if there is none.
     """
-    if describe_all := getattr(book, "describe_all", None):
+    if describe_all := getattr(table, "describe_all", None):
         columns: tuple[IndexArray, IndexArray] = describe_all(entries)
         return columns
-    infos = [book.describe(entry) for entry in entries.tolist()]
+    infos = [table.describe(entry) for entry in entries.tolist()]
     names = [
         -1 - entry if info.content is None else xxh3_64_intdigest(info.content) >> 1
         for entry, info in zip(entries.tolist(), infos, strict=True)

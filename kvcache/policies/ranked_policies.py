@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from kvcache.policies.history_policy import HistoryPolicy, Member
-from kvcache.policies.policy import EntryBook
+from kvcache.policies.policy import EntryTable
 
 _NAMES_PER_BLOCK = 2
 """LRU-2 remembers an evicted content until this many capacities were evicted after it."""
@@ -53,9 +53,9 @@ class LRU2Policy(HistoryPolicy):
     runs. The last use of evicted contents is remembered, of twice as many as there are blocks.
     """
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
+        super().__init__(capacity, table)
         self._ghosts = GhostList()
 
     def _place_new(self, member: Member, name: bytes | None) -> None:
@@ -84,9 +84,9 @@ class ARCPolicy(HistoryPolicy):
 
     num_lines = 2
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
+        super().__init__(capacity, table)
         self._b1 = GhostList()
         self._b2 = GhostList()
         self._target_blocks = 0.0
@@ -140,9 +140,9 @@ class S3FIFOPolicy(HistoryPolicy):
 
     num_lines = 2
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        super().__init__(capacity, book)
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
+        super().__init__(capacity, table)
         self._ghosts = GhostList()
 
     def _place_new(self, member: Member, name: bytes | None) -> None:

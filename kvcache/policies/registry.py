@@ -15,7 +15,7 @@ from kvcache.base.logs import get_logger
 from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.outside_policy import OutsidePolicy
-from kvcache.policies.policy import EntryBook, EvictionPolicy
+from kvcache.policies.policy import EntryTable, EvictionPolicy
 from kvcache.policies.ranked_policies import (
     ARCPolicy,
     LRU2Policy,
@@ -24,8 +24,8 @@ from kvcache.policies.ranked_policies import (
 
 logger = get_logger(__name__)
 
-PolicyFactory: TypeAlias = Callable[[int, EntryBook], EvictionPolicy]
-"""Makes a policy for entries below a capacity; a book describes the entries."""
+PolicyFactory: TypeAlias = Callable[[int, EntryTable], EvictionPolicy]
+"""Makes a policy for entries below a capacity; a table describes the entries."""
 
 EVICTION_POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {
@@ -67,7 +67,7 @@ def require_eviction_policy(
 def make_eviction_policy(
     name: str,
     capacity: int,
-    book: EntryBook,
+    table: EntryTable,
     policies: Mapping[str, PolicyFactory] = EVICTION_POLICIES,
 ) -> EvictionPolicy:
     """Return a new, empty policy; raises ConfigurationError for an unknown name.
@@ -75,9 +75,9 @@ def make_eviction_policy(
     A policy that does not come with the package is wrapped in an `OutsidePolicy`.
     """
     make = policies[require_eviction_policy(name, policies)]
-    policy = make(capacity, book)
+    policy = make(capacity, table)
     return (
         policy
         if make in EVICTION_POLICIES.values()
-        else OutsidePolicy(name, policy, capacity, book)
+        else OutsidePolicy(name, policy, capacity, table)
     )

@@ -19,7 +19,7 @@ from kvcache.base.arrays import index_array
 from kvcache.base.errors import BlockError, ConfigurationError, InvariantError, shown
 from kvcache.core import ReferenceKind
 from kvcache.core.block_pool import BlockPool
-from kvcache.policies import EVICTION_POLICIES, EntryBook, EvictionPolicy
+from kvcache.policies import EVICTION_POLICIES, EntryTable, EvictionPolicy
 from kvcache.policies.entry_queue import Entries
 from kvcache.requests.hashing import BlockHash, RequestBlockHasher
 from kvcache.sequences.block import PrefixCachingBlock
@@ -81,9 +81,9 @@ class LastAccessOrder:
     `heap` may have stale places: an entry's valid place is the one in `_places`.
     """
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
-        """Make an empty order of entries below `capacity`, described by `book`."""
-        self._book = book
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        """Make an empty order of entries below `capacity`, described by `table`."""
+        self._table = table
         self._times = [NEVER_ACCESSED] * capacity
         self._places: dict[int, _Place] = {}
         self._chosen: dict[int, _Place] = {}
@@ -108,7 +108,7 @@ class LastAccessOrder:
 
     def insert(self, entries: Entries) -> None:
         for entry in index_array(entries).tolist():
-            parent = self._book.describe(entry).parent
+            parent = self._table.describe(entry).parent
             before = None if parent is None else self._places.get(parent)
             if before is not None and parent == self._last_entry:
                 path, height = before.path, before.height - 1
@@ -344,8 +344,8 @@ class HeldBlocks:
             if tracker.computed and pool_id in self._uncomputed:
                 raise InvariantError(f"block {block_id} is computed and waits to be")
 
-    def _make_access_order(self, capacity: int, book: EntryBook) -> EvictionPolicy:
-        self._access_order = LastAccessOrder(capacity, book)
+    def _make_access_order(self, capacity: int, table: EntryTable) -> EvictionPolicy:
+        self._access_order = LastAccessOrder(capacity, table)
         return self._access_order
 
     def _pool_id(self, block_id: int) -> int:

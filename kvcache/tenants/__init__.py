@@ -8,12 +8,12 @@ TenantsConfig ─▶ TierShares ─▶ TenantLedger ◀── pools and tiers re
 from __future__ import annotations
 
 from kvcache.tenants.ledger import TenantAccount, TenantLedger, TenantStatistics
-from kvcache.tenants.policy import TenantBook, TenantPolicy
+from kvcache.tenants.policy import TenantEntryTable, TenantPolicy
 from kvcache.tenants.shares import TenantShare, TierShares
 
 __all__ = [
     "TenantAccount",
-    "TenantBook",
+    "TenantEntryTable",
     "TenantLedger",
     "TenantPolicy",
     "TenantShare",

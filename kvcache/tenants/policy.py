@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvcache.base.arrays import IndexArray, Int32Array, index_array
-from kvcache.policies import EntryBook, EvictionPolicy
+from kvcache.policies import EntryTable, EvictionPolicy
 from kvcache.policies.entry_queue import Entries
 from kvcache.policies.hinted import HintedPolicy
 from kvcache.requests.hints import CacheHint
@@ -104,8 +104,8 @@ def is_below(level: float, givers: Sequence[Giver], num_blocks: int) -> bool:
     return num_blocks > FEW and bool(givers) and level < water_line(givers, num_blocks)
 
 
-class TenantBook(EntryBook, Protocol):
-    """A book that also knows the tenant of each entry."""
+class TenantEntryTable(EntryTable, Protocol):
+    """A table that also knows the tenant of each entry."""
 
     def tenant_numbers(self, entries: IndexArray) -> IndexArray | Int32Array:
         """Return the number of each entry's tenant."""
@@ -122,7 +122,7 @@ class TenantPolicy:
     def __init__(
         self,
         capacity: int,
-        book: TenantBook,
+        table: TenantEntryTable,
         ledger: TenantLedger,
         make: Callable[[], EvictionPolicy],
         *,
@@ -133,7 +133,7 @@ class TenantPolicy:
         `counts_unheld`: entries are blocks, and the policy reports to the ledger which are unheld.
         """
         self._counts_unheld = counts_unheld
-        self._book = book
+        self._table = table
         self._ledger = ledger
         self._make = make
         self._numbers: Int32Array = np.zeros(capacity, dtype=np.int32)
@@ -157,7 +157,7 @@ class TenantPolicy:
 
     def insert(self, entries: Entries) -> None:
         entries = index_array(entries)
-        self._numbers[entries] = self._book.tenant_numbers(entries)
+        self._numbers[entries] = self._table.tenant_numbers(entries)
         self._length += len(entries)
         for account, part in self._by_account(entries):
             if account.policy is None:

@@ -13,7 +13,7 @@ import pytest
 from kvcache.core import Reservation
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.policies.entry_queue import Entries
-from kvcache.policies.policy import EntryBook
+from kvcache.policies.policy import EntryTable
 from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import full, make_flat_core, make_request, window
@@ -25,7 +25,7 @@ class NewestFirst:
     """An external policy in plain Python: last in, first out. It puts parents before their
     children, which must not matter."""
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
+    def __init__(self, capacity: int, table: EntryTable) -> None:
         self.entries: list[int] = []
 
     @property
@@ -107,7 +107,7 @@ class Workload:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_books_add_up_where_a_policy_evicts_often(policy: str) -> None:
+def test_counts_add_up_where_a_policy_evicts_often(policy: str) -> None:
     for seed in range(2):
         options = {"eviction_policy": policy, "policies": POLICIES, "has_workers": False}
         facts = Workload(make_flat_core(40, **options), seed).go(NUM_TURNS)
@@ -116,7 +116,9 @@ def test_books_add_up_where_a_policy_evicts_often(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("specs", [(full(), window(9)), (window(9),)], ids=["hybrid", "window"])
-def test_books_add_up_with_any_policy_and_kind(policy: str, specs: tuple[KVCacheSpec, ...]) -> None:
+def test_counts_add_up_with_any_policy_and_kind(
+    policy: str, specs: tuple[KVCacheSpec, ...]
+) -> None:
     core = make_flat_core(60, *specs, eviction_policy=policy, policies=POLICIES)
     facts = Workload(core, 3).go(NUM_TURNS)
     assert any(hit for hit, *_ in facts)  # type: ignore[misc, attr-defined]  # facts

@@ -21,8 +21,8 @@ from kvcache.integrations.vllm.step_messages import (
     Inventory,
     LoadCommand,
     PeerMemory,
+    RankCommands,
     RankReports,
-    StepCommands,
     StoreCommand,
 )
 from kvcache.offload.keys import make_offload_key
@@ -82,7 +82,7 @@ class FakeRank:
     released: list[str] = field(default_factory=list)
     running: deque[tuple[str, Job]] = field(default_factory=deque)
 
-    def obey(self, commands: StepCommands) -> None:
+    def obey(self, commands: RankCommands) -> None:
         for slot in commands.forgotten_slots:
             self.slots.pop(slot, None)
             self.sealed.discard(slot)
@@ -201,11 +201,11 @@ class Cluster:
             self.store.allocated(request, TABLES, found)
         return found
 
-    def commands(self, *requests: Any, new: tuple[NewTable, ...] = ()) -> StepCommands:
+    def commands(self, *requests: Any, new: tuple[NewTable, ...] = ()) -> RankCommands:
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
         return self.store.commands(scheduled, lambda _: TABLES, new)
 
-    def obey(self, commands: StepCommands) -> None:
+    def obey(self, commands: RankCommands) -> None:
         for rank in self.ranks:
             rank.obey(commands)
 
@@ -215,7 +215,7 @@ class Cluster:
             first, second = [rank.work() for rank in self.ranks]
             self.store.reported(first.aggregate(second))
 
-    def step(self, *requests: Any) -> StepCommands:
+    def step(self, *requests: Any) -> RankCommands:
         commands = self.commands(*requests)
         self.obey(commands)
         self.work()

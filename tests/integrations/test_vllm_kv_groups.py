@@ -25,8 +25,8 @@ from kvcache.integrations.vllm.step_messages import (
     ImportCommand,
     Inventory,
     LoadCommand,
+    RankCommands,
     RankReports,
-    StepCommands,
     StoreCommand,
 )
 from kvcache.integrations.vllm.tier_events import TierEvents
@@ -102,13 +102,13 @@ class Rank:
     failed: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
 
-    def begin(self, commands: StepCommands) -> None:
+    def begin(self, commands: RankCommands) -> None:
         """What comes before the forward."""
         reused = set(commands.reused_blocks)
         while any(kind == "store" and reused & set(job.blocks) for kind, job in self.running):
             self.work()
 
-    def obey(self, commands: StepCommands) -> None:
+    def obey(self, commands: RankCommands) -> None:
         """What comes behind the forward."""
         for slot in commands.forgotten_slots:
             self.slots.pop(slot, None)
@@ -292,7 +292,7 @@ class Engine:
 
     # --- steps
 
-    def step(self) -> StepCommands:
+    def step(self) -> RankCommands:
         """Compute a chunk of each request that does not load."""
         new: list[NewTable] = []
         scheduled: dict[str, int] = {}

@@ -15,14 +15,14 @@ import torch
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import NotEnoughMemoryError, NotRunningError, PlanMismatchError
-from kvcache.integrations.vllm import rank_memory
+from kvcache.integrations.vllm import rank_tiers
 from kvcache.integrations.vllm.block_labels import block_labels
 from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, PeerReaders, Peers
-from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.rank_tiers import RankTiers
 from kvcache.integrations.vllm.step_messages import (
     LoadCommand,
     PeerMemory,
-    StepCommands,
+    RankCommands,
     StoreCommand,
 )
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient, service_address
@@ -32,7 +32,7 @@ from kvcache.worker.copies.rows import RowMover
 from kvcache.worker.host_memory.segment import HostSegment, SegmentShape, open_segment, shape_in
 from kvcache.worker.host_memory.segment_reader import SegmentReader
 from kvcache.worker.host_memory.shared_memory import make_memory
-from tests.integrations.test_vllm_rank_memory import (
+from tests.integrations.test_vllm_rank_tiers import (
     DIGESTS,
     NO_PARENTS,
     caches,
@@ -160,7 +160,7 @@ def test_a_head_says_its_shape_unless_it_is_damaged() -> None:
 
 # --- ranks
 
-Started = Callable[..., RankMemory]
+Started = Callable[..., RankTiers]
 
 
 @pytest.fixture
@@ -180,11 +180,11 @@ def service(name: str) -> Iterator[HostMemoryService]:
 @pytest.fixture
 def started(name: str, service: HostMemoryService) -> Iterator[Started]:
     """Starts replicas of one name, each with memory of its own, and ends them."""
-    memories: list[RankMemory] = []
+    memories: list[RankTiers] = []
 
-    def start(replica: int, fill: float = 0.0, revision: str = "", **offload: Any) -> RankMemory:
+    def start(replica: int, fill: float = 0.0, revision: str = "", **offload: Any) -> RankTiers:
         setting = setting_of(name, revision, replica=replica, **offload)
-        memories.append(RankMemory(setting, 0, caches(fill)))
+        memories.append(RankTiers(setting, 0, caches(fill)))
         return memories[-1]
 
     yield start
@@ -193,7 +193,7 @@ def started(name: str, service: HostMemoryService) -> Iterator[Started]:
 
 
 @pytest.fixture
-def owner(started: Started) -> RankMemory:
+def owner(started: Started) -> RankTiers:
     """Replica 0, which holds three blocks."""
     memory = started(0, 1.0)
     assert store(memory, (0, 1, 2), (5, 6, 7)).ok
@@ -202,7 +202,7 @@ def owner(started: Started) -> RankMemory:
 
 
 @pytest.fixture
-def peers(name: str, owner: RankMemory) -> Peers:
+def peers(name: str, owner: RankTiers) -> Peers:
     """What replica 1 knows of the others."""
     found = Peers(partial(service_address, name), 1, is_threaded=False)
     shape = owner.inventory().shape
@@ -212,15 +212,15 @@ def peers(name: str, owner: RankMemory) -> Peers:
     return found
 
 
-def load_from(memory: RankMemory, peer: PeerMemory, *slots: int) -> Any:
+def load_from(memory: RankTiers, peer: PeerMemory, *slots: int) -> Any:
     """Load slots of a peer into the blocks from 8 on; return the report."""
     blocks, keys = tuple(range(8, 8 + len(slots))), tuple(KEYS[slot] for slot in slots)
     command = LoadCommand(2, "r", slots, blocks, keys, peer)
-    memory.obey(StepCommands(loads=(command,)))
+    memory.obey(RankCommands(loads=(command,)))
     return report_of(memory)
 
 
-def blocks_of(memory: RankMemory) -> tuple[torch.Tensor, torch.Tensor]:
+def blocks_of(memory: RankTiers) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of both layers, as bytes."""
     first, second = memory._jobs._pool.rows
     return first, second
@@ -228,7 +228,7 @@ def blocks_of(memory: RankMemory) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("is_asynchronous", [True, False])
 def test_a_rank_loads_what_a_peer_has_sealed(
-    started: Started, owner: RankMemory, peers: Peers, is_asynchronous: bool
+    started: Started, owner: RankTiers, peers: Peers, is_asynchronous: bool
 ) -> None:
     (index,) = peers.indexes
     assert index.slots_of(KEYS) == [0, 1, 2, -1]
@@ -241,7 +241,7 @@ def test_a_rank_loads_what_a_peer_has_sealed(
 
 
 def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
-    started: Started, owner: RankMemory, peers: Peers
+    started: Started, owner: RankTiers, peers: Peers
 ) -> None:
     memory = started(1, 1.0)
     assert store(memory, (0,), (4,), job=1).ok
@@ -250,7 +250,7 @@ def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
         LoadCommand(2, "r", (0,), (8,), KEYS[:1]),
         LoadCommand(3, "r", (1,), (9,), KEYS[1:2], peers.indexes[0].memory),
     )
-    memory.obey(StepCommands(loads=loads))
+    memory.obey(RankCommands(loads=loads))
     told: list[int] = []
     while len(told) < 2:
         is_received = memory.take_finished()[1] == {"r"}
@@ -262,7 +262,7 @@ def test_a_request_has_received_its_blocks_when_its_last_load_has_ended(
 
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_a_changed_byte_of_a_peer_is_never_loaded(
-    started: Started, owner: RankMemory, peers: Peers, verify: str
+    started: Started, owner: RankTiers, peers: Peers, verify: str
 ) -> None:
     owner._host.segment.tensors[1][1, 17] ^= 1
     memory = started(1, verify=verify)
@@ -273,7 +273,7 @@ def test_a_changed_byte_of_a_peer_is_never_loaded(
 
 
 def test_a_changed_label_of_a_peer_is_never_believed(
-    started: Started, owner: RankMemory, peers: Peers
+    started: Started, owner: RankTiers, peers: Peers
 ) -> None:
     rows = owner._host.labels._rows
     rows["checksum"][0] ^= 1
@@ -303,15 +303,15 @@ def nothing() -> None:
     """Let the copy be."""
 
 
-def evict(memory: RankMemory) -> None:
-    memory.obey(StepCommands(forgotten_slots=(1,)))
+def evict(memory: RankTiers) -> None:
+    memory.obey(RankCommands(forgotten_slots=(1,)))
 
 
-def refill(memory: RankMemory, key: bytes, block: int) -> None:
+def refill(memory: RankTiers, key: bytes, block: int) -> None:
     """Have slot 1 hold another block, sealed."""
     evict(memory)
     command = StoreCommand(9, (1,), (block,), (key,), NO_PARENTS[:1])
-    memory.store(StepCommands(store=command))
+    memory.store(RankCommands(store=command))
     assert report_of(memory).ok
     seal(memory, 1)
 
@@ -323,7 +323,7 @@ def refill(memory: RankMemory, key: bytes, block: int) -> None:
 )
 def test_a_slot_that_its_owner_uses_again_during_a_load_is_not_loaded(
     started: Started,
-    owner: RankMemory,
+    owner: RankTiers,
     peers: Peers,
     at_copies: list[Callable[[], None]],
     case: tuple[str, int],
@@ -354,7 +354,7 @@ def test_a_slot_that_its_owner_uses_again_during_a_load_is_not_loaded(
 
 
 def test_a_killed_peer_leaves_its_blocks_to_the_others(
-    started: Started, owner: RankMemory, peers: Peers, service: HostMemoryService
+    started: Started, owner: RankTiers, peers: Peers, service: HostMemoryService
 ) -> None:
     owner.close()  # its lock goes; the memory service has its memory
     peers.refresh()
@@ -369,7 +369,7 @@ def test_a_killed_peer_leaves_its_blocks_to_the_others(
 
 
 def test_a_peer_of_other_weights_is_never_read(
-    started: Started, owner: RankMemory, name: str
+    started: Started, owner: RankTiers, name: str
 ) -> None:
     memory = started(1, revision="2")
     shape = memory.inventory().shape
@@ -428,7 +428,7 @@ def test_each_peer_that_cannot_be_read_is_asked_now_and_then() -> None:
 
 
 def test_memory_that_was_replaced_is_let_go_and_mapped_again(
-    started: Started, owner: RankMemory, peers: Peers
+    started: Started, owner: RankTiers, peers: Peers
 ) -> None:
     memory = started(1)
     assert load_from(memory, peers.indexes[0].memory, 0).ok
@@ -453,7 +453,7 @@ def test_memory_that_peers_map_a_moment_longer_is_waited_for(
             raise refusals.pop()
         return open_segment(*arguments)
 
-    monkeypatch.setattr(rank_memory, "open_segment", open_late)
+    monkeypatch.setattr(rank_tiers, "open_segment", open_late)
     with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
         started(0)  # there is no peer
     assert len(refusals) == 1
@@ -462,6 +462,6 @@ def test_memory_that_peers_map_a_moment_longer_is_waited_for(
     refusals += [NotEnoughMemoryError("full")] * 2
     started(1)
     refusals += [NotEnoughMemoryError("full")] * 9
-    monkeypatch.setattr(rank_memory, "PEERS_LET_GO_S", 0.2)
+    monkeypatch.setattr(rank_tiers, "PEERS_LET_GO_S", 0.2)
     with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
         started(2)

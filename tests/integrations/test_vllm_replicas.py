@@ -23,8 +23,8 @@ from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
 from kvcache.integrations.vllm.peers import Peers
-from kvcache.integrations.vllm.rank_memory import RankMemory
-from kvcache.integrations.vllm.step_messages import StepCommands
+from kvcache.integrations.vllm.rank_tiers import RankTiers
+from kvcache.integrations.vllm.step_messages import RankCommands
 from kvcache.memory_service.client import service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.specs import FullAttentionSpec
@@ -73,7 +73,7 @@ class Replica:
             {f"layer{i}": torch.zeros(NUM_BLOCKS, WIDTH, dtype=torch.uint8) for i in range(2)}
             for _ in range(NUM_RANKS)
         ]
-        self.memories = [RankMemory(setting, rank, self.layers[rank]) for rank in range(NUM_RANKS)]
+        self.memories = [RankTiers(setting, rank, self.layers[rank]) for rank in range(NUM_RANKS)]
         self.peers = Peers(partial(service_address, name), replica, is_threaded=False)
         self.nodes = None if parsed.coordinator is None else Nodes(setting)
         self.store = BlockStore(setting, time.monotonic, peers=self.peers, nodes=self.nodes)
@@ -313,10 +313,10 @@ def test_blocks_that_a_peer_has_in_memory_are_not_read_from_own_files(
     first = start(0)
     first.run("a", 17)
     settle(first, second)
-    fetches: list[StepCommands] = []
+    fetches: list[RankCommands] = []
     commands = second.store.commands
 
-    def watched(*arguments: Any) -> StepCommands:
+    def watched(*arguments: Any) -> RankCommands:
         made = commands(*arguments)
         fetches.extend([made] if made.fetches else [])
         return made
@@ -486,7 +486,7 @@ class Faults:
             owner.run(draw.choice("abcde"), draw.randrange(5, 30))
         elif kind == "evict":
             for memory in owner.memories:
-                memory.obey(StepCommands(forgotten_slots=(slot,)))
+                memory.obey(RankCommands(forgotten_slots=(slot,)))
         else:
             tensors = draw.choice(owner.memories)._host.segment.tensors
             tensors[draw.randrange(2)][slot, draw.randrange(WIDTH)] ^= 1

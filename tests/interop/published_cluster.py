@@ -135,7 +135,7 @@ class PublishedCluster:
         self.client: KVCacheClient = self.cluster.client()
         self.index = PrefixIndex()
         self.mirror = CacheMirror()
-        self.book: list[Prompt] = []
+        self.published: list[Prompt] = []
         self._num_played = 0
         self._names: dict[tuple[int | None, bytes, str | None, str | None], int] = {}
         self._checksums: dict[int, int] = {}
@@ -172,7 +172,7 @@ class PublishedCluster:
         """Admit requests, compute them in one step, and end them; all their blocks are sealed."""
         names = [f"r{self._num_played + i}" for i in range(len(prompts))]
         self._num_played += len(prompts)
-        self.book += prompts
+        self.published += prompts
         waiting = dict(zip(names, prompts, strict=True))
         completed = -1
         give_up_s = time.monotonic() + PATIENCE_S
@@ -201,8 +201,8 @@ class PublishedCluster:
     def random_prompt(self) -> Prompt:
         """Return a prompt that may share a prefix with earlier ones."""
         choice = self.choice
-        if self.book and choice.random() < 0.6:
-            old = choice.choice(self.book[-20:])
+        if self.published and choice.random() < 0.6:
+            old = choice.choice(self.published[-20:])
             kept = old.token_ids[: choice.randint(1, len(old.token_ids))]
             tail = self._random_tokens(choice.randint(1, 6 * self.block_size))
             tokens = np.concatenate([kept, tail])[: 20 * self.block_size]
@@ -274,7 +274,7 @@ class PublishedCluster:
 
     def questions(self) -> list[Prompt]:
         """Return prompts to query: the last ones played, and those not to be confused with them."""
-        asked = [*self.book[-25:], *self.book[:5]]
+        asked = [*self.published[-25:], *self.published[:5]]
         return [other for prompt in asked for other in prompt.others()]
 
     def hashes(self) -> dict[str, set[int]]:

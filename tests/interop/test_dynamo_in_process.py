@@ -111,7 +111,7 @@ def test_the_service_selects_who_has_the_prompt(router: RouterProcess) -> None:
         second.load(8)
         become_equal(router, first, second)
         for cluster, worker_id in ((first, FIRST), (second, SECOND)):
-            cached = [p for p in cluster.book if cluster.expected(p).device >= 2 * 16]
+            cached = [p for p in cluster.published if cluster.expected(p).device >= 2 * 16]
             assert cached
             for prompt in cached:
                 assert router.ask("select", request=asked(prompt))["worker_id"] == worker_id

@@ -61,8 +61,8 @@ def test_who_joins_before_the_first_prompt_follows_all_evictions(
         for _ in range(4):
             cluster.load(10)
             become_equal(cluster, indexer)
-        lost = cluster.expected(cluster.book[0])
-        assert lost.device < len(cluster.book[0].token_ids) // cluster.block_size
+        lost = cluster.expected(cluster.published[0])
+        assert lost.device < len(cluster.published[0].token_ids) // cluster.block_size
         assert len(cluster.hashes()["GPU"]) > 32
 
 
@@ -150,7 +150,7 @@ def test_host_memory_and_files_are_told_apart(start_indexer: StartIndexer, tmp_p
             cluster.load(12)
             become_equal(cluster, indexer)
         assert set(indexer.hashes()) == {"GPU", "CPU", "STORAGE"}
-        answers = [indexer.answer(prompt) for prompt in cluster.book]
+        answers = [indexer.answer(prompt) for prompt in cluster.published]
         assert any(a.host > a.device for a in answers), "nothing was in host memory alone"
         assert any(a.storage > a.host for a in answers), "nothing was in files alone"
         late = start_indexer()

@@ -214,7 +214,7 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.seeds(3)
-def test_loads_among_running_requests_keep_the_books(shape: Shape, seed: int) -> None:
+def test_loads_among_running_requests_keep_counts_right(shape: Shape, seed: int) -> None:
     """Random loads between steps: consistent state, and hits only of finished loads."""
     dice = random.Random(f"loads {seed} {shape.name}")
     manager = make_manager(

@@ -39,7 +39,7 @@ def violation(model: Model, state: State) -> str:
             return text
     for c in state.coordinators:
         if c.phase == RULING:
-            text = _wrong_book(model, state, c)
+            text = _wrong_table(model, state, c)
             if text:
                 return text
     for client in state.clients:
@@ -66,7 +66,7 @@ def _two_writers(state: State, rank: Rank) -> str:
     return ""
 
 
-def _wrong_book(model: Model, state: State, c: Coordinator) -> str:
+def _wrong_table(model: Model, state: State, c: Coordinator) -> str:
     """Compare the coordinator's cached blocks with the bytes of every rank that obeys it."""
     if num_unacknowledged(model, state, c) > model.sizes.window + model.sizes.slots:
         return "the window of messages overflows"

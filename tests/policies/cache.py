@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.policies import EntryBook, EntryInfo, EvictionPolicy
+from kvcache.policies import EntryInfo, EntryTable, EvictionPolicy
 from tests.policies.slow import SlowPolicy
 from tests.walks import Operation, random_walk
 
@@ -43,8 +43,8 @@ class Cache:
     def __init__(
         self,
         rng: random.Random,
-        make: Callable[[int, EntryBook], EvictionPolicy],
-        make_slow: Callable[[int, EntryBook], SlowPolicy],
+        make: Callable[[int, EntryTable], EvictionPolicy],
+        make_slow: Callable[[int, EntryTable], SlowPolicy],
         *,
         capacity: int,
         has_names: bool = True,
@@ -58,7 +58,7 @@ class Cache:
         self.policy = make(capacity, self)
         self.slow = make_slow(capacity, self)
 
-    # --- the book ---
+    # --- the entry table ---
 
     def describe(self, entry: int) -> EntryInfo:
         content = self.held_by[entry]

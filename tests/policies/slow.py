@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.policies import EntryBook, EntryInfo
+from kvcache.policies import EntryInfo, EntryTable
 
 
 @dataclass
@@ -55,9 +55,9 @@ def names_of(info: EntryInfo) -> list[bytes]:
 class SlowPolicy:
     """The common part of all slow policies. Subclasses have `seat_new`, `seat_used` and `pick`."""
 
-    def __init__(self, capacity: int, book: EntryBook) -> None:
+    def __init__(self, capacity: int, table: EntryTable) -> None:
         self.capacity = capacity
-        self.book = book
+        self.table = table
         self.seats: list[Seat] = []
         self.in_use: list[Seat] = []
         self.due: list[int] = []
@@ -69,7 +69,7 @@ class SlowPolicy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlowPolicy:
         twin = object.__new__(type(self))
-        memo[id(self.book)] = self.book
+        memo[id(self.table)] = self.table
         twin.__dict__.update(deepcopy(vars(self), memo))
         return twin
 
@@ -108,7 +108,7 @@ class SlowPolicy:
             self.evicted(seat, names)
         self.gone.clear()
         self.due.clear()
-        infos = [self.book.describe(entry) for entry in entries]
+        infos = [self.table.describe(entry) for entry in entries]
         self.before_insert(
             [e if i.content is None else i.content for e, i in zip(entries, infos, strict=True)]
         )
@@ -141,7 +141,7 @@ class SlowPolicy:
         going: list[int] = []
         while len(chosen) < num_entries and self.seats:
             entry = self.next_victim(going)
-            info = self.book.describe(entry)
+            info = self.table.describe(entry)
             names = names_of(info)
             self.gone.append((self.leave(entry), names))
             chosen.append(entry)
@@ -172,7 +172,7 @@ class SlowPolicy:
             if found is None:
                 return self.parked[0]
             entry = found
-            if self.book.describe(entry).num_children <= going.count(entry):
+            if self.table.describe(entry).num_children <= going.count(entry):
                 return entry
             self.parked.append(entry)
 

@@ -107,13 +107,13 @@ class SlowAdaptive(SlowPolicy):
         """Key all entries anew, as if they were inserted in the order that they had."""
         self.floors = {}
         for seat in sorted(self.seats, key=lambda seat: (seat.worth, seat.since)):
-            seat.parent = self.book.describe(seat.entry).parent
+            seat.parent = self.table.describe(seat.entry).parent
             self.seat_new(seat, [])
             self.raise_floor(seat)
 
     def insert(self, entries: Sequence[int]) -> None:
         self.gone.clear()
-        contents = [(entry, self.book.describe(entry).content) for entry in entries]
+        contents = [(entry, self.table.describe(entry).content) for entry in entries]
         here = [(entry, entry if name is None else name) for entry, name in contents]
         self.cached = [seat.name for seat in self.in_use if (seat.entry, seat.name) in here]
         super().insert(entries)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import inf
 
-from kvcache.policies import EntryBook
+from kvcache.policies import EntryTable
 from kvcache.policies.hinted import SLACK, Trust, _Claim
 from kvcache.requests.hints import CacheHint
 
@@ -27,8 +27,8 @@ class Seat:
 class SlowHinted:
     """All entries in one list, from the front of each line to its end."""
 
-    def __init__(self, book: EntryBook) -> None:
-        self.book = book
+    def __init__(self, table: EntryTable) -> None:
+        self.table = table
         self.now_s = 0.0
         self.trust = Trust()
         self.seats: list[Seat] = []
@@ -104,13 +104,13 @@ class SlowHinted:
         self.expire()
         if parked := self.line("parked"):
             self.move(parked[0], "parked")
-            if not self.book.describe(parked[0].entry).num_children:
+            if not self.table.describe(parked[0].entry).num_children:
                 self.move(parked[0], "first")
         taken: list[Seat] = []
         while len(taken) < num_entries and self.seats:
             seat, name = self.next()
-            info = self.book.describe(seat.entry)
-            going = [self.book.describe(other.entry).parent for other in taken]
+            info = self.table.describe(seat.entry)
+            going = [self.table.describe(other.entry).parent for other in taken]
             if name != "parked" and info.num_children > going.count(seat.entry):
                 self.move(seat, "parked")
                 continue

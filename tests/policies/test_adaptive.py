@@ -15,9 +15,9 @@ from kvcache.policies.orders import DELAYS
 from kvcache.simulate import MooncakeTrace, Workload, generate
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload
-from tests.policies.books import WrittenBook, evict
 from tests.policies.cache import Cache
 from tests.policies.slow_adaptive import SlowAdaptive
+from tests.policies.tables import WrittenTable, evict
 
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 
@@ -31,8 +31,8 @@ class Contents:
     """Contents used one after another, in a cache that evicts by the policy."""
 
     def __init__(self, num_entries: int) -> None:
-        self.book = WrittenBook()
-        self.policy = AdaptivePolicy(num_entries, self.book)
+        self.table = WrittenTable()
+        self.policy = AdaptivePolicy(num_entries, self.table)
         self.free = list(range(num_entries))
         self.entry_of: dict[int, int] = {}
 
@@ -48,7 +48,7 @@ class Contents:
             self.free += gone
             self.entry_of = {c: e for c, e in self.entry_of.items() if e not in gone}
         entry = self.entry_of[content] = self.free.pop()
-        self.book.hold(entry, content)
+        self.table.hold(entry, content)
         self.policy.insert([entry])
         return False
 

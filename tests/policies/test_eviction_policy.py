@@ -15,14 +15,14 @@ from kvcache.policies import (
 )
 from kvcache.policies.registry import SUCCESSORS
 from tests.manager.managers_under_test import FULL, make_manager
-from tests.policies.books import WrittenBook, evict
+from tests.policies.tables import WrittenTable, evict
 
 NUM_ENTRIES = 200
 
 
 def test_an_unknown_policy_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(ConfigurationError) as error:
-        make_eviction_policy("random", 10, WrittenBook())
+        make_eviction_policy("random", 10, WrittenTable())
     assert str(error.value) == (
         "unknown eviction policy 'random': choose one of adaptive, arc, lru, lru2, s3fifo"
     )
@@ -44,7 +44,7 @@ def test_a_removed_policy_is_replaced_with_a_warning(
 @pytest.mark.seeds(1, long=3)
 def test_a_policy_gives_out_as_many_entries_as_are_wanted(name: str, seed: int) -> None:
     choose = random.Random(seed)
-    policy = make_eviction_policy(name, NUM_ENTRIES, WrittenBook())
+    policy = make_eviction_policy(name, NUM_ENTRIES, WrittenTable())
     inserted: set[int] = set()
     for _ in range(150):
         outside = sorted(set(range(NUM_ENTRIES)) - inserted)

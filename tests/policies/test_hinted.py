@@ -34,8 +34,8 @@ class HintedCache(Cache):
         self.columns = HintColumns(capacity, 0.0)
         super().__init__(
             rng,
-            lambda capacity, book: HintedPolicy(LRUPolicy(capacity, book), book, self.columns),
-            lambda capacity, book: SlowHinted(book),  # type: ignore[arg-type,return-value]
+            lambda capacity, table: HintedPolicy(LRUPolicy(capacity, table), table, self.columns),
+            lambda capacity, table: SlowHinted(table),  # type: ignore[arg-type,return-value]
             capacity=capacity,
         )
 

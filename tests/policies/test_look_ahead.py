@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcache.policies import EntryInfo, EvictionPolicy, LooksAhead
-from tests.policies.books import WrittenBook, evict, make_policy, use
+from tests.policies.tables import WrittenTable, evict, make_policy, use
 from tests.policies.test_protocol import READING
 
 RANKED = READING
@@ -25,14 +25,14 @@ def looking_ahead(policy: EvictionPolicy) -> Callable[[int], list[int]]:
     return policy.look_ahead
 
 
-def walk(policy: EvictionPolicy, book: WrittenBook, rng: random.Random) -> None:
+def walk(policy: EvictionPolicy, table: WrittenTable, rng: random.Random) -> None:
     """Apply an operation: insert, use, evict, evict and put back, or drop entries."""
     inside = policy.order()
     match rng.randrange(5):
         case 0:
             entries = [e for e in range(NUM_ENTRIES) if e not in policy]
             for entry in rng.sample(entries, min(len(entries), 5)):
-                book.hold(entry, rng.randrange(200))
+                table.hold(entry, rng.randrange(200))
                 policy.insert([entry])
         case 1:
             use(policy, *rng.sample(inside, min(len(inside), 4)))
@@ -48,11 +48,11 @@ def walk(policy: EvictionPolicy, book: WrittenBook, rng: random.Random) -> None:
 @pytest.mark.parametrize("name", QUEUES)
 @pytest.mark.seeds(4)
 def test_the_next_victims_are_among_those_ahead(name: str, seed: int) -> None:
-    policy, book = make_policy(name, NUM_ENTRIES)
+    policy, table = make_policy(name, NUM_ENTRIES)
     look_ahead, rng = looking_ahead(policy), random.Random(seed)
     num_lines = 2 if name == "arc" else 1
     for _ in range(300):
-        walk(policy, book, rng)
+        walk(policy, table, rng)
         count = rng.choice([1, 3, 3, 3, 10])
         ahead = look_ahead(count)
         assert set(policy.order()[:count]) <= set(ahead)
@@ -65,8 +65,8 @@ def test_to_look_ahead_changes_no_order(name: str) -> None:
     looked_at = looking_ahead(policies[0][0])
     chances = [random.Random(7), random.Random(7)]
     for _ in range(300):
-        for (policy, book), rng in zip(policies, chances, strict=True):
-            walk(policy, book, rng)
+        for (policy, table), rng in zip(policies, chances, strict=True):
+            walk(policy, table, rng)
         assert set(looked_at(5)) <= set(policies[0][0].order())
         assert policies[0][0].order() == policies[1][0].order()
 
@@ -78,8 +78,8 @@ def test_to_look_ahead_again_reads_no_entry(name: str, monkeypatch: pytest.Monke
     look_ahead = looking_ahead(policy)
     before = look_ahead(20)
 
-    def refuse(book: WrittenBook, entry: int) -> EntryInfo:
+    def refuse(table: WrittenTable, entry: int) -> EntryInfo:
         raise AssertionError(f"entry {entry} is read")
 
-    monkeypatch.setattr(WrittenBook, "describe", refuse)
+    monkeypatch.setattr(WrittenTable, "describe", refuse)
     assert look_ahead(20) == before

@@ -15,7 +15,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.policies import EVICTION_POLICIES, LRUPolicy, make_eviction_policy
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, make_manager
-from tests.policies.books import WrittenBook
+from tests.policies.tables import WrittenTable
 
 METHODS = ("insert", "remove", "discard", "choose", "put_back", "order")
 
@@ -115,5 +115,5 @@ def test_a_policy_that_chooses_nonsense_is_replaced_by_lru(
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 def test_policies_of_the_package_are_asked_directly(name: str) -> None:
-    made = make_eviction_policy(name, 8, WrittenBook())
+    made = make_eviction_policy(name, 8, WrittenTable())
     assert type(made) is EVICTION_POLICIES[name]

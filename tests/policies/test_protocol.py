@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.policies import EVICTION_POLICIES, EntryInfo
 from tests.core.footprint import footprint_bytes
-from tests.policies.books import evict, make_policy, name_of, use
+from tests.policies.tables import evict, make_policy, name_of, use
 
 NAMES = sorted(EVICTION_POLICIES)
 READING = [name for name in NAMES if make_policy(name)[0].reads_contents]
@@ -60,26 +60,26 @@ def test_to_look_at_the_next_victims_costs_them_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", READING)
 def test_a_parent_waits_for_its_children_and_goes_behind_the_last(name: str) -> None:
-    policy, book = make_policy(name)
-    book.infos[1] = EntryInfo(content=name_of(1), num_children=2)
-    book.infos[7] = EntryInfo(content=name_of(7), parent=1)
-    book.infos[8] = EntryInfo(content=name_of(8), parent=1)
+    policy, table = make_policy(name)
+    table.infos[1] = EntryInfo(content=name_of(1), num_children=2)
+    table.infos[7] = EntryInfo(content=name_of(7), parent=1)
+    table.infos[8] = EntryInfo(content=name_of(8), parent=1)
     policy.insert([1])  # no owner does that, but a parent's rank can come to be the lowest
     policy.insert([7, 9])
     policy.insert([8, 10])
     assert policy.order() == [7, 9, 8, 1, 10]
     assert evict(policy, 1) == [7]
-    book.infos[1] = EntryInfo(content=name_of(1), num_children=1)
+    table.infos[1] = EntryInfo(content=name_of(1), num_children=1)
     assert evict(policy, 1) == [9]
     policy.discard([8])
-    book.infos[1] = EntryInfo(content=name_of(1))
+    table.infos[1] = EntryInfo(content=name_of(1))
     assert policy.order() == [1, 10]
 
 
 @pytest.mark.parametrize("name", READING)
 def test_a_parent_whose_children_stay_goes_when_nothing_else_is_left(name: str) -> None:
-    policy, book = make_policy(name)
-    book.infos[1] = EntryInfo(content=name_of(1), num_children=1)
+    policy, table = make_policy(name)
+    table.infos[1] = EntryInfo(content=name_of(1), num_children=1)
     policy.insert([1, 2])
     assert evict(policy, 9) == [2, 1]
     policy.put_back([1])
@@ -88,13 +88,13 @@ def test_a_parent_whose_children_stay_goes_when_nothing_else_is_left(name: str) 
 
 @pytest.mark.parametrize("name", READING)
 def test_a_content_is_known_although_its_entry_was_given_to_another_meanwhile(name: str) -> None:
-    policy, book = make_policy(name)
+    policy, table = make_policy(name)
     same, _ = make_policy(name)
     for each in (policy, same):
         each.insert([1, 2, 3])
         each.remove([1, 2])
-    book.hold(1, 2)  # the content of 2 comes back as 1, another one as 2
-    book.hold(2, 50)
+    table.hold(1, 2)  # the content of 2 comes back as 1, another one as 2
+    table.hold(2, 50)
     policy.insert([1, 2])
     same.insert([2, 50])
     assert [{1: 2, 2: 50}.get(entry, entry) for entry in policy.order()] == same.order()
@@ -104,7 +104,7 @@ class Churn:
     """New contents; some are used, dropped while in use, or come back."""
 
     def __init__(self, name: str, capacity: int) -> None:
-        self.policy, self.book = make_policy(name, capacity)
+        self.policy, self.table = make_policy(name, capacity)
         self.rng = random.Random(1)
         self.free = list(range(capacity))
         self.num_served = 0
@@ -115,7 +115,7 @@ class Churn:
             if not self.free:
                 self.free += evict(policy, 2)
             entry = self.free.pop()
-            self.book.hold(entry, number if rng.random() < 0.7 else rng.randrange(number + 1))
+            self.table.hold(entry, number if rng.random() < 0.7 else rng.randrange(number + 1))
             policy.insert([entry])
             use(policy, *rng.sample(policy.order(), min(3, len(policy))))
             if number % 5 == 0:
@@ -126,8 +126,8 @@ class Churn:
         self.num_served += count
 
     def footprint_bytes(self) -> int:
-        """Return the policy's memory, without names, which the book holds too."""
-        return footprint_bytes((self.policy, self.book)) - footprint_bytes(self.book)
+        """Return the policy's memory, without names, which the table holds too."""
+        return footprint_bytes((self.policy, self.table)) - footprint_bytes(self.table)
 
 
 @pytest.mark.parametrize("name", NAMES)

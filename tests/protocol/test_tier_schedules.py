@@ -98,7 +98,7 @@ def faulty(seed: int) -> Scenario:
     )
 
 
-def test_files_hold_what_the_books_say_and_every_byte_that_comes_back_is_right() -> None:
+def test_files_hold_what_the_tables_say_and_every_byte_that_comes_back_is_right() -> None:
     clusters = [simulate(with_files(seed)) for seed in range(6)]
     assert sum(cluster.num_fetched_tokens for cluster in clusters) > 0
 

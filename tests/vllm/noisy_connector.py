@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from kvcache.integrations.vllm import KVCacheConnector as RealConnector
-from kvcache.integrations.vllm.rank_memory import RankMemory, RunningLoad
+from kvcache.integrations.vllm.rank_tiers import RankTiers, RunningLoad
 from kvcache.protocol.messages import JobReport
 
 
-class NoisyMemory(RankMemory):
+class NoisyMemory(RankTiers):
     def _end_load(self, load: RunningLoad, report: JobReport) -> JobReport:
         for rows in self._jobs._pool.rows:
             floats = rows.view(torch.float32)

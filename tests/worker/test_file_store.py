@@ -559,7 +559,7 @@ def test_a_file_that_is_closed_to_us_is_set_aside_and_a_closed_disk_is_not(tmp_p
     assert store.statistics().used_bytes == 0
 
 
-def test_a_directory_that_cannot_be_listed_keeps_its_bytes_in_the_books(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_listed_keeps_its_bytes_counted(tmp_path: Path) -> None:
     store, files = make_store(tmp_path)
     head = written(store)
     used = store.statistics().used_bytes

@@ -25,7 +25,7 @@ from kvcache.coordinator.job_table import Job, JobTable
 from kvcache.coordinator.tier_hits import BoolArray
 from kvcache.integrations.vllm.adapters import AdapterRevisions, digest_below
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
-from kvcache.integrations.vllm.held_blocks import HeldBlocks
+from kvcache.integrations.vllm.block_references import BlockReferences
 from kvcache.integrations.vllm.kv_groups import NULL_BLOCK, BlockTables, NewTable
 from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.options import EngineSetting
@@ -38,8 +38,8 @@ from kvcache.integrations.vllm.step_messages import (
     ImportCommand,
     Inventory,
     LoadCommand,
+    RankCommands,
     RankReports,
-    StepCommands,
     StoreCommand,
 )
 from kvcache.integrations.vllm.tier_events import TierEvents
@@ -158,7 +158,7 @@ class BlockStore:
         self._stores: dict[int, _Store] = {}
         self._loads: dict[int, _Load] = {}
         self._waiting: set[str] = set()
-        self._held = HeldBlocks()
+        self._held = BlockReferences()
         self._ask_at_s = 0.0
         self._peers = peers
         self._peer_loads = PeerLoads(peers)
@@ -168,7 +168,7 @@ class BlockStore:
         self._weights = b""  # in each key, once weights may have changed
         self._kept: set[str] = set()
         self._loaded_into: set[int] = set()
-        self._next = StepCommands()
+        self._next = RankCommands()
         self.counts = RequestCounts()
         self.params = TransferParams()
 
@@ -178,7 +178,7 @@ class BlockStore:
         return None if self._tiers is None else self._tiers.statistics()
 
     @property
-    def held_blocks(self) -> HeldBlocks:
+    def held_blocks(self) -> BlockReferences:
         """Blocks that overdue loads may still write."""
         return self._held
 
@@ -193,7 +193,7 @@ class BlockStore:
             return False
         num_overdue = tiers.statistics().num_overdue if len(tiers.transfers) else 0
         return (
-            self._next != StepCommands()
+            self._next != RankCommands()
             or len(tiers.transfers) > num_overdue
             or any(job_id not in self._held for job_id in self._peer_loads)
             or (len(self._held) > 0 and self._now() >= self._ask_at_s)
@@ -400,20 +400,20 @@ class BlockStore:
         num_scheduled_tokens: Mapping[str, int],
         tables_of: Callable[[str], BlockTables | None],
         new_tables: Iterable[NewTable] = (),
-    ) -> StepCommands:
+    ) -> RankCommands:
         """Return what the ranks do in the step that schedules so many tokens of these requests.
 
         `new_tables` says which blocks requests have got for it.
         """
         tiers = self._tiers
         if tiers is None:
-            return StepCommands()
+            return RankCommands()
         now_s = self._now()
         self._ask_at_s = now_s + ASK_S
         self._follow_files(tiers)
         if len(tiers.transfers) or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
-        following, self._next = self._next, StepCommands()
+        following, self._next = self._next, RankCommands()
         reused = self._reused(new_tables)
         store = self._new_store(tiers, num_scheduled_tokens, tables_of, now_s)
         spills: list[FileCommand] = []

@@ -3,11 +3,11 @@
 vLLM makes one connector in its scheduler and one in each worker:
 
     scheduler                                         each rank
-    BlockStore: which block is where ──commands──▶ RankMemory: jobs between device, memory, files
+    BlockStore: which block is where ──commands──▶ RankTiers: jobs between device, memory, files
                ▲                                        │
                └──────────────reports───────────────────┘
 
-Translates only: decisions are in block_store.py, bytes in rank_memory.py.
+Translates only: decisions are in block_store.py, bytes in rank_tiers.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting, engine_setting, require_version
 from kvcache.integrations.vllm.peers import Peers
-from kvcache.integrations.vllm.rank_memory import RankMemory, find_peers
-from kvcache.integrations.vllm.step_messages import Inventory, RankReports, StepCommands
+from kvcache.integrations.vllm.rank_tiers import RankTiers, find_peers
+from kvcache.integrations.vllm.step_messages import Inventory, RankCommands, RankReports
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
 from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.metrics.engine_socket import EngineSocket
@@ -65,7 +65,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         super().__init__(vllm_config, role, kv_cache_config)
         self._setting = engine_setting(vllm_config, kv_cache_config)
         self._rank = int(vllm_config.parallel_config.rank)
-        self._memory: RankMemory | None = None
+        self._memory: RankTiers | None = None
         self._store: BlockStore | None = None
         self._events: TierEvents | None = None
         self._peers: Peers | None = None
@@ -135,7 +135,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._recording.admitted(request)
         self.store.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
+    def build_connector_meta(self, scheduler_output: Any) -> RankCommands:
         """Return what the ranks do in this step."""
         self._step()
         return self.store.commands(
@@ -243,22 +243,22 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     # --- in a worker
 
     @property
-    def memory(self) -> RankMemory:
+    def memory(self) -> RankTiers:
         """The rank's host memory, in its worker's process, once tensors are registered."""
         assert self._memory is not None, "asked before register_kv_caches"
         return self._memory
 
     @property
-    def _commands(self) -> StepCommands:
+    def _commands(self) -> RankCommands:
         commands = self._get_connector_metadata()
-        assert isinstance(commands, StepCommands)
+        assert isinstance(commands, RankCommands)
         return commands
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Attach to the rank's host memory, or make it."""
         layers = self._vllm_config.compilation_config.static_forward_context
         backends = sorted({layers[name].get_attn_backend().get_name() for name in kv_caches})
-        self._memory = RankMemory(self._setting, self._rank, kv_caches, backends=",".join(backends))
+        self._memory = RankTiers(self._setting, self._rank, kv_caches, backends=",".join(backends))
         logger.info("kvcache rank %d: host memory is %s", self._rank, self._memory.origin)
 
     def get_handshake_metadata(self) -> Inventory:

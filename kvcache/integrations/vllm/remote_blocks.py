@@ -95,7 +95,7 @@ class NodeConnections:
         self._context.term()
 
     def _frames(self, endpoint: str, socket: zmq.Socket[bytes]) -> list[bytes]:
-        """Return the frames of an answer, of which there is a limit."""
+        """Return the frames of an answer; their number is limited."""
         frames = [socket.recv()]
         while socket.rcvmore:
             if len(frames) == len(self._shape.widths) + 2:

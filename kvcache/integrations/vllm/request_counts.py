@@ -79,12 +79,12 @@ class RequestCounts:
         self._num_failed_loads += bool(num_failed)
 
     def fetch_ends(self, job_id: int, num_fetched: int) -> None:
-        """Count a fetch, of which `num_fetched` blocks were read."""
+        """Count a fetch that has read `num_fetched` blocks."""
         num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
         self._num_fetched_tokens += num_tokens * num_fetched // num_blocks
 
     def import_ends(self, job_id: int, num_imported: int) -> None:
-        """Count an import, of which `num_imported` blocks have come."""
+        """Count an import that has brought `num_imported` blocks."""
         num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
         self._num_imported_tokens += num_tokens * num_imported // num_blocks
 

@@ -65,7 +65,7 @@ class SharedDirectory:
         return made
 
     def whole(self) -> list[OffloadKey]:
-        """Return the keys of which every rank has a file."""
+        """Return the keys that have a file of every rank."""
         return [key for key, ranks in self._ranks.items() if ranks == self._all]
 
     def follow(self, tiers: TierHierarchy, now_s: float) -> None:
@@ -84,8 +84,8 @@ class SharedDirectory:
             tiers.files_changed(block_labels(int32_array(range(len(written))), written), removed)
 
     def changes(self) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Return the keys of which all ranks have a file now, and those of which some rank has none
-        any more, since the last call."""
+        """Return the keys that have a file of every rank since the last call, and those that have
+        lost one."""
         before: dict[OffloadKey, int] = {}
         for rank, follower in enumerate(self._followers):
             for name, is_there in self._changes(rank, follower).items():

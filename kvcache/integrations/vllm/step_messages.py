@@ -68,7 +68,7 @@ class ImportCommand:
 
 
 @dataclass(frozen=True)
-class StepCommands:
+class RankCommands:
     """What every rank does in one step.
 
     Before the forward: wait until no store reads `reused_blocks`, which others are going to use.
@@ -114,7 +114,7 @@ class Inventory:
     """What a rank has room for, and what it has adopted: `slot_keys[slot]` of each sealed slot,
     `file_keys` of each file, both in the order of eviction. `files_problem` says why it does
     without files, if it does. `shape` is that of its memory. `files_directory` is that of its
-    files, of which it has read what was there after change number `files_position` or later."""
+    files: it has read what was there after change number `files_position` or later."""
 
     num_slots: int
     slot_keys: dict[int, bytes]

@@ -45,8 +45,8 @@ from kvcache.integrations.vllm.step_messages import (
     Inventory,
     LoadCommand,
     PeerMemory,
+    RankCommands,
     RankReports,
-    StepCommands,
     StoreCommand,
 )
 from kvcache.memory_service.client import (
@@ -135,7 +135,7 @@ class RunningLoad:
     is_overdue: bool = False
 
 
-class RankMemory:
+class RankTiers:
     """One rank's slots and files. All calls come from the model runner's thread: each step
     `await_stores`, then `obey` and `store`, then those that take.
 
@@ -236,7 +236,7 @@ class RankMemory:
             position,
         )
 
-    def await_stores(self, commands: StepCommands) -> None:
+    def await_stores(self, commands: RankCommands) -> None:
         """Wait until no store reads blocks that the forward may write. What is not over in time is
         not kept: its bytes may be others'."""
         if not commands.reused_blocks:
@@ -249,7 +249,7 @@ class RankMemory:
                     job for job, used in self._stores.items() if np.isin(used, blocks).any()
                 }
 
-    def obey(self, commands: StepCommands) -> None:
+    def obey(self, commands: RankCommands) -> None:
         """Begin everything but stores."""
         if commands.loads:  # earlier forwards may still use these blocks
             self._engine.on_forward_end()
@@ -279,7 +279,7 @@ class RankMemory:
                 self._start_peer_load(load, load.peer)
         self._poll()
 
-    def store(self, commands: StepCommands) -> None:
+    def store(self, commands: RankCommands) -> None:
         """Begin the step's store."""
         store = commands.store
         if store is None:
@@ -486,7 +486,7 @@ def _open_imports(setting: EngineSetting, host: HostPool) -> Imports | None:
 
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:
-    """Return the rank's host memory; raises as `RankMemory` does."""
+    """Return the rank's host memory; raises as `RankTiers` does."""
     options = setting.options
     shape = SegmentShape(
         layout_fingerprint=fingerprint,

@@ -24,15 +24,15 @@ from kvcache.base.errors import (
     ConfigurationError,
     NotEnoughMemoryError,
 )
-from kvcache.integrations.vllm import rank_memory
+from kvcache.integrations.vllm import rank_tiers
 from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
-from kvcache.integrations.vllm.rank_memory import RankMemory
+from kvcache.integrations.vllm.rank_tiers import RankTiers
 from kvcache.integrations.vllm.step_messages import (
     FileCommand,
     LoadCommand,
-    StepCommands,
+    RankCommands,
     StoreCommand,
 )
 from kvcache.memory_service.client import service_address
@@ -86,32 +86,32 @@ def caches(fill: float = 0.0) -> dict[str, torch.Tensor]:
     return {"layer0": numbers, "layer1": numbers * 3}
 
 
-def store(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 1) -> Any:
+def store(memory: RankTiers, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 1) -> Any:
     """Store blocks; return the report."""
     count = len(slots)
     command = StoreCommand(job, slots, blocks, KEYS[:count], NO_PARENTS[:count])
-    memory.store(StepCommands(store=command))
+    memory.store(RankCommands(store=command))
     return report_of(memory)
 
 
-def load(memory: RankMemory, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 2) -> Any:
+def load(memory: RankTiers, slots: tuple[int, ...], blocks: tuple[int, ...], job: int = 2) -> Any:
     """Load blocks; return the report."""
-    memory.obey(StepCommands(loads=(LoadCommand(job, "r", slots, blocks, KEYS[: len(slots)]),)))
+    memory.obey(RankCommands(loads=(LoadCommand(job, "r", slots, blocks, KEYS[: len(slots)]),)))
     return report_of(memory)
 
 
-def move(memory: RankMemory, kind: str, slots: tuple[int, ...], job: int = 3) -> Any:
+def move(memory: RankTiers, kind: str, slots: tuple[int, ...], job: int = 3) -> Any:
     """Write or read files; return the report."""
     command = FileCommand(job, slots, b"".join(KEYS[: len(slots)]))
-    memory.obey(StepCommands(**{kind: (command,)}))
+    memory.obey(RankCommands(**{kind: (command,)}))
     return report_of(memory)
 
 
-def seal(memory: RankMemory, *slots: int) -> None:
-    memory.obey(StepCommands(sealed=slots))
+def seal(memory: RankTiers, *slots: int) -> None:
+    memory.obey(RankCommands(sealed=slots))
 
 
-def report_of(memory: RankMemory) -> JobReport:
+def report_of(memory: RankTiers) -> JobReport:
     """Return the one report that comes next."""
     give_up_s = time.monotonic() + 20
     while (told := memory.take_reports()) is None:
@@ -123,13 +123,13 @@ def report_of(memory: RankMemory) -> JobReport:
 
 
 def test_what_was_sealed_is_loaded_by_the_next_process(name: str) -> None:
-    first = RankMemory(setting_of(name), 0, caches(1.0))
+    first = RankTiers(setting_of(name), 0, caches(1.0))
     assert store(first, (0, 1, 2), (5, 6, 7)).ok
     assert first.take_reports() is None
     seal(first, 0, 1)
     first.close()
     tensors = caches()
-    second = RankMemory(setting_of(name), 0, tensors)
+    second = RankTiers(setting_of(name), 0, tensors)
     assert second.origin == "attached"
     assert second.inventory().slot_keys == {0: KEYS[0], 1: KEYS[1]}
     assert load(second, (0, 1), (9, 3)).ok
@@ -144,7 +144,7 @@ def test_what_was_sealed_is_loaded_by_the_next_process(name: str) -> None:
 @pytest.mark.parametrize("is_asynchronous", [True, False])
 def test_a_load_that_fails_is_told(name: str, is_asynchronous: bool) -> None:
     tensors = caches(1.0)
-    memory = RankMemory(setting_of(name, is_asynchronous=is_asynchronous), 0, tensors)
+    memory = RankTiers(setting_of(name, is_asynchronous=is_asynchronous), 0, tensors)
     store(memory, (0, 1, 2), (5, 6, 7))
     memory._host.segment.tensors[1][1, 17] ^= 1
     told = load(memory, (0, 1, 2, 3), (8, 9, 10, 11))  # slot 3 holds nothing
@@ -160,7 +160,7 @@ def test_a_load_that_fails_is_told(name: str, is_asynchronous: bool) -> None:
 
 
 def test_a_slot_that_holds_another_block_is_not_loaded(name: str) -> None:
-    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     assert not load(memory, (1,), (8,)).ok
     assert memory.take_invalid_blocks() == {8}
@@ -184,7 +184,7 @@ def test_a_block_whose_label_has_changed_is_neither_loaded_nor_written(
     name: str, tmp_path: Path, field: str
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     memory.inventory()
     assert store(memory, (0, 1), (5, 6)).ok
     seal(memory, 0, 1)
@@ -201,41 +201,41 @@ def test_a_block_whose_label_has_changed_is_neither_loaded_nor_written(
 def test_groups_with_one_digest_are_blocks_of_their_own(name: str) -> None:
     specs = (GROUP, SlidingWindowSpec(4, 1, 1, sliding_window=8))
     keys = (DIGESTS[0] + bytes(4), DIGESTS[0] + bytes([0, 0, 0, 1]))
-    memory = RankMemory(setting_of(name, specs=specs), 0, caches(1.0))
-    memory.store(StepCommands(store=StoreCommand(1, (0, 1), (5, 6), keys, NO_PARENTS[:2])))
+    memory = RankTiers(setting_of(name, specs=specs), 0, caches(1.0))
+    memory.store(RankCommands(store=StoreCommand(1, (0, 1), (5, 6), keys, NO_PARENTS[:2])))
     assert report_of(memory).ok
     seal(memory, 0, 1)
     memory.close()
     tensors = caches()
-    after = RankMemory(setting_of(name, specs=specs), 0, tensors)
+    after = RankTiers(setting_of(name, specs=specs), 0, tensors)
     assert after.inventory().slot_keys == dict(enumerate(keys))
-    after.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), keys),)))
+    after.obey(RankCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), keys),)))
     assert report_of(after).ok
     assert torch.equal(tensors["layer0"][[8, 9]], caches(1.0)["layer0"][[5, 6]])
-    after.obey(StepCommands(loads=(LoadCommand(3, "s", (0, 1), (8, 9), keys[::-1]),)))
+    after.obey(RankCommands(loads=(LoadCommand(3, "s", (0, 1), (8, 9), keys[::-1]),)))
     assert not report_of(after).ok
     after.take_finished()
     assert (after.take_failed_requests(), after.take_failed_requests()) == ({"s"}, set())
     assert after.take_invalid_blocks() == set()
-    after.obey(StepCommands(failed=("t",), received=("t",)))
+    after.obey(RankCommands(failed=("t",), received=("t",)))
     assert (after.take_finished()[1], after.take_failed_requests()) == ({"t"}, {"t"})
     after.close()
 
 
 def test_other_groups_make_new_memory(name: str) -> None:
-    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
     store(memory, (0,), (5,))
     seal(memory, 0)
     memory.close()
     windows = (SlidingWindowSpec(4, 1, 1, sliding_window=8),)
-    after = RankMemory(setting_of(name, specs=windows), 0, caches())
+    after = RankTiers(setting_of(name, specs=windows), 0, caches())
     assert after.origin.startswith("fresh: the host segment has layout fingerprint")
     after.close()
 
 
 def test_a_tensor_that_layers_of_two_groups_share_is_moved_once(name: str) -> None:
     one = torch.zeros(NUM_BLOCKS, 4, 16)
-    memory = RankMemory(setting_of(name), 0, {"full": one, "window": one.view(NUM_BLOCKS, 8, 8)})
+    memory = RankTiers(setting_of(name), 0, {"full": one, "window": one.view(NUM_BLOCKS, 8, 8)})
     assert memory._host.segment.shape.widths == (256,)
     memory.close()
 
@@ -243,15 +243,15 @@ def test_a_tensor_that_layers_of_two_groups_share_is_moved_once(name: str) -> No
 def test_of_many_wrong_blocks_none_is_taken_for_right(name: str) -> None:
     tensors = {"layer": torch.ones(300, 4, 16)}
     setting = replace(setting_of(name), num_blocks=300)
-    memory = RankMemory(setting, 0, tensors)
+    memory = RankTiers(setting, 0, tensors)
     keys = tuple(i.to_bytes(32, "big") + bytes(4) for i in range(100))
     places = tuple(range(100))
     command = StoreCommand(1, places, tuple(range(1, 101)), keys, (bytes(32),) * 100)
-    memory.store(StepCommands(store=command))
+    memory.store(RankCommands(store=command))
     assert report_of(memory).ok
     memory._host.segment.tensors[0][:90, 3] ^= 1
     blocks = tuple(range(200, 300))
-    memory.obey(StepCommands(loads=(LoadCommand(2, "r", places, blocks, keys),)))
+    memory.obey(RankCommands(loads=(LoadCommand(2, "r", places, blocks, keys),)))
     report = report_of(memory)
     assert not report.ok
     assert memory.take_invalid_blocks() >= set(range(200, 290))
@@ -259,10 +259,10 @@ def test_of_many_wrong_blocks_none_is_taken_for_right(name: str) -> None:
 
 
 def test_blocks_that_are_used_again_wait_for_their_store(name: str) -> None:
-    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
     command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
-    memory.store(StepCommands(store=command))
-    memory.await_stores(StepCommands(reused_blocks=(5,)))
+    memory.store(RankCommands(store=command))
+    memory.await_stores(RankCommands(reused_blocks=(5,)))
     assert report_of(memory).ok
     memory.close()
 
@@ -270,13 +270,13 @@ def test_blocks_that_are_used_again_wait_for_their_store(name: str) -> None:
 def test_a_store_whose_blocks_are_used_before_it_ends_is_not_kept(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = RankMemory(setting_of(name, job_s=0.01), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, job_s=0.01), 0, caches(1.0))
     may_go_on = threading.Event()
     pause = CopyThread._advance
     monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and pause(*args))
     command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
-    memory.store(StepCommands(store=command))
-    memory.await_stores(StepCommands(reused_blocks=(5,)))
+    memory.store(RankCommands(store=command))
+    memory.await_stores(RankCommands(reused_blocks=(5,)))
     may_go_on.set()
     memory._jobs.go_on()
     report = report_of(memory)
@@ -288,14 +288,14 @@ def test_a_store_whose_blocks_are_used_before_it_ends_is_not_kept(
 def test_a_load_whose_copy_hangs_is_given_up_once_and_reported_at_its_end(
     name: str, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
 ) -> None:
-    memory = RankMemory(setting_of(name, job_s=0.05), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, job_s=0.05), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     if is_damaged:
         memory._host.segment.tensors[1][1, 17] ^= 1
     may_go_on = threading.Event()
     advance = CopyThread._advance
     monkeypatch.setattr(CopyThread, "_advance", lambda *args: may_go_on.is_set() and advance(*args))
-    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
+    memory.obey(RankCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
     assert memory.take_finished() == (set(), set())
     assert memory.take_reports() is None
     time.sleep(0.1)
@@ -319,17 +319,17 @@ def test_jobs_begin_behind_the_forward_and_end_with_their_last_byte(
 ) -> None:
     tensors, engine = caches(1.0), ToldEngine()
     setting = setting_of(name, is_asynchronous=is_asynchronous)
-    memory = RankMemory(setting, 0, tensors, engine=engine)
+    memory = RankTiers(setting, 0, tensors, engine=engine)
     command = StoreCommand(1, (0, 1), (5, 6), KEYS[:2], NO_PARENTS[:2])
-    memory.store(StepCommands(store=command))
+    memory.store(RankCommands(store=command))
     await_copies(memory, engine, 2)
     assert engine.log == ["forward end", "copy", "copy"]
-    memory.obey(StepCommands())  # a step without loads
+    memory.obey(RankCommands())  # a step without loads
     assert memory.take_reports() is None
     tensors["layer1"][6] += 1  # the forward is not over: the device reads later
     engine.finish()
     assert report_of(memory).ok
-    memory.obey(StepCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
+    memory.obey(RankCommands(loads=(LoadCommand(2, "r", (0, 1), (8, 9), KEYS[:2]),)))
     await_copies(memory, engine, 4)
     assert engine.log[3:] == ["forward end", "copy", "copy"]
     assert memory.take_finished() == (set(), set())
@@ -341,7 +341,7 @@ def test_jobs_begin_behind_the_forward_and_end_with_their_last_byte(
     memory.close()
 
 
-def await_copies(memory: RankMemory, engine: ToldEngine, count: int) -> None:
+def await_copies(memory: RankTiers, engine: ToldEngine, count: int) -> None:
     give_up_s = time.monotonic() + 20
     while len(engine.copies) < count:
         assert time.monotonic() < give_up_s, "no copy begins"
@@ -351,15 +351,15 @@ def await_copies(memory: RankMemory, engine: ToldEngine, count: int) -> None:
 
 def test_a_block_is_not_used_again_while_the_device_reads_it(name: str) -> None:
     engine = ToldEngine()
-    memory = RankMemory(setting_of(name, job_s=0.05), 0, caches(1.0), engine=engine)
+    memory = RankTiers(setting_of(name, job_s=0.05), 0, caches(1.0), engine=engine)
     for job, slot in ((1, 0), (2, 1)):
         command = StoreCommand(job, (slot,), (5 + slot,), KEYS[slot : slot + 1], NO_PARENTS[:1])
-        memory.store(StepCommands(store=command))
+        memory.store(RankCommands(store=command))
     await_copies(memory, engine, 4)
     engine.copies[2].finish()
     engine.copies[3].finish()
     assert report_of(memory).job_id == 2
-    memory.await_stores(StepCommands(reused_blocks=(5, 6)))  # job_s, then
+    memory.await_stores(RankCommands(reused_blocks=(5, 6)))  # job_s, then
     engine.finish()
     report = report_of(memory)
     assert (report.job_id, report.detail) == (1, "its blocks were used again")
@@ -370,7 +370,7 @@ def test_what_is_loaded_late_and_in_any_order_is_what_was_stored(name: str) -> N
     for seed in range(10):
         print("seed", seed)
         engine, tensors = DelayedEngine(seed), caches(1.0)
-        memory = RankMemory(setting_of(name), 0, tensors, engine=engine)
+        memory = RankTiers(setting_of(name), 0, tensors, engine=engine)
         places = tuple(engine.chance.sample(range(16), 4))
         assert store(memory, places, (1, 2, 3, 4)).ok
         assert load(memory, places, (8, 7, 6, 5)).ok
@@ -386,27 +386,27 @@ def test_what_is_loaded_late_and_in_any_order_is_what_was_stored(name: str) -> N
 
 
 def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
-    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     seal(memory, 0, 1, 2)
-    memory.obey(StepCommands(forgotten_slots=(1,)))
+    memory.obey(RankCommands(forgotten_slots=(1,)))
     assert sorted(memory.inventory().slot_keys) == [0, 2]
-    memory.obey(StepCommands(forgotten_slots=(0, 2)))
+    memory.obey(RankCommands(forgotten_slots=(0, 2)))
     memory.close()
-    after = RankMemory(setting_of(name), 0, caches())
+    after = RankTiers(setting_of(name), 0, caches())
     assert (after.origin, after.inventory().slot_keys) == ("attached", {})
     after.close()
 
 
 def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     assert move(memory, "spills", (0, 1, 2)).ok
     memory.close()
     end(service_address(name).address)
     tensors = caches()
-    after = RankMemory(setting_of(name, disk=disk), 0, tensors)
+    after = RankTiers(setting_of(name, disk=disk), 0, tensors)
     inventory = after.inventory()
     assert (inventory.slot_keys, inventory.num_files) == ({}, 16)
     assert set(inventory.file_keys) == set(KEYS[:3])
@@ -414,24 +414,24 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert load(after, (3, 4, 5), (1, 2, 3), job=4).ok
     for layer, tensor in caches(1.0).items():
         assert torch.equal(tensors[layer][[1, 2, 3]], tensor[[5, 6, 7]])
-    after.obey(StepCommands(forgotten_keys=KEYS[1]))
+    after.obey(RankCommands(forgotten_keys=KEYS[1]))
     after.close()
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
 def test_adopted_files_are_evicted_from_the_end_of_a_prompt(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     slots, order = (0, 1, 2, 3), (2, 0, 3, 1)  # of the keys, whose files are read by name
     keys = tuple(KEYS[place] for place in order)
     parents = (bytes(32), *(DIGESTS[place] for place in order[:-1]))
-    memory.store(StepCommands(store=StoreCommand(1, slots, (5, 6, 7, 8), keys, parents)))
+    memory.store(RankCommands(store=StoreCommand(1, slots, (5, 6, 7, 8), keys, parents)))
     assert report_of(memory).ok
-    memory.obey(StepCommands(spills=(FileCommand(2, slots, b"".join(keys)),)))
+    memory.obey(RankCommands(spills=(FileCommand(2, slots, b"".join(keys)),)))
     assert report_of(memory).ok
     memory.close()
     end(service_address(name).address)
-    after = RankMemory(setting_of(name, disk=disk), 0, caches())
+    after = RankTiers(setting_of(name, disk=disk), 0, caches())
     assert after.inventory().file_keys == keys[::-1]
     after.close()
 
@@ -440,7 +440,7 @@ def test_a_processor_with_other_instructions_reads_neither_memory_nor_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     seal(memory, 0, 1)
     move(memory, "spills", (0, 1))
@@ -448,24 +448,24 @@ def test_a_processor_with_other_instructions_reads_neither_memory_nor_files(
     has_amx = torch.cpu._is_amx_tile_supported()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx)
     with pytest.raises(ConfigurationError, match=f"keeps files of '{name}' for model '', "):
-        RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
-    other = RankMemory(setting_of(name), 0, caches(1.0))
+        RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
+    other = RankTiers(setting_of(name), 0, caches(1.0))
     assert other.inventory().slot_keys == {}
     other.close()
 
 
 def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path: Path) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memories = [RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
+    memories = [RankTiers(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
     for memory in memories:
         store(memory, (0, 1, 2), (5, 6, 7))
         seal(memory, 0, 1)
         move(memory, "spills", (0, 1))
-    memories[1].obey(StepCommands(forgotten_slots=(0,), forgotten_keys=DIGESTS[1] + bytes(4)))
+    memories[1].obey(RankCommands(forgotten_slots=(0,), forgotten_keys=DIGESTS[1] + bytes(4)))
     for memory in memories:
         memory.close()
     found = [
-        RankMemory(setting_of(name, replica=i, disk=disk), 0, caches(1.0)).inventory()
+        RankTiers(setting_of(name, replica=i, disk=disk), 0, caches(1.0)).inventory()
         for i in (0, 1)
     ]
     assert [set(each.slot_keys) for each in found] == [{0, 1}, {1}]
@@ -477,14 +477,14 @@ def test_files_of_another_revision_end_the_start_and_memory_stays(
     name: str, tmp_path: Path
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)
     move(memory, "spills", (0, 1))
     memory.close()
     with pytest.raises(ConfigurationError, match="and this engine has model '', weight_revision"):
-        RankMemory(setting_of(name, "2", disk=disk), 0, caches())
-    after = RankMemory(setting_of(name, disk=disk), 0, caches())
+        RankTiers(setting_of(name, "2", disk=disk), 0, caches())
+    after = RankTiers(setting_of(name, disk=disk), 0, caches())
     inventory = after.inventory()
     assert (len(inventory.slot_keys), len(inventory.file_keys)) == (2, 2)
     after.close()
@@ -495,13 +495,13 @@ def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_re
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     setting = setting_of(name, disk=disk)
-    memory = RankMemory(setting, 0, caches(1.0))
+    memory = RankTiers(setting, 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     move(memory, "spills", (0, 1))
     assert setting.options.offload.disk is not None
     FilesOwner(setting, setting.options.offload.disk).open()
     memory.close()
-    after = RankMemory(setting_of(name, "2", disk=disk), 0, caches())
+    after = RankTiers(setting_of(name, "2", disk=disk), 0, caches())
     inventory = after.inventory()
     assert (inventory.slot_keys, inventory.file_keys) == ({}, ())
     give_up_s = time.monotonic() + 20
@@ -511,13 +511,13 @@ def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_re
     assert not list(tmp_path.rglob("*.kvb"))
     after.close()
     with pytest.raises(ConfigurationError, match="weight_revision '2'"):
-        RankMemory(setting, 0, caches())
+        RankTiers(setting, 0, caches())
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     move(memory, "spills", (0, 1, 2))
     (path,) = tmp_path.rglob(f"{DIGESTS[1].hex()}*.kvb")
@@ -539,21 +539,21 @@ def test_a_directory_that_cannot_be_used_ends_the_start(name: str, tmp_path: Pat
     with pytest.raises(
         ConfigurationError, match="missing is not a directory: make or mount it first"
     ):
-        RankMemory(setting_of(name, disk=disk), 0, caches())
+        RankTiers(setting_of(name, disk=disk), 0, caches())
     small = {"directory": str(tmp_path), "capacity_per_rank": "1000B"}
     with pytest.raises(
         ConfigurationError, match="capacity_per_rank is 1000 bytes, a block of this"
     ):
-        RankMemory(setting_of(name, disk=small), 0, caches())
-    RankMemory(setting_of(name), 0, caches()).close()
+        RankTiers(setting_of(name, disk=small), 0, caches())
+    RankTiers(setting_of(name), 0, caches()).close()
 
 
 def test_another_revision_makes_new_memory(name: str) -> None:
-    memory = RankMemory(setting_of(name), 0, caches(1.0))
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
     store(memory, (0,), (5,))
     seal(memory, 0)
     memory.close()
-    after = RankMemory(setting_of(name, "2"), 0, caches())
+    after = RankTiers(setting_of(name, "2"), 0, caches())
     assert after.origin.startswith("fresh: the host segment has layout fingerprint")
     assert after.inventory().slot_keys == {}
     after.close()
@@ -564,8 +564,8 @@ def test_a_name_that_a_living_engine_has_is_refused(
 ) -> None:
     holds = (
         "import sys; sys.path.insert(0, '.');"
-        "from tests.integrations.test_vllm_rank_memory import *;"
-        "m = RankMemory(setting_of(sys.argv[1]), 0, caches()); print('held', flush=True);"
+        "from tests.integrations.test_vllm_rank_tiers import *;"
+        "m = RankTiers(setting_of(sys.argv[1]), 0, caches()); print('held', flush=True);"
         "sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -576,20 +576,20 @@ def test_a_name_that_a_living_engine_has_is_refused(
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        monkeypatch.setattr(rank_memory, "OTHER_ENGINE_S", 0.2)
+        monkeypatch.setattr(rank_tiers, "OTHER_ENGINE_S", 0.2)
         with pytest.raises(AlreadyRunningError) as refused:
-            RankMemory(setting_of(name), 0, caches())
+            RankTiers(setting_of(name), 0, caches())
         assert str(refused.value) == (
             f"process {other.pid} has the host memory of rank 0 of {name!r}, replica 0: end that "
             "engine, or give this one another replica"
         )
-        RankMemory(setting_of(name, replica=1), 0, caches()).close()
+        RankTiers(setting_of(name, replica=1), 0, caches()).close()
         other.communicate()
-    RankMemory(setting_of(name), 0, caches()).close()
+    RankTiers(setting_of(name), 0, caches()).close()
 
 
 def test_without_a_memory_service_memory_is_private(name: str) -> None:
-    memory = RankMemory(setting_of(name, keeps_memory=False), 0, caches())
+    memory = RankTiers(setting_of(name, keeps_memory=False), 0, caches())
     assert memory.origin == "private: no memory service is configured"
     memory.close()
     with pytest.raises(ClusterError):
@@ -598,16 +598,16 @@ def test_without_a_memory_service_memory_is_private(name: str) -> None:
 
 def test_a_layout_that_cannot_be_moved_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"the KV cache of layer x is .* of 12 blocks"):
-        RankMemory(setting_of(name), 0, {"x": torch.zeros(2, NUM_BLOCKS, 4, 16)})
+        RankTiers(setting_of(name), 0, {"x": torch.zeros(2, NUM_BLOCKS, 4, 16)})
 
 
 def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_memory, "total_memory_bytes", lambda: 16 << 20)  # of a container
+    monkeypatch.setattr(rank_tiers, "total_memory_bytes", lambda: 16 << 20)  # of a container
     setting = setting_of(name, host_memory_per_rank=None, keeps_memory=False)
     for num_ranks in (1, 2):
-        memory = RankMemory(replace(setting, num_ranks=num_ranks), 0, caches())
+        memory = RankTiers(replace(setting, num_ranks=num_ranks), 0, caches())
         assert memory.inventory().num_slots == (2 << 20) // num_ranks // (2 * 128 * 4)
         memory.close()
 
@@ -615,10 +615,10 @@ def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(
 def test_memory_that_is_too_small_or_too_large_is_refused(name: str) -> None:
     small = setting_of(name, host_memory_per_rank="1KiB")
     with pytest.raises(ConfigurationError, match="is 1000 bytes, a block of this model has 1024 "):
-        RankMemory(setting_of(name, host_memory_per_rank="1000B"), 0, caches())
+        RankTiers(setting_of(name, host_memory_per_rank="1000B"), 0, caches())
     with pytest.raises(NotEnoughMemoryError, match=r"lower offload\.host_memory_per_rank"):
-        RankMemory(setting_of(name, host_memory_per_rank="900TiB"), 0, caches())
-    RankMemory(small, 0, caches()).close()
+        RankTiers(setting_of(name, host_memory_per_rank="900TiB"), 0, caches())
+    RankTiers(small, 0, caches()).close()
 
 
 HOLDS_THE_LOCK = """
@@ -648,7 +648,7 @@ def test_a_stopped_process_with_the_lock_costs_a_write_and_no_block(
 ) -> None:
     monkeypatch.setattr(shared, "LOCK_S", 0.1)
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)
     directory = Path(memory.inventory().files_directory)
@@ -668,11 +668,11 @@ def test_loads_do_not_wait_for_a_write_that_waits(
 ) -> None:
     monkeypatch.setattr(shared, "LOCK_S", 60.0)
     disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
-    memory = RankMemory(setting_of(name, disk=disk), 0, caches(1.0))
+    memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)
     with stopped_with_the_lock(Path(memory.inventory().files_directory)) as process:
-        memory.obey(StepCommands(spills=(FileCommand(3, (0, 1), b"".join(KEYS[:2])),)))
+        memory.obey(RankCommands(spills=(FileCommand(3, (0, 1), b"".join(KEYS[:2])),)))
         assert load(memory, (0, 1), (8, 9)).job_id == 2
         assert memory.take_reports() is None
         process.send_signal(signal.SIGCONT)  # it goes on, and ends

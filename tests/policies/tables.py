@@ -1,11 +1,11 @@
-"""An `EntryBook` whose entries a test sets."""
+"""An `EntryTable` whose entries a test sets."""
 
 from __future__ import annotations
 
 from kvcache.policies import EntryInfo, EvictionPolicy, make_eviction_policy
 
 
-class WrittenBook:
+class WrittenTable:
     """Entries that are not in `infos` have a name of their own."""
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ def name_of(content: int) -> bytes:
     return content.to_bytes(4, "big")
 
 
-def make_policy(name: str, capacity: int = 100) -> tuple[EvictionPolicy, WrittenBook]:
-    book = WrittenBook()
-    return make_eviction_policy(name, capacity, book), book
+def make_policy(name: str, capacity: int = 100) -> tuple[EvictionPolicy, WrittenTable]:
+    table = WrittenTable()
+    return make_eviction_policy(name, capacity, table), table
 
 
 def use(policy: EvictionPolicy, *entries: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class HeldBlocks:
+class BlockReferences:
     """References to blocks: each job of `_held` has one to each of its blocks."""
 
     def __init__(self) -> None:
