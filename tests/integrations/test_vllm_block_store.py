@@ -687,7 +687,7 @@ def test_of_a_prefetch_only_the_token_behind_what_is_held_is_computed(num_held: 
         cluster.step()
         asked += 1
     assert found == num_held and bool(asked) == bool(num_held)
-    assert len(given) == 20, "the list of whoever sent it"
+    assert len(given) == 20, "the list of its sender"
     assert request.prompt_token_ids == request._all_token_ids == given[: num_held + 1]
     assert (request.num_prompt_tokens, request.max_tokens) == (num_held + 1, 1)
     assert request.block_hashes == request_of("r", num_held).block_hashes

@@ -104,7 +104,7 @@ class SlowAdaptive(SlowPolicy):
                 inside.pop(name, None)
 
     def take_over(self) -> None:
-        """Key all entries anew, as if they were inserted in the order that they had."""
+        """Give all entries new keys, as if they were inserted in the order that they had."""
         self.floors = {}
         for seat in sorted(self.seats, key=lambda seat: (seat.worth, seat.since)):
             seat.parent = self.table.describe(seat.entry).parent
