@@ -31,6 +31,10 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
     """Named as vLLM's."""
 
 
+class MLAAttentionSpec(FullAttentionSpec):
+    """Named as vLLM's."""
+
+
 class SlidingWindowSpec(FullAttentionSpec):
     """Named as vLLM's."""
 
@@ -111,6 +115,15 @@ def setting_of(**changes: Any) -> Any:
             {"specs": [FullAttentionSpec(), MambaSpec()]},
             "FullAttentionSpec, MambaSpec, the connector serves FullAttentionSpec and "
             "SlidingWindowSpec: remove --kv",
+        ),
+        (
+            {"specs": [MambaSpec()], "cache_config__enable_prefix_caching": False},
+            "the model has KV cache groups MambaSpec, ",
+        ),
+        (
+            {"specs": [MLAAttentionSpec()]},
+            "MLAAttentionSpec, the connector serves FullAttentionSpec and SlidingWindowSpec: "
+            "remove --kv-transfer-config",
         ),
         (
             {"specs": [FullAttentionSpec(), ChunkedLocalAttentionSpec()]},

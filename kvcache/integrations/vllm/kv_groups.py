@@ -26,6 +26,8 @@ from kvcache.specs import (
 NULL_BLOCK = 0
 """vLLM's id of the block that stands where a group has none."""
 
+_SERVED = ("FullAttentionSpec", "SlidingWindowSpec")
+
 BlockTables = Sequence[Sequence[int]]
 """The block ids of one request, by group."""
 
@@ -93,7 +95,7 @@ def kv_groups(kv_cache_config: Any, hash_tokens: int | None) -> KVGroups:
     if not found or len(specs) < len(found):
         raise ConfigurationError(
             f"the model has KV cache groups {', '.join(kinds) or 'none'}, the connector serves "
-            f"FullAttentionSpec and SlidingWindowSpec: {_remedy(kinds)}"
+            f"{' and '.join(_SERVED)}: {_remedy(kinds)}"
         )
     sizes = [spec.block_size for spec in specs]
     return KVGroups(specs, hash_tokens if hash_tokens and len(specs) > 1 else math.gcd(*sizes))
@@ -102,7 +104,7 @@ def kv_groups(kv_cache_config: Any, hash_tokens: int | None) -> KVGroups:
 def _spec_of(spec: Any) -> KVCacheSpec | None:
     """Return our spec for one of vLLM's, None for a kind that is not served."""
     kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+    if kind not in _SERVED:
         return None
     sizes = int(spec.block_size), int(spec.num_kv_heads), int(spec.head_size)
     if kind == "FullAttentionSpec":
@@ -115,10 +117,10 @@ def _spec_of(spec: Any) -> KVCacheSpec | None:
 def _remedy(kinds: Sequence[str]) -> str:
     """Say what to do about kinds that are not served.
 
-    Without vLLM's hybrid manager, windows and chunks are full attention. A Mamba state is no block
-    of tokens: it is right for one length only, and vLLM moves it.
+    Without vLLM's hybrid manager, windows and chunks are full attention. Nothing helps other kinds:
+    a Mamba state is no block of tokens, it is right for one length only, and vLLM moves it.
     """
     remedy = "remove --kv-transfer-config"
-    if kinds and not any("Mamba" in kind for kind in kinds):
+    if "ChunkedLocalAttentionSpec" in kinds and {*kinds} <= {*_SERVED, "ChunkedLocalAttentionSpec"}:
         return "add --disable-hybrid-kv-cache-manager, or " + remedy
     return remedy

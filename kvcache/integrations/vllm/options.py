@@ -224,7 +224,8 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             'set it to "recompute"'
         )
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    if not cache.enable_prefix_caching:
+    groups = kv_groups(kv_cache_config, getattr(cache, "prefix_match_unit", None))
+    if not cache.enable_prefix_caching:  # vLLM's default for models whose groups are not served
         raise ConfigurationError(
             "prefix caching is off, and blocks are found by its hashes: remove "
             "--no-enable-prefix-caching"
@@ -248,7 +249,6 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             "last stage store blocks under speculative decoding: remove --speculative-config, or "
             "set it to 1"
         )
-    groups = kv_groups(kv_cache_config, getattr(cache, "prefix_match_unit", None))
     return EngineSetting(
         options=options,
         model_identity=_model_identity(vllm_config, options.weight_revision),
