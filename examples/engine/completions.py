@@ -42,8 +42,9 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
     "user": (str,),
     "hints": (list,),
+    "prefetch": (bool,),
 }
-"""The fields of a body. `user` is ignored, and `hints` are ours."""
+"""The fields of a body. `user` is ignored; `hints` and `prefetch` are ours."""
 
 
 class CompletionError(Exception):
@@ -67,13 +68,14 @@ class CompletionError(Exception):
 @dataclass(frozen=True)
 class CompletionRequest:
     """A parsed request. `includes_usage`: a stream ends with a chunk that counts tokens. `hints`
-    are for the tokens of prompt and answer."""
+    are for the tokens of prompt and answer. `is_prefetch`: raise the prompt's prefix, no answer."""
 
     tokens: list[int]
     params: SamplingParams
     is_stream: bool = False
     includes_usage: bool = False
     hints: tuple[CacheHint, ...] = ()
+    is_prefetch: bool = False
 
     @classmethod
     def parse(cls, body: bytes, config: EngineConfig, tokenizer: Tokenizer) -> CompletionRequest:
@@ -123,7 +125,8 @@ class CompletionRequest:
                 "stream_options",
             )
         hints = _checked("hints", lambda: hints_from_plain("the body", fields.get("hints", [])))
-        return cls(tokens, params, is_stream, has_usage, hints)
+        is_prefetch = bool(fields.get("prefetch"))
+        return cls(tokens, params, is_stream, has_usage, hints, is_prefetch)
 
 
 def _checked_fields(body: bytes) -> dict[str, Any]:

@@ -182,6 +182,17 @@ class Engine:
             self._table.open(request_id, tokens, params, lora_name, cache_salt, hints=plain_hints)
             return request_id
 
+    def prefetch(self, prompt_token_ids: SequenceOf[int]) -> int:
+        """Raise a prompt's prefix from tiers to the device, ahead of its request.
+
+        Returns how many tokens are being loaded. The load begins when the last step is complete:
+        step until a repeated call returns 0. Raises RequestError for invalid tokens.
+        """
+        with self._lock:
+            self._require_running()
+            tokens = checked_tokens(prompt_token_ids, self.model)
+            return 0 if self._is_adrift else self.executor.client.prefetch_prefix(tokens)
+
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return whether it existed. The next step frees its blocks;
         its samples end with the reason "abort"."""

@@ -46,7 +46,7 @@ from examples.engine.completions import (
     sse,
 )
 from examples.engine.config import EngineConfig
-from examples.engine.engine import Engine
+from examples.engine.engine import LOADING_PAUSE_S, Engine
 from examples.engine.executor import LocalExecutor
 from examples.engine.model_config import DecoderConfig, llama
 from examples.engine.outputs import Output
@@ -58,11 +58,15 @@ from kvcache.requests.hints import CacheHint
 APP_NAME = "completions"
 MODEL = llama(name="tiny-random-llama", max_model_len=1024)
 NUM_REPLICAS = 2
+HOST_MEMORY = "128MiB"
 HEARTBEAT_S = 0.5
+PREFETCH_S = 10.0
+"""A prefetch is answered after this time at the latest."""
 
 
 def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineConfig:
-    """Return the configuration of one replica: everything in its process, events for routers."""
+    """Return the configuration of one replica: everything in its process, events for routers, and
+    host memory, from which a prefix can be prefetched."""
     anywhere = "tcp://127.0.0.1:0"
     events = {
         "enabled": True,
@@ -70,7 +74,8 @@ def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineC
         "replay_endpoint": anywhere,
         "heartbeat_s": HEARTBEAT_S,
     }
-    return EngineConfig(model=model, name=name, sections={"events": events})
+    sections = {"events": events, "offload": {"host_memory_per_rank": HOST_MEMORY}}
+    return EngineConfig(model=model, name=name, sections=sections)
 
 
 class EngineReplica:
@@ -90,10 +95,19 @@ class EngineReplica:
         return event_metadata(endpoints_in(statistics, cluster.config.name, HEARTBEAT_S))
 
     async def generate(
-        self, token_ids: list[int], params: SamplingParams, hints: tuple[CacheHint, ...] = ()
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        hints: tuple[CacheHint, ...] = (),
+        is_prefetch: bool = False,
     ) -> AsyncIterator[Output]:
-        """Yield a request's outputs; closing early aborts the request."""
+        """Yield a request's outputs; closing early aborts the request. A prefetch has one, without
+        tokens, when its prefix is loaded."""
         engine = self._engine
+        if is_prefetch:
+            count = await asyncio.to_thread(self._prefetch, token_ids)
+            yield Output("", 0, finish_reason="stop", num_cached_tokens=count)
+            return
         request_id = engine.add_request(token_ids, params, hints=hints)
         try:
             with engine.stream(request_id) as stream:
@@ -103,6 +117,16 @@ class EngineReplica:
             # The next step frees aborted requests and publishes the last blocks. It runs even if
             # this task is cancelled.
             await asyncio.shield(asyncio.to_thread(self._settle))
+
+    def _prefetch(self, token_ids: list[int]) -> int:
+        """Raise a prefix from tiers; return how many of its tokens were loaded, or began to be."""
+        count = left = self._engine.prefetch(token_ids)
+        give_up_s = time.monotonic() + PREFETCH_S
+        while left and time.monotonic() < give_up_s:
+            self._engine.step()
+            time.sleep(LOADING_PAUSE_S)
+            left = self._engine.prefetch(token_ids)
+        return count
 
     def _settle(self) -> None:
         """Run a step for requests that have gone; the others run their own."""
@@ -148,7 +172,10 @@ class Completions:
             len(wanted.tokens),
         )
         outputs = self._engines.remote(
-            token_ids=wanted.tokens, params=wanted.params, hints=wanted.hints
+            token_ids=wanted.tokens,
+            params=wanted.params,
+            hints=wanted.hints,
+            is_prefetch=wanted.is_prefetch,
         )
         if wanted.is_stream:
             return StreamingResponse(

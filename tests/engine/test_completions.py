@@ -41,6 +41,8 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
     assert (asked.params.temperature, asked.params.top_p) == (0.0, 0.5)
     assert asked.params.stop == ("!",)
     assert (asked.is_stream, asked.includes_usage) == (True, True)
+    assert not asked.is_prefetch
+    assert parse({**BODY, "prefetch": True}).is_prefetch
     plain = parse({"model": "tiny", "prompt": [1, 2, 3]})
     assert plain.tokens == [1, 2, 3]
     assert (plain.params.max_tokens, plain.params.temperature, plain.is_stream) == (16, 1.0, False)
@@ -81,6 +83,7 @@ def test_a_body_becomes_a_prompt_and_parameters() -> None:
             "stream_options",
             "stream_options says include_usage, true or false",
         ),
+        ({"prefetch": 1}, "prefetch", "prefetch is 1: give bool"),
         ({"hints": "soon"}, "hints", "hints is 'soon': give list"),
         ({"hints": ["soon"]}, "hints", "the body: hints[0] is 'soon': pass a map such as"),
         ({"hints": [{"ttl": 3}]}, "hints", "the body: hints[0] has 'ttl': it may have start, end"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import importlib.util
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from examples.engine import ByteTokenizer, Engine, EngineConfig, SamplingParams
+from tests.engine.test_tiers import tiers
 
 if importlib.util.find_spec("starlette") is None:
     pytest.skip("NO SERVE: THE COMPLETIONS SERVER IS NOT TESTED", allow_module_level=True)
@@ -25,7 +27,7 @@ with warnings.catch_warnings():
     from ray import serve
     from ray.serve.handle import DeploymentHandle
 
-    from examples.engine.server import APP_NAME, MODEL, build
+    from examples.engine.server import APP_NAME, MODEL, EngineReplica, build
 
 pytestmark = [
     pytest.mark.ray,
@@ -147,6 +149,36 @@ def test_questions_go_where_their_document_is_cached(server: Server) -> None:
         return min(cached) >= len(DOCUMENT) // 16 * 16
 
     until(finds_the_document)
+
+
+def test_a_prefetch_loads_the_prefix_and_says_how_much() -> None:
+    replica, prompt = EngineReplica(MODEL), ByteTokenizer().encode(DOCUMENT)
+
+    async def cached_tokens(*, is_prefetch: bool) -> int:
+        params = SamplingParams(max_tokens=1)
+        outputs = replica.generate(prompt, params, is_prefetch=is_prefetch)
+        return max([output.num_cached_tokens async for output in outputs])
+
+    def ask(*, is_prefetch: bool) -> int:
+        return asyncio.run(cached_tokens(is_prefetch=is_prefetch))
+
+    engine = replica._engine
+    with engine:
+        num_full = (len(prompt) - 1) // 16 * 16
+        assert ask(is_prefetch=False) == 0
+        until(lambda: engine.step() == [] and tiers(engine).host.num_stored == num_full // 16)
+        engine.executor.client.evict_blocks(range(1, 100))
+        assert ask(is_prefetch=True) == num_full
+        assert tiers(engine).host.num_pending == 0
+        assert ask(is_prefetch=False) == num_full
+
+
+def test_a_prefetch_of_what_no_tier_has_ends_at_once(server: Server) -> None:
+    status, body = server.answer(prompt="never asked before", prefetch=True)
+    (choice,) = body["choices"]
+    assert (status, choice["text"], choice["finish_reason"]) == (200, "", "stop")
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_who_goes_away_has_their_request_aborted(server: Server) -> None:

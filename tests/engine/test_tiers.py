@@ -10,6 +10,7 @@ import pytest
 
 from examples.engine import Engine, SamplingParams
 from examples.engine.executor import LocalExecutor
+from kvcache.base.errors import RequestError
 from tests.engine.support import (
     GREEDY,
     TIGHT,
@@ -56,6 +57,26 @@ def test_a_prompt_comes_back_from_host_memory(name: str) -> None:
         assert again.num_cached == 56, "all its full blocks"
         assert tiers(engine).host.num_loaded > 0
         assert again.token_ids == expected(name, PROMPTS[0], GREEDY)
+        require_nothing_is_held(engine)
+
+
+def test_a_prefetched_prompt_is_on_the_device_before_its_request_comes() -> None:
+    sections = {"offload": {"host_memory_per_rank": "4MiB"}}
+    with launch(**TIGHT["llama"], sections=sections) as engine:
+        for prompt in PROMPTS:
+            run_one(engine, prompt, GREEDY)
+            store_all(engine)
+        assert engine.prefetch(PROMPTS[0]) == 56, "all its full blocks"
+        deadline_s = time.monotonic() + 60
+        while engine.prefetch(PROMPTS[0]):
+            assert time.monotonic() < deadline_s
+            engine.step()
+        num_loaded = tiers(engine).host.num_loaded
+        again = run_one(engine, PROMPTS[0], GREEDY)
+        assert (again.num_cached, tiers(engine).host.num_loaded) == (56, num_loaded)
+        assert again.token_ids == expected("llama", PROMPTS[0], GREEDY)
+        with pytest.raises(RequestError, match="token -1 is not in the vocabulary"):
+            engine.prefetch([-1])
         require_nothing_is_held(engine)
 
 
