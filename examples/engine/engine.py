@@ -185,13 +185,18 @@ class Engine:
     def prefetch(self, prompt_token_ids: SequenceOf[int]) -> int:
         """Raise a prompt's prefix from tiers to the device, ahead of its request.
 
-        Returns how many tokens are being loaded. The load begins when the last step is complete:
-        step until a repeated call returns 0. Raises RequestError for invalid tokens.
+        Returns how many tokens are being loaded. Repeat the call, and step, until it returns 0.
+        Raises RequestError for invalid tokens.
         """
         with self._lock:
             self._require_running()
             tokens = checked_tokens(prompt_token_ids, self.model)
-            return 0 if self._is_adrift else self.executor.client.prefetch_prefix(tokens)
+            client = self.executor.client
+            num_tokens = 0 if self._is_adrift else client.prefetch_prefix(tokens)
+            if num_tokens and self._forward is None and self._scheduler.is_idle:
+                # The load goes on with the steps of an idle engine, too.
+                self._completed_step = client.step(self._request()).step
+            return num_tokens
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return whether it existed. The next step frees its blocks;

@@ -74,7 +74,8 @@ def engine_config(model: DecoderConfig = MODEL, name: str = "engine") -> EngineC
         "replay_endpoint": anywhere,
         "heartbeat_s": HEARTBEAT_S,
     }
-    sections = {"events": events, "offload": {"host_memory_per_rank": HOST_MEMORY}}
+    offload = {"host_memory_per_rank": HOST_MEMORY}
+    sections: dict[str, dict[str, Any]] = {"events": events, "offload": offload}
     return EngineConfig(model=model, name=name, sections=sections)
 
 

@@ -175,7 +175,7 @@ class PolicyOrder:
             self.policy.wrap(hinted)
         else:
             self.policy = hinted(self.policy)
-        self._store.columns.number[HAS_POLICY] = 2
+            self._store.columns.number[HAS_POLICY] = 3
 
     def hint(self, path: Int32Array, specs: Sequence[KVCacheSpec], hint: CacheHint) -> None:
         """Follow a hint for those blocks of a prefix that are unused now. `path` has its nodes,

@@ -54,7 +54,7 @@ it has multimodal items."""
     NUM_CHANGES .. NUM_MOVED    lengths of the logs `change`, `ids`, `note`, `gone` and `moved`
     STEP_TOKENS IS_EAGLE        hits are a multiple of so many tokens; hits drop their last block
     NUM_PREFIX_GROUPS           groups that read the whole prefix
-    HAS_POLICY                  a policy orders cached blocks (2: one policy per tenant)
+    HAS_POLICY                  a policy orders cached blocks (2: one per tenant; 3: with hints)
     LOGS_GONE                   forgotten contents are logged in `gone`
     IS_FULL                     a log was too short
     OPENED                      the first serial of the open step
@@ -64,7 +64,7 @@ it has multimodal items."""
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
 """Entries of `moved`, which a policy is told: a cached block became unused; it is used again; its
-content was forgotten. With tenants also: a block without content became free."""
+content was forgotten. With tenants or hints also: a block without content became free."""
 
 NUM_STEPS = 4096
 """How many serials may be open at once; a power of two."""

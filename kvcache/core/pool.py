@@ -97,7 +97,7 @@ def note_blank(core: Any, at: int, b: int) -> None:
     c = columns_of(core)
     insert_after(core, at, b)
     c.number[BLANK] += 1
-    if c.number[HAS_POLICY] == 2:
+    if c.number[HAS_POLICY] >= 2:
         note_move(core, BLANKED, b)
 
 

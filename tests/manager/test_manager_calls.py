@@ -98,6 +98,21 @@ def test_hints_of_a_preempted_request_that_ends_leave_an_earlier_hit_valid(shape
     manager.check()
 
 
+def test_a_request_is_cached_on_behind_a_block_that_it_computed_again_also_after_hints() -> None:
+    """The last token is always computed, so a repeated prompt computes its last block again."""
+    manager = make_manager()
+    first, again = Request("a", list(range(8))), Request("b", list(range(8)))
+    first.hints = [CacheHint(priority=90)]
+    run(manager, first)
+    manager.free(first)
+    run(manager, again)
+    again.append_output_token_ids([8, 9, 10, 11])
+    assert manager.allocate_slots(again, 4) is not None
+    manager.free(again)
+    assert manager.get_computed_blocks(Request("c", list(range(13))))[1] == 12
+    manager.check()
+
+
 def test_a_request_that_skips_reading_still_writes() -> None:
     manager = make_manager(log_stats=True)
     run(manager, Request("a", list(range(9))))

@@ -44,11 +44,13 @@ def test_session_hints_go_half_of_the_way_to_the_optimum(name: str, num_blocks: 
     assert hinted >= lru + 0.5 * (best - lru)
 
 
-@pytest.mark.parametrize("num_blocks", [400, 800])
-def test_session_hints_gain_hits_where_half_of_the_layers_have_windows(num_blocks: int) -> None:
-    trace = generated("chat")
+@pytest.mark.parametrize(("name", "num_blocks"), [("chat", 400), ("chat", 800), ("agents", 800)])
+def test_session_hints_gain_hits_where_half_of_the_layers_have_windows(
+    name: str, num_blocks: int
+) -> None:
+    trace = generated(name)
     cache = SimulatedCache("lru", num_blocks, groups=window_groups(512, 4096))
-    assert rate(trace, replace(cache, hints="session")) >= 1.25 * rate(trace, cache)
+    assert rate(trace, replace(cache, hints="session")) >= rate(trace, cache) + 0.1
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), SIZES.items())
