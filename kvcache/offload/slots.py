@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -57,12 +57,17 @@ the request that it was copied for."""
 _ONE: Final = np.int32(1)
 _MINUS_ONE: Final = np.int32(-1)
 
-GivenHint: TypeAlias = tuple[CacheHint, float]
-"""A hint, and when it was given."""
-
 BoolArray = npt.NDArray[np.bool_]
 StateArray = npt.NDArray[np.uint8]
 CountArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A hint of one session, and when it was given. Equal hints of two sessions are different."""
+
+    hint: CacheHint
+    since_s: float
 
 
 class SlotTable:
@@ -363,8 +368,8 @@ class SlotEviction:
         self._has_copies = False
         # Until the first hint, the rest is unused.
         self._hints: HintColumns | None = None
-        self._later: dict[int, CacheHint] = {}
-        self._claimed: dict[int, GivenHint] = {}
+        self._later: dict[int, _Given] = {}
+        self._claimed: dict[int, _Given] = {}
         """What was said about the next use of slots, until it comes."""
         self._is_shared: BoolArray = np.zeros(0, np.bool_)
         self._followers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -396,16 +401,19 @@ class SlotEviction:
             meant &= ~self._is_shared[slots]
         meant[:start], meant[end:] = False, False
         is_written = table.is_written[addresses[meant]]
-        self._later.update(dict.fromkeys(slots[meant][is_written].tolist(), hint))
+        given = _Given(hint, now_s)
+        self._later.update(dict.fromkeys(slots[meant][is_written].tolist(), given))
         waiting = table.distinct(slots[meant])
-        self._tell(waiting[self._is_in[waiting]], hint)
+        self._tell(waiting[self._is_in[waiting]], given)
 
     def hand_on(self, keys: Sequence[OffloadKey], other: SlotEviction) -> None:
         """Have another tier, which has just got these keys, follow their hints, too: priorities,
         and what was said about a use that has not come. `keys` is in the order of its prefix."""
         if self._hints is None:
             return
-        now_s, known = self._hints.now_s, dict[GivenHint, list[OffloadKey]]()
+        now_s = self._hints.now_s
+        known: dict[_Given, list[OffloadKey]] = {}
+        priorities: dict[tuple[int, float], _Given] = {}
         for key, slot in zip(
             keys, self._table.slots_of(self._table.addresses_of(keys)), strict=True
         ):
@@ -413,14 +421,15 @@ class SlotEviction:
             priority, until_s = self._hints.lasting.get(int(slot), (0, 0.0))
             if until_s > now_s:
                 duration_s = None if until_s == inf else until_s - now_s
-                given = CacheHint(priority=priority, duration_s=duration_s), now_s
+                hint = CacheHint(priority=priority, duration_s=duration_s)
+                given = priorities.setdefault((priority, until_s), _Given(hint, now_s))
             if given is not None and slot != NO_ADDRESS:
                 known.setdefault(given, []).append(key)
-        for (hint, since_s), meant in known.items():
+        for given, meant in known.items():
             other._follow_hints(now_s)
             slots = other._table.distinct(other._table.slots_of(other._table.addresses_of(meant)))
             here = slots[slots != NO_ADDRESS]
-            other._tell(here[other._is_in[here]], hint, since_s)
+            other._tell(here[other._is_in[here]], given)
 
     def _follow_hints(self, now_s: float) -> None:
         """Follow hints from now on, and the time."""
@@ -450,14 +459,13 @@ class SlotEviction:
             self._is_shared[before[before != NO_ADDRESS]] = True
         self._followers[slots[ends]] = following
 
-    def _tell(self, slots: IndexArray, hint: CacheHint, since_s: float | None = None) -> None:
+    def _tell(self, slots: IndexArray, given: _Given) -> None:
         if self._hints is None or not len(slots):
             return
         if isinstance(self._policy, (HintedPolicy, TenantPolicy)):
             self._end_copies(slots)
-            self._policy.hint(slots, hint, since_s=since_s)
-        if hint.priority is None:
-            given = hint, self._hints.now_s if since_s is None else since_s
+            self._policy.hint(slots, given.hint, since_s=given.since_s)
+        if given.hint.priority is None:
             self._claimed.update(dict.fromkeys(slots.tolist(), given))
 
     def _forget_hints(self, slots: IndexArray) -> None:
@@ -507,9 +515,9 @@ class SlotEviction:
         self.enter(entering[::-1])
         if self._later:
             hints = [self._later.pop(slot, None) for slot in entering.tolist()]
-            for hint in dict.fromkeys(hints):
-                if hint is not None:
-                    self._tell(entering[[each == hint for each in hints]], hint)
+            for given in dict.fromkeys(hints):
+                if given is not None:
+                    self._tell(entering[[each is given for each in hints]], given)
 
     def enter(self, slots: IndexArray) -> None:
         """Insert slots that have just come out of use; the first of them is evicted first."""

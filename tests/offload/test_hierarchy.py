@@ -19,6 +19,7 @@ from kvcache.offload import (
     OffloadKey,
     Place,
     TierHierarchy,
+    TierManager,
     TierOptions,
     label_keys,
     make_offload_key,
@@ -226,6 +227,29 @@ def test_returns_go_down_to_files_with_the_time_at_which_they_were_said(
     touch(tiers, [b])
     assert (policy.trust.num_right, policy.trust.num_wrong) == (1, 0)
     store(tiers, [a], None)
+    tiers.check()
+
+
+def num_right(tier: TierManager) -> float:
+    """Return how many claims about returns have proved right in a tier."""
+    policy = tier.eviction._policy
+    assert isinstance(policy, HintedPolicy)
+    return policy.trust.num_right
+
+
+def test_equal_hints_of_two_sessions_are_two_claims_in_each_tier() -> None:
+    tiers, keys = make_hierarchy(2), make_keys(2)
+    assert tiers.disk is not None
+    job = tiers.plan_store(keys, NOW_S)
+    assert job is not None
+    for key in keys:
+        hint(tiers, [key], ALL, CacheHint(returns_in_s=4.0))
+    tiers.end(job.job_id, ok=True)  # both go into order at once
+    store(tiers, make_keys(2, 50))
+    assert sorted(spill(tiers)) == keys  # in one job
+    tiers.expire(NOW_S + 4.0)
+    touch(tiers, keys)
+    assert [num_right(tier) for tier in tiers] == [2, 2]
     tiers.check()
 
 
