@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import NotEnoughMemoryError, NotRunningError, PlanMismatchError
+from kvcache.integrations.vllm import peers as peers_module
 from kvcache.integrations.vllm import rank_tiers
 from kvcache.integrations.vllm.block_labels import block_labels
 from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, PeerReaders, Peers
@@ -43,6 +45,7 @@ from tests.integrations.test_vllm_rank_tiers import (
 )
 
 KEYS = tuple(OffloadKey(digest + bytes(4)) for digest in DIGESTS)
+DEADLINE_S = 60.0
 SHAPE = SegmentShape("layout", 0, 3 * CHUNK_SLOTS, (64,), 32, 1)
 
 
@@ -411,6 +414,41 @@ def test_peers_come_and_go(started: Started, name: str) -> None:
     client.drop(f"{name}/replica12/rank0")
     peers.refresh()
     assert peers.indexes == ()
+
+
+def test_errors_that_no_one_expects_do_not_end_the_look_at_peers(
+    owner: RankTiers, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for pause in ("LIST_S", "REFRESH_S"):
+        monkeypatch.setattr(peers_module, pause, 0.01)
+    errors = [RuntimeError("a bug")] * 3
+
+    def address_of(replica: int) -> MemoryServiceAddress:
+        if errors:
+            raise errors.pop()
+        return service_address(name, replica)
+
+    shape = owner.inventory().shape
+    assert shape is not None
+    peers = Peers(address_of, 1)
+    peers.begin([shape])
+    await_peers(peers)
+    errors += [RuntimeError("another bug")] * 3
+    give_up_s = time.monotonic() + DEADLINE_S
+    while errors:
+        assert time.monotonic() < give_up_s, "peers are not looked at any more"
+        time.sleep(0.01)
+    await_peers(peers)
+    peers.close()
+    assert caplog.text.count("memory failed; the engine goes on, later errors") == 1
+
+
+def await_peers(peers: Peers) -> None:
+    """Wait until blocks of a peer are known."""
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not any(len(index) for index in peers.indexes):
+        assert time.monotonic() < give_up_s, "no peer is found"
+        time.sleep(0.01)
 
 
 def test_each_peer_that_cannot_be_read_is_asked_now_and_then() -> None:

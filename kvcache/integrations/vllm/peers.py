@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import KVCacheError, NotRunningError, PlanMismatchError
 from kvcache.base.logs import get_logger
+from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.step_messages import PeerMemory
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.protocol import memory_number
@@ -210,6 +211,7 @@ class Peers:
         self._refused: set[PeerMemory] = set()
         self._list_at_s = 0.0
         self._problem = ""
+        self._errors = ObserverErrors()
         self._ended = threading.Event()
 
     def begin(self, shapes: Sequence[SegmentShape]) -> None:
@@ -255,10 +257,9 @@ class Peers:
         while not self._ended.is_set():
             try:
                 self.refresh()
-            except Exception:
-                logger.exception("other engines are not looked at any more")
-                self._indexes = ()
-                return
+            except Exception as error:
+                self._errors.note("the look at other engines' memory", error)
+                self._indexes = ()  # the next look begins again
             self._ended.wait(REFRESH_S if self._indexes else LIST_S)
 
     def _find(self) -> None:
