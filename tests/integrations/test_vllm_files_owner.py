@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import resource
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -114,6 +116,40 @@ def test_after_a_change_of_weights_one_engine_of_any_revision_starts(tmp_path: P
     ranks = setting_of(tmp_path, "3", num_ranks=2)
     claim(ranks, 0)
     claim(ranks, 1)
+
+
+def open_without_room(told: Connection, directory: Path) -> None:
+    """A process that may make no file of more than a few bytes, and opens the directory."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    owner = owner_of(setting_of(directory))
+    try:
+        owner._write(owner._own)
+    except OSError as error:
+        told.send(error.errno)
+    owner.open()
+    told.send("opened")
+
+
+def test_a_full_disk_does_not_keep_the_next_revision_out(tmp_path: Path) -> None:
+    claim(setting_of(tmp_path))
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=open_without_room, args=(theirs, tmp_path))
+    process.start()
+    for told in (errno.EFBIG, "opened"):
+        assert ours.poll(DEADLINE_S)
+        assert ours.recv() == told
+    process.join(DEADLINE_S)
+    claim(setting_of(tmp_path, "2"))
+    refusal_of(setting_of(tmp_path))
+
+
+def test_a_record_in_another_notation_is_opened_too(tmp_path: Path) -> None:
+    claim(setting_of(tmp_path))
+    record = tmp_path / "chat" / RECORD
+    record.write_text(json.dumps(json.loads(record.read_bytes()), separators=(",", ":")))
+    owner_of(setting_of(tmp_path)).open()
+    claim(setting_of(tmp_path, "2"))
 
 
 def test_an_engine_whose_weights_change_does_not_open_the_directory_of_the_next_revision(

@@ -7,8 +7,9 @@ so a mistyped option neither removes the files of another model nor leaves two m
 side. When weights change in a running engine, its record is opened: the next engine may be of any
 revision, and the record is then for that one.
 
-The record is replaced as a whole, under a lock on its directory, which the kernel releases if the
-process is killed. It only guards the start: each file names its layout, and a reader compares it.
+The record is replaced as a whole, and opened in its place, because a full disk has no room for
+another one; both under a lock on its directory, which the kernel releases if the process is killed.
+It only guards the start: each file names its layout, and a reader compares it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ LOCK_S = 5.0
 """How long a start waits for the lock. Others keep it for milliseconds, unless they are stopped."""
 
 _LOOK_S = 0.005
+_CLOSED, _OPEN = b'"is_open": false', b'"is_open": true '
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ class FilesOwner:
         try:
             with self._locked(LOCK_S / 5):
                 record = self._read() or self._own
-                if record.engine == self._own.engine and not record.is_open:
+                if record.engine != self._own.engine or record.is_open:
+                    return
+                if not self._open_in_place():
                     self._write(replace(record, is_open=True))
         except ConfigurationError as error:
             logger.warning(
@@ -144,8 +148,8 @@ class FilesOwner:
     def _unusable(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
             f"offload.disk.directory {str(self._location.path)!r}: {self._place} cannot be "
-            f"used ({error.strerror}): let the engine's user write there, or choose another "
-            "directory"
+            f"used ({error.strerror}): let the engine's user write there, make room, or choose "
+            "another directory"
         )
 
     @contextmanager
@@ -190,10 +194,25 @@ class FilesOwner:
         except FileNotFoundError:
             return None
 
+    def _open_in_place(self) -> bool:
+        """Change the bytes of the record that say so, which needs no room; say whether there are
+        any. They are its first, so they lie in one sector of a disk."""
+        try:
+            with (self._place / RECORD).open("r+b", buffering=0) as file:
+                place = file.read(MAX_RECORD_BYTES).find(_CLOSED)
+                if place < 0:
+                    return False
+                file.seek(place)
+                file.write(_OPEN)
+                os.fsync(file.fileno())
+                return True
+        except FileNotFoundError:
+            return False
+
     def _write(self, record: _Record) -> None:
         made = self._place / f"{RECORD}.new"
         with made.open("w") as file:
-            json.dump(asdict(record), file)
+            json.dump({"is_open": record.is_open, **asdict(record)}, file)
             file.flush()
             os.fsync(file.fileno())
         made.replace(self._place / RECORD)
