@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -104,6 +105,79 @@ def test_another_model_number_of_ranks_or_layout_is_refused(tmp_path: Path) -> N
     refused = refusal_of(setting, layers="laid out by AVX2")
     assert f"fingerprint {setting.fingerprint(LAYERS)[:12]}, and " in refused
     assert f"fingerprint {setting.fingerprint('laid out by AVX2')[:12]}: " in refused
+
+
+CONFIG = {
+    "dtype": "bf16",
+    "hf_config": "an object",
+    "hf_config.size": "64",
+    "hf_config.rope": "null",
+}
+
+
+def configured(directory: Path, **changes: str | None) -> EngineSetting:
+    """Return a setting with some of CONFIG changed, `hf_config__key`; None leaves it out."""
+    named: dict[str, str | None] = dict(CONFIG)
+    named.update({name.replace("__", "."): text for name, text in changes.items()})
+    known = {name: text for name, text in named.items() if text is not None}
+    return setting_of(directory, model_identity=str(sorted(known.items())), named_identity=known)
+
+
+def test_keys_that_another_version_of_a_library_has_or_lacks_keep_no_engine_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = configured(tmp_path), configured(tmp_path, hf_config__new="null")
+    assert before.fingerprint("") != after.fingerprint("")  # it reads none of the files
+    claim(before)
+    claim(after)
+    assert caplog.text.count("has other keys: hf_config.new is new, null") == 1
+    claim(replace(after, replica=1))
+    claim(before)
+    assert "other keys: hf_config.new is gone, it was null" in caplog.text
+    claim(configured(tmp_path, hf_config__rope=None, hf_config__turn="null"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hf_config__size": "128"}, "hf_config.size is 128, it was 64"),
+        ({"hf_config__size": "8" * 101}, "hf_config.size is sha256 "),
+        ({"dtype": "f16"}, "dtype is f16, it was bf16"),
+        ({"lora_dtype": "f16"}, "lora_dtype is new, f16"),
+        ({"dtype": None, "hf_config__new": "1"}, "dtype is gone, it was bf16, hf_config.new is n"),
+        (
+            {"hf_config__rope": "an object", "hf_config__rope__factor": "2"},
+            "hf_config.rope is an object, it was null, hf_config.rope.factor is new, 2",
+        ),
+        (
+            {"dtype": "f16", **{f"hf_config__key{i}": "1" for i in range(6)}},
+            "hf_config.key3 is new, 1, 2 more",
+        ),
+    ],
+)
+def test_values_that_differ_are_named(
+    tmp_path: Path, changes: dict[str, str | None], said: str
+) -> None:
+    claim(configured(tmp_path))
+    assert said in refusal_of(configured(tmp_path, **changes))
+
+
+def test_without_details_every_difference_is_refused(tmp_path: Path) -> None:
+    large = configured(tmp_path, **{f"hf_config__key{i}": "1" * 99 for i in range(5000)})
+    claim(large)
+    assert "hf_config" not in refusal_of(configured(tmp_path))
+    claim(large)
+    record = tmp_path / "chat" / RECORD
+    record.unlink()
+    shutil.rmtree(tmp_path / "chat" / large.fingerprint(LAYERS))
+    claim(configured(tmp_path))
+    known = json.loads(record.read_bytes())
+    assert known.pop("details")["hf_config.size"] == "64"
+    record.write_text(json.dumps(known))  # as an earlier release has written it
+    other = configured(tmp_path, hf_config__new="1")
+    assert "hf_config" not in refusal_of(other)
+    claim(configured(tmp_path))
+    claim(other)
 
 
 def test_after_a_change_of_weights_one_engine_of_any_revision_starts(tmp_path: Path) -> None:

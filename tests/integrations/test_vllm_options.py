@@ -76,6 +76,7 @@ def setting_of(**changes: Any) -> Any:
             multimodal_config=None,
             enable_sleep_mode=False,
             hf_config=config_of(),
+            hf_overrides={},
         ),
         load_config=SimpleNamespace(load_format="auto"),
         speculative_config=None,
@@ -210,6 +211,29 @@ def test_what_decides_bytes_is_in_the_fingerprint_and_limits_are_not(rope_type: 
     )
     for changes in same:
         assert setting_of(**changes).fingerprint("layers") == found[0]
+
+
+def test_what_fingerprints_cover_has_names() -> None:
+    config = config_of(rope={"theta": 5e5, "scaling": None}, layers=["full", "window"])
+    details = setting_of(
+        model_config__hf_config=config,
+        model_config__hf_overrides={"layers": ["full", "window"]},
+        lora_config=SimpleNamespace(lora_dtype="f"),
+    ).details
+    assert details["model"] == "m"
+    assert details["ranks"] == "2"
+    assert details["lora_dtype"] == "f"
+    assert details["hf_overrides"] == "{'layers': ['full', 'window']}"
+    found = {name: text for name, text in details.items() if name.startswith("hf_config.")}
+    assert found == {
+        "hf_config.hidden_size": "64",
+        "hf_config.layers": '["full", "window"]',
+        "hf_config.rope": "an object",
+        "hf_config.rope.theta": "500000.0",
+        "hf_config.rope.scaling": "null",
+    }
+    function = setting_of(model_config__hf_overrides=lambda config: config)
+    assert function.details["hf_overrides"] == "a function"
 
 
 def test_processors_of_another_kind_have_memory_of_their_own(

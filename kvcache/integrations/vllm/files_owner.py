@@ -5,7 +5,9 @@
 All ranks and replicas of a name share the record. An engine that does not fit it does not start,
 so a mistyped option neither removes the files of another model nor leaves two models' files side by
 side. When weights change in a running engine, its record is opened: the next engine may be of any
-revision, and the record is then for that one.
+revision, and the record is then for that one. An engine takes the record over, too, if it differs
+only by keys of the model's configuration that one side does not have: another version of
+transformers has added them. It does not read the files before, because bytes may differ.
 
 The record is replaced as a whole, and opened in its place, because a full disk has no room for
 another one; both under a lock on its directory, which the kernel releases if the process is killed.
@@ -15,6 +17,7 @@ It only guards the start: each file names its layout, and a reader compares it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shlex
@@ -27,7 +30,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.config.offload import DiskConfig
 from kvcache.config.sections import Location
-from kvcache.integrations.vllm.options import EngineSetting
+from kvcache.integrations.vllm.options import MODEL_CONFIG, EngineSetting
 from kvcache.worker.files.old_layouts import layouts_in
 
 logger = get_logger(__name__)
@@ -38,6 +41,13 @@ MAX_RECORD_BYTES = 1 << 20
 LOCK_S = 5.0
 """How long a start waits for the lock. Others keep it for milliseconds, unless they are stopped."""
 
+MAX_DETAILS_BYTES = MAX_RECORD_BYTES // 2
+"""Limit of the details in a record. If there are more, it has none."""
+
+MAX_NAMED = 5
+"""How many differences an error names."""
+
+_LONG = 100
 _LOOK_S = 0.005
 _CLOSED, _OPEN = b'"is_open": false', b'"is_open": true '
 
@@ -45,12 +55,14 @@ _CLOSED, _OPEN = b'"is_open": false', b'"is_open": true '
 @dataclass(frozen=True)
 class _Record:
     """`engine`: the fingerprint of what all ranks have in common; `ranks`: those of single ranks.
-    `about`: the same in words. `is_open`: weights may have changed since."""
+    `about`: the same in words. `is_open`: weights may have changed since. `details`: what `engine`
+    covers, long texts as digests; empty if it is not known."""
 
     engine: str
     about: str
     ranks: dict[str, str] = field(default_factory=dict)
     is_open: bool = False
+    details: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def parse(data: bytes) -> _Record | None:
@@ -62,8 +74,8 @@ class _Record:
         is_valid = (
             isinstance(found.engine, str)
             and isinstance(found.about, str)
-            and isinstance(found.ranks, dict)
-            and all(isinstance(each, str) for each in found.ranks.values())
+            and _are_texts(found.ranks)
+            and _are_texts(found.details)
             and isinstance(found.is_open, bool)
         )
         return found if is_valid else None
@@ -77,7 +89,10 @@ class FilesOwner:
         self._setting = setting
         self._location = Location.of(disk.directory)
         self._place = self._location.path / setting.options.name
-        self._own = _Record(setting.fingerprint(""), setting.about)
+        details = {name: _shortened(text) for name, text in setting.details.items()}
+        if len(json.dumps(details)) > MAX_DETAILS_BYTES:
+            details = {}
+        self._own = _Record(setting.fingerprint(""), setting.about, details=details)
 
     def require(self, rank: int, fingerprint: str) -> None:
         """Raise ConfigurationError if the directory is for another model, revision or layout than
@@ -95,9 +110,18 @@ class FilesOwner:
         except OSError as error:
             raise self._unusable(error) from error
         with self._locked(LOCK_S):
-            record = self._record_after(rank, fingerprint)
-            if record != self._read():
-                self._write(record)
+            record, found = self._record_after(rank, fingerprint), self._read()
+            if record == found:
+                return
+            self._write(record)
+            if found is not None and found.engine != record.engine and not found.is_open:
+                logger.warning(
+                    "%s: files of %r are dropped, because the model's configuration has other "
+                    "keys: %s",
+                    self._place,
+                    self._setting.options.name,
+                    self._differences(found),
+                )
 
     def open(self) -> None:
         """Say that the engine's weights may be others from now on. Never raises: an error is
@@ -127,22 +151,56 @@ class FilesOwner:
             found = own
         known = found.ranks.get(str(rank), fingerprint)
         if found.engine != own.engine:
-            if not found.is_open:
-                raise self._foreign(f"{found.about}, fingerprint {found.engine[:12]}", own.engine)
+            if not found.is_open and not self._has_other_keys(found):
+                what = f"{found.about}, fingerprint {found.engine[:12]}"
+                raise self._foreign(what, own.engine, self._differences(found))
             found = own
         elif known != fingerprint:
             if not found.is_open:
                 raise self._foreign(f"{found.about}, fingerprint {known[:12]}", fingerprint)
             found = own
-        return replace(found, ranks={**found.ranks, str(rank): fingerprint}, is_open=False)
+        ranks = {**found.ranks, str(rank): fingerprint}
+        return replace(found, ranks=ranks, is_open=False, details=own.details)
 
-    def _foreign(self, what: str, fingerprint: str) -> ConfigurationError:
+    def _changed(self, found: _Record) -> list[str]:
+        """Return the names of details that differ, sorted; none if they are not known."""
+        old, new = found.details, self._own.details
+        if not old or not new:
+            return []
+        return sorted(name for name in old | new if old.get(name) != new.get(name))
+
+    def _has_other_keys(self, found: _Record) -> bool:
+        """Say whether all differences are keys of the model's configuration that only one side
+        has."""
+        changed, old, new = self._changed(found), found.details, self._own.details
+        return bool(changed) and all(
+            name.startswith(f"{MODEL_CONFIG}.") and (name in old) != (name in new)
+            for name in changed
+        )
+
+    def _differences(self, found: _Record) -> str:
+        """Return the details that differ, in words; empty if they are not known."""
+        old, new, told = found.details, self._own.details, []
+        changed = self._changed(found)
+        for name in changed[:MAX_NAMED]:
+            if name not in old:
+                told.append(f"{name} is new, {new[name]}")
+            elif name not in new:
+                told.append(f"{name} is gone, it was {old[name]}")
+            else:
+                told.append(f"{name} is {new[name]}, it was {old[name]}")
+        if len(changed) > MAX_NAMED:
+            told.append(f"{len(changed) - MAX_NAMED} more")
+        return ", ".join(told)
+
+    def _foreign(self, what: str, fingerprint: str, differences: str = "") -> ConfigurationError:
         options = self._setting.options
         return ConfigurationError(
             f"offload.disk.directory {str(self._location.path)!r} keeps files of "
             f"{options.name!r} for {what}, and this engine has {self._own.about}, fingerprint "
-            f"{fingerprint[:12]}: choose another directory or name, or end the engines that use "
-            f"this one and remove their files with rm -r {shlex.quote(str(self._place))}"
+            f"{fingerprint[:12]}{f' ({differences})' if differences else ''}: choose another "
+            "directory or name, or end the engines that use this one and remove their files with "
+            f"rm -r {shlex.quote(str(self._place))}"
         )
 
     def _unusable(self, error: OSError) -> ConfigurationError:
@@ -216,3 +274,14 @@ class FilesOwner:
             file.flush()
             os.fsync(file.fileno())
         made.replace(self._place / RECORD)
+
+
+def _are_texts(found: object) -> bool:
+    return isinstance(found, dict) and all(isinstance(each, str) for each in found.values())
+
+
+def _shortened(text: str) -> str:
+    """Return a text, or the digest of a long one."""
+    if len(text) <= _LONG:
+        return text
+    return f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -47,6 +48,7 @@ SERVED_OFFLOAD_KEYS = frozenset(
 )
 """Of the section `offload`, what the connector obeys. Any other key that is set is refused."""
 
+MODEL_CONFIG = "hf_config"
 MAX_REPLICA = 9999
 _LENGTH_ROPES = frozenset({"dynamic", "longrope", "su", "yarn", "deepseek_yarn"})
 _HASHES = ("sha256", "sha256_cbor")
@@ -167,7 +169,9 @@ class ConnectorOptions(Section):
 class EngineSetting:
     """What the connector needs of vLLM's configuration.
 
-    `model_identity` is all that decides which bytes a block holds, but for the tensors' shapes.
+    `model_identity` is all that decides which bytes a block holds, but for the tensors' shapes;
+    `named_identity` is the same by name, and what it was derived from. Keys of the model's
+    configuration begin with `MODEL_CONFIG`.
     """
 
     options: ConnectorOptions
@@ -177,6 +181,7 @@ class EngineSetting:
     num_ranks: int
     replica: int = 0
     model: str = ""
+    named_identity: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def about(self) -> str:
@@ -190,6 +195,16 @@ class EngineSetting:
     def block_tokens(self) -> int:
         """Tokens of one of vLLM's block hashes."""
         return self.groups.hash_tokens
+
+    @property
+    def details(self) -> dict[str, str]:
+        """By name, all that `fingerprint` covers but layers."""
+        return {
+            **self.named_identity,
+            "labels": LABELS,
+            "KV cache groups": str(self.groups),
+            "ranks": str(self.num_ranks),
+        }
 
     def fingerprint(self, layers: str) -> str:
         """Return the hex digest under which a rank's memory is believed: of another model, weight
@@ -249,14 +264,16 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             "last stage store blocks under speculative decoding: remove --speculative-config, or "
             "set it to 1"
         )
+    identity = _model_identity(vllm_config, options.weight_revision)
     return EngineSetting(
         options=options,
-        model_identity=_model_identity(vllm_config, options.weight_revision),
+        model_identity="|".join(identity.values()),
         groups=groups,
         num_blocks=int(kv_cache_config.num_blocks),
         num_ranks=int(parallel.world_size),
         replica=_replica(options, parallel),
         model=str(vllm_config.model_config.model),
+        named_identity=_named(identity, vllm_config.model_config.hf_overrides),
     )
 
 
@@ -278,39 +295,59 @@ def _require_device(device: str, model: Any) -> None:
         )
 
 
-def _model_identity(vllm_config: Any, weight_revision: str) -> str:
-    """Return all that decides which bytes the blocks of a prompt hold, but for the layout.
+def _model_identity(vllm_config: Any, weight_revision: str) -> dict[str, str]:
+    """Return, by name, all that decides which bytes the blocks of a prompt hold, but for the
+    layout.
 
     vLLM's own hash of its configuration is for compiled graphs: it changes with limits that decide
     no byte, and leaves out how weights are loaded and images are processed.
+
+    The model's configuration has all keys, those with default values, too. Which values are
+    defaults, the version of transformers decides, and the model's code in vLLM may read a key that
+    is there otherwise than one that is not.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = model.hf_config.to_dict()
     config.pop("transformers_version", None)
-    parts = [
-        model.model,
-        model.revision,
-        model.code_revision,
-        weight_revision,
-        model.quantization,
-        model.quantization_config,
-        model.dtype,
-        model.model_impl,
-        model.disable_sliding_window,
-        cache.cache_dtype,
-        cache.prefix_caching_hash_algo,
-        vllm_config.load_config.load_format,
-        platform.machine(),
-        json.dumps(config, sort_keys=True, default=str),
-    ]
+    parts = {
+        "model": model.model,
+        "revision": model.revision,
+        "code_revision": model.code_revision,
+        "weight_revision": weight_revision,
+        "quantization": model.quantization,
+        "quantization_config": model.quantization_config,
+        "dtype": model.dtype,
+        "model_impl": model.model_impl,
+        "disable_sliding_window": model.disable_sliding_window,
+        "cache_dtype": cache.cache_dtype,
+        "prefix_caching_hash_algo": cache.prefix_caching_hash_algo,
+        "load_format": vllm_config.load_config.load_format,
+        "machine": platform.machine(),
+        MODEL_CONFIG: json.dumps(config, sort_keys=True, default=str),
+    }
     if _depends_on_length(config):
-        parts.append(model.max_model_len)
+        parts["max_model_len"] = model.max_model_len
     images = model.multimodal_config
     if images is not None:
-        parts += [images.mm_processor_kwargs, images.language_model_only, images.video_pruning_rate]
+        for name in ("mm_processor_kwargs", "language_model_only", "video_pruning_rate"):
+            parts[name] = getattr(images, name)
     if vllm_config.lora_config is not None:
-        parts.append(vllm_config.lora_config.lora_dtype)
-    return "|".join(map(str, parts))
+        parts["lora_dtype"] = vllm_config.lora_config.lora_dtype
+    return {name: str(part) for name, part in parts.items()}
+
+
+def _named(identity: Mapping[str, str], overrides: object) -> dict[str, str]:
+    """Return an identity with a name for each key of the model's configuration, and with the
+    overrides in it."""
+    named = {**identity, "hf_overrides": "a function" if callable(overrides) else str(overrides)}
+
+    def add(name: str, value: object) -> None:
+        named[name] = json.dumps(value) if not isinstance(value, dict) else "an object"
+        for key, each in value.items() if isinstance(value, dict) else ():
+            add(f"{name}.{key}", each)
+
+    add(MODEL_CONFIG, json.loads(named.pop(MODEL_CONFIG)))
+    return named
 
 
 def _depends_on_length(config: Any) -> bool:
