@@ -229,15 +229,21 @@ class Cluster:
             self.step()
         raise AssertionError("there is always something left to be done")
 
-    def run(self, request: Any) -> int:
-        """Step until a request is through; return how many tokens it has loaded."""
+    def wait(self, request: Any) -> int:
+        """Step until a request gets blocks; return how many tokens it loads."""
         for _ in range(50):
             found = self.begin(request)
-            self.step(*(() if found is None else (request,)))
             if found is not None:
-                self.store.finished(request.request_id)
                 return found
+            self.step()
         raise AssertionError("the request waits on and on")
+
+    def run(self, request: Any) -> int:
+        """Step until a request is through; return how many tokens it has loaded."""
+        found = self.wait(request)
+        self.step(request)
+        self.store.finished(request.request_id)
+        return found
 
     def sealed_keys(self) -> list[set[bytes]]:
         return [set(rank.inventory().slot_keys.values()) for rank in self.ranks]
@@ -617,8 +623,31 @@ def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
     counted = sum(map(sum, hits_and_misses(cluster)))
     cluster.obey(commands)
     cluster.work()
-    assert cluster.run(request) == 20  # it was preempted, and waits again
+    assert cluster.run(request) == 8  # it was preempted, and finds what was read since
     assert sum(map(sum, hits_and_misses(cluster))) > counted
+
+
+def test_preemptions_of_a_request_share_its_time_for_files() -> None:
+    cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
+
+    def run(contents: str) -> None:
+        for content in contents:
+            cluster.run(request_of(content, 21, content))
+            cluster.settle()
+
+    run("abcd")
+    request = request_of("again", 21, "a")
+    assert cluster.begin(request) is None
+    cluster.time_s = 1.5
+    assert cluster.wait(request) == 20
+    cluster.settle()
+    run("efgh")
+    for time_s, found in ((10.0, None), (10.4, None), (10.5, 0)):  # it was preempted
+        cluster.time_s = time_s
+        assert cluster.begin(request) == found
+    cluster.settle()
+    run("efgh")
+    assert cluster.begin(request) == 0
 
 
 def test_for_a_request_that_reads_no_cache_nothing_is_read_or_counted() -> None:

@@ -65,12 +65,14 @@ logger = get_logger(__name__)
 class _Tracked:
     """A request that vLLM has told of. `origin`: which adapter and weights compute its blocks, None
     if they are not kept. `next_hash`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files. `node_of`: by key, another
+    `wait_until_s`: until when it waits for what is pending or in files, if it does; `wait_left_s`:
+    how long it may wait when it comes back after a preemption. `node_of`: by key, another
     node that holds the block, None before the coordinator has answered. `is_computed`: nothing is
     loaded for it any more."""
 
     request: Any
-    origin: bytes | None = b""
+    origin: bytes | None
+    wait_left_s: float
     digests: list[BlockHash] = field(default_factory=list)
     next_hash: int = 0
     num_local_tokens: int = 0
@@ -313,7 +315,10 @@ class BlockStore:
             _count(self._tiers, *tracked.hits)
             tracked.hits = None
         if tracked.is_looked_up:
-            tracked.is_looked_up, tracked.wait_until_s = False, None
+            tracked.is_looked_up = False
+            if tracked.wait_until_s is not None:
+                tracked.wait_left_s = max(0.0, tracked.wait_until_s - self._now())
+                tracked.wait_until_s = None
             self.counts.admitted(request.num_tokens, tracked.num_local_tokens)
             if len(self.counts.for_files):
                 self.counts.for_files.end(request.request_id, self._now())
@@ -340,7 +345,8 @@ class BlockStore:
         if tracked is None or tracked.request is not request:
             revision = self._adapters.revision_of(request.lora_request)
             origin = None if revision is None else self._weights + revision
-            tracked = self._requests[request.request_id] = _Tracked(request, origin)
+            wait_s = self._setting.options.offload.wait_s
+            tracked = self._requests[request.request_id] = _Tracked(request, origin, wait_s)
         return tracked
 
     def _needed(
@@ -544,7 +550,7 @@ class BlockStore:
         now_s, tiers = self._now(), self._tiers
         assert tiers is not None
         if tracked.wait_until_s is None:
-            tracked.wait_until_s = now_s + self._setting.options.offload.wait_s
+            tracked.wait_until_s = now_s + tracked.wait_left_s
         if now_s >= tracked.wait_until_s:
             return False
         is_own = (places != Place.PEER) & (places != Place.NODE)
