@@ -36,10 +36,11 @@ from typing import Any, NamedTuple, TypeAlias
 from kvcache.protocol.commands import Command, Label
 from kvcache.protocol.step import StepRequest, StepResult
 
-WIRE_VERSION = 2
-"""Version 1 had no hints: no `hints` in steps and their new requests."""
+WIRE_VERSION = 3
+"""It changes with the fields of messages. Version 1 had no hints: no `hints` in steps and their new
+requests. Version 2 had no `generations` in label reports."""
 
-READ_WIRE_VERSIONS = (1, WIRE_VERSION)
+READ_WIRE_VERSIONS = (1, 2, WIRE_VERSION)
 """Formats of recorded messages that can be read. Processes speak only the newest."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tracemalloc
 import types
 import typing
+from hashlib import sha256
 from typing import Any, cast
 
 import msgpack
@@ -392,7 +394,8 @@ def test_who_sent_what_cannot_be_read_is_told_by_its_first_fields(
     assert leading_fields(data) == (type(message), leading)
     for length in range(len(data) - 1, 0, -max(1, len(data) // 50)):
         assert leading_fields(data[:length]) is None
-    for other in (b"", data + b"\0", b"\x91" * 5000, b"\xc1", data.replace(b"\x02", b"\x03", 1)):
+    newer = data.replace(bytes([WIRE_VERSION]), bytes([WIRE_VERSION + 1]), 1)
+    for other in (b"", data + b"\0", b"\x91" * 5000, b"\xc1", newer):
         assert leading_fields(other) is None
 
 
@@ -479,12 +482,38 @@ def test_fields_of_wrong_types_are_refused(tag: object, fields: list[object]) ->
 def test_another_version_is_named() -> None:
     with pytest.raises(
         VersionMismatchError,
-        match="message of format version 3, this package reads version 2: run the same release",
+        match="message of format version 4, this package reads version 3: run the same release",
     ):
-        decode(msgpack.packb([3, "Ping", "n", 1]))
+        decode(msgpack.packb([4, "Ping", "n", 1]))
 
 
-def test_recorded_messages_of_version_1_are_read_and_others_are_not() -> None:
+FIELDS = {3: "20766c149fc4ff27906f098ec6ea68ead3affb95ce9ce231637afd3330a1a5c6"}
+"""A digest of all messages' fields, by the version of the format."""
+
+
+def add_fields(hint: Any, found: dict[str, dict[str, str]]) -> None:
+    """Add the fields of the classes in a type, with their types."""
+    for part in typing.get_args(hint):
+        add_fields(part, found)
+    if getattr(hint, "__module__", "").startswith("kvcache.") and hint.__name__ not in found:
+        found[hint.__name__] = dict(hint.__annotations__)
+        for part in typing.get_type_hints(hint).values():
+            add_fields(part, found)
+
+
+def test_fields_of_messages_change_only_with_the_version() -> None:
+    found: dict[str, dict[str, str]] = {}
+    for cls in MESSAGES:
+        add_fields(cls, found)
+    assert {"LabelReport", "Label", "Copy", "NewRequest", "CacheHint"} <= found.keys()
+    digest = sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    assert {WIRE_VERSION: digest} == FIELDS, (
+        "raise WIRE_VERSION, say what the version before had not, let recorded messages of it be "
+        "read, and put the new digest here"
+    )
+
+
+def test_recorded_messages_of_older_versions_are_read_and_others_are_not() -> None:
     new = NewRequest("r", int32_array([1, 2]), 2, cache_salt="s")
     step = StepRequest("c", 7, 2, finished=("f",), new=(new, new))
     values = msgpack.unpackb(encode(step))
@@ -493,10 +522,15 @@ def test_recorded_messages_of_version_1_are_read_and_others_are_not() -> None:
     data = msgpack.packb(old)
     assert plain(decode(data, is_recorded=True)) == plain(step)
     assert decode(msgpack.packb([1, "Ping", "n", 1]), is_recorded=True) == Ping("n", 1)
-    with pytest.raises(VersionMismatchError, match="version 1, this package reads version 2"):
-        decode(data)
-    with pytest.raises(VersionMismatchError, match="format version 3"):
-        decode(msgpack.packb([3, "Ping", "n", 1]), is_recorded=True)
+    newer = msgpack.packb([2, *values[1:]])
+    assert plain(decode(newer, is_recorded=True)) == plain(step)
+    for foreign, version in ((data, 1), (newer, 2)):
+        with pytest.raises(
+            VersionMismatchError, match=f"version {version}, this package reads version 3"
+        ):
+            decode(foreign)
+    with pytest.raises(VersionMismatchError, match="format version 4"):
+        decode(msgpack.packb([4, "Ping", "n", 1]), is_recorded=True)
     for bad in (
         [],
         values[2:],
