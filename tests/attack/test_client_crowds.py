@@ -13,7 +13,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,29 +65,46 @@ def test_async_clients_that_close_together_leave_nothing(kind: str) -> None:
             cluster.await_nothing_left()
 
 
+class Work:
+    """A call in a thread. Its error is raised by `end`, never in a later test."""
+
+    def __init__(self, action: Callable[..., object], *arguments: object) -> None:
+        """Start it."""
+        self._errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                action(*arguments)
+            except BaseException as error:
+                self._errors.append(error)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Wait for its end; raise its error."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "a thread hangs"
+        for error in self._errors:
+            raise error
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_in_threads_that_close_together_leave_nothing(kind: str) -> None:
     num_clients = 16
     barrier = threading.Barrier(num_clients, timeout=DEADLINE_S)
-    errors: list[BaseException] = []
 
     def work(cluster: CrowdedCluster) -> None:
-        try:
-            with KVCacheClient(cluster) as client:
-                client.step(StepRequest(new=(prompt(client.client_id),)))
-                for _ in range(3):
-                    client.submit(StepRequest())
-                barrier.wait()
-        except BaseException as error:
-            errors.append(error)
+        with KVCacheClient(cluster) as client:
+            client.step(StepRequest(new=(prompt(client.client_id),)))
+            for _ in range(3):
+                client.submit(StepRequest())
+            barrier.wait()
 
     with CrowdedCluster(kind) as cluster:
-        threads = [threading.Thread(target=work, args=(cluster,)) for _ in range(num_clients)]
+        threads = [Work(work, cluster) for _ in range(num_clients)]
         for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        assert errors == []
+            thread.end()
         cluster.await_nothing_left()
 
 
@@ -267,19 +284,16 @@ def mixed_crowd(cluster: CrowdedCluster, seed: int) -> None:
                 client.step(StepRequest())
 
     done = threading.Event()
-    threads = [
-        threading.Thread(target=work, args=(f"thread-{i}",)) for i in range(chance.randint(0, 8))
-    ]
-    threads.append(threading.Thread(target=lambda: asyncio.run(gather())))
-    for thread in threads:
-        thread.start()
-    for _ in range(num_restarts):
-        cluster.restart_coordinator()
-    for thread in threads[:-1]:
-        thread.join(DEADLINE_S)
-    done.set()
-    threads[-1].join(DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads)
+    threads = [Work(work, f"thread-{i}") for i in range(chance.randint(0, 8))]
+    loop = Work(lambda: asyncio.run(gather()))
+    try:
+        for _ in range(num_restarts):
+            cluster.restart_coordinator()
+        for thread in threads:
+            thread.end()
+    finally:
+        done.set()
+    loop.end()
     cluster.await_nothing_left()
 
 

@@ -121,6 +121,7 @@ class PublishedCluster:
                 "hash_algorithm": hash_algorithm,
             },
             "events": published,
+            "deadlines": {"startup_s": 4 * PATIENCE_S, "step_s": PATIENCE_S},
         }
         if num_host_blocks:
             plain["offload"] = {"host_memory_per_rank": num_host_blocks * block}
