@@ -1,5 +1,6 @@
-"""Commands about vLLM engines: `--vllm NAME` of `status`, `top`, `usage`, `clear` for an engine on
-this node, and `kvcache vllm-coordinator`, which lets engines on several nodes share host memory.
+"""Commands about vLLM engines: `--vllm NAME` of `status`, `top`, `usage`, `clear`, `record` for an
+engine on this node, and `kvcache vllm-coordinator`, which lets engines on several nodes share host
+memory.
 
 An engine is found by its name, without Ray. After its end, its memory may still be kept.
 """
@@ -60,7 +61,7 @@ def show_status(which: str, as_json: bool) -> None:
 
 def show_metrics(which: str) -> None:
     """Print an engine's metrics in Prometheus' format."""
-    print(_ask(which, "metrics")["text"].rstrip("\n"))
+    print(ask(which, "metrics")["text"].rstrip("\n"))
 
 
 def show_usage(which: str, as_json: bool) -> None:
@@ -107,7 +108,7 @@ def clear_engine(which: str, is_confirmed: bool, as_json: bool) -> None:
     held = _num_held(_statistics(which))
     if not is_confirmed:
         ask_on_terminal(which, f"{held:,} blocks in memory and files of {which}")
-    answer = _ask(which, "clear")
+    answer = ask(which, "clear")
     if as_json:
         print_json({"name": which, **answer}, indent=None)
     elif answer["is_cleared"]:
@@ -240,13 +241,14 @@ def _kept(which: str) -> list[KeptMemory]:
 def _statistics(which: str) -> EngineStatistics:
     from kvcache.metrics.engine_samples import EngineStatistics
 
-    return EngineStatistics.of_plain(_ask(which, "status"))
+    return EngineStatistics.of_plain(ask(which, "status"))
 
 
-def _ask(which: str, verb: str) -> dict[str, Any]:
+def ask(which: str, verb: str, **more: Any) -> dict[str, Any]:
+    """Return an engine's answer to a question; raises as `ask_engine`."""
     from kvcache.metrics.engine_socket import ask_engine
 
-    return ask_engine(*_parsed(which), {"do": verb}, CLEAR_S)
+    return ask_engine(*_parsed(which), {"do": verb, **more}, CLEAR_S)
 
 
 def _parsed(which: str) -> tuple[str, int]:

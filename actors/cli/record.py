@@ -1,16 +1,19 @@
-"""`kvcache record`: write the requests of a running cluster to a trace for `kvcache simulate`.
+"""`kvcache record`: write the requests of a running cluster, or of a vLLM engine on this node, to a
+trace for `kvcache simulate`.
 
 Asks the coordinator periodically for newly served requests. Tokens do not leave the coordinator,
-and digests do not leave this process. Ctrl-C, SIGTERM and the limits all end a recording after a
-whole line.
+and digests do not leave this process. A vLLM engine writes the file itself, as long as this command
+asks it to. Ctrl-C, SIGTERM and the limits all end a recording after a whole line.
 """
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +25,7 @@ from actors.cli.command import (
     JsonOption,
     NameOption,
     NoProgressOption,
+    VllmOption,
     bytes_text,
     command,
     handling,
@@ -31,7 +35,7 @@ from actors.cli.command import (
     say,
 )
 from actors.cli.simulate import RequestsOption
-from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError
+from kvcache.base.errors import ClusterError, ConfigurationError, DeadlineError, NotRunningError
 
 if TYPE_CHECKING:
     from kvcache.base.clock import Clock
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.3
 _LINE_INTERVAL_S = 10.0
+_ENGINE_PATIENCE_S = 20.0
+"""An engine that does not answer for longer has ended the recording: see its lease."""
 
 
 @command
@@ -47,6 +53,7 @@ def record(
     file: Annotated[Path, typer.Argument(help="The trace to write, a new file (.jsonl).")],
     *,
     name: NameOption = None,
+    vllm: VllmOption = None,
     seconds: Annotated[
         float | None, typer.Option("--seconds", help="Stop after this many seconds, above 0.")
     ] = None,
@@ -59,34 +66,23 @@ def record(
     no_progress: NoProgressOption = False,
 ) -> None:
     """Record the requests of a running cluster, without tokens, until Ctrl-C."""
-    import secrets
-
-    from kvcache.base.clock import SystemClock
-    from kvcache.recorder import SALT_BYTES
-    from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
-
     if seconds is not None and not seconds > 0:
         raise ConfigurationError(
             f"--seconds {seconds:g} records nothing: give a number above 0, such as 600, "
             "or omit it and end the recording with Ctrl-C"
         )
-    options = RecordingOptions(parse_size("--max-size", max_size, "256MiB"), tenants)
-    with open_cluster(name, otherwise="record a cluster whose coordinator is an actor") as cluster:
-        listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
-
-        def take(is_last: bool) -> RecordedBatch:
-            return cluster.record_requests(listener, salt, is_last=is_last)
-
-        ended = threading.Event()
-        with (
-            handling(lambda number, frame: ended.set(), signal.SIGINT, signal.SIGTERM),
-            RequestRecording(file, options) as recording,
-        ):
-            limits = RecordingLimits(cluster.config.deadlines.return_s, seconds, requests)
-            follower = RecordingFollower(
-                recording, take, SystemClock(), limits, is_shown=not no_progress
+    max_bytes = parse_size("--max-size", max_size, "256MiB")
+    limits = RecordingLimits(_ENGINE_PATIENCE_S, seconds, requests)
+    if vllm is not None:
+        if tenants:
+            raise ConfigurationError(
+                "--tenants is for clusters, not for --vllm: its requests have no tenants"
             )
-            summary = follower.run(ended)
+        summary = _record_engine(vllm, file, max_bytes, limits, is_shown=not no_progress)
+    else:
+        summary = _record_cluster(
+            name, file, max_bytes, limits, has_tenants=tenants, is_shown=not no_progress
+        )
     if as_json:
         print_json(asdict(summary))
         return
@@ -98,6 +94,85 @@ def record(
         "ended by": summary.ended_by,
     }
     print_facts(Console(), f"recorded {summary.path}", facts)
+
+
+def _record_cluster(
+    name: str | None,
+    file: Path,
+    max_bytes: int,
+    limits: RecordingLimits,
+    *,
+    has_tenants: bool,
+    is_shown: bool,
+) -> RecordingSummary:
+    """Record a cluster's requests until a limit or a signal."""
+    from kvcache.base.clock import SystemClock
+    from kvcache.recorder import SALT_BYTES
+    from kvcache.simulate.request_recording import RecordingOptions, RequestRecording
+
+    options = RecordingOptions(max_bytes, has_tenants)
+    with open_cluster(name, otherwise="record a cluster whose coordinator is an actor") as cluster:
+        listener, salt = secrets.token_hex(8), secrets.token_bytes(SALT_BYTES)
+
+        def take(is_last: bool) -> RecordedBatch:
+            return cluster.record_requests(listener, salt, is_last=is_last)
+
+        ended = threading.Event()
+        with (
+            handling(lambda number, frame: ended.set(), signal.SIGINT, signal.SIGTERM),
+            RequestRecording(file, options) as recording,
+        ):
+            limits = replace(limits, patience_s=cluster.config.deadlines.return_s)
+            follower = RecordingFollower(recording, take, SystemClock(), limits, is_shown=is_shown)
+            return follower.run(ended)
+
+
+def _record_engine(
+    which: str, file: Path, max_bytes: int, limits: RecordingLimits, *, is_shown: bool
+) -> RecordingSummary:
+    """Have a vLLM engine write its requests until a limit or a signal, or until it ends.
+
+    Raises NotRunningError if there is none, ClusterError if it cannot record into `file`.
+    """
+    from actors.cli.engines import ask
+
+    listener, ended = secrets.token_hex(8), threading.Event()
+    beginning = {
+        "path": str(file.absolute()),
+        "max_bytes": max_bytes,
+        "num_requests": limits.num_requests,
+    }
+    with handling(lambda number, frame: ended.set(), signal.SIGINT, signal.SIGTERM):
+        found = ask(which, "record", act="begin", listener=listener, **beginning)
+        start_s = line_s = heard_s = time.monotonic()
+        if is_shown:
+            say(f"{which} records {file}: Ctrl-C ends it")
+        ended_by = ""
+        while not ended_by:
+            ended.wait(_POLL_S)
+            now_s = time.monotonic()
+            is_time = limits.seconds is not None and now_s - start_s >= limits.seconds
+            ended_by = "signal" if ended.is_set() else "time" if is_time else ""
+            try:
+                found = ask(which, "record", act="end" if ended_by else "renew", listener=listener)
+                heard_s, ended_by = now_s, ended_by or found["ended_by"]
+            except DeadlineError:
+                if now_s - heard_s > limits.patience_s:
+                    raise
+            except ClusterError:
+                ended_by = "end of the engine"
+            if is_shown and now_s - line_s >= _LINE_INTERVAL_S:
+                line_s = now_s
+                say(
+                    f"{which} records {file}: {found['num_requests']:,} requests, "
+                    f"{bytes_text(found['num_bytes'])}, {now_s - start_s:.0f} s"
+                )
+    if found["problem"] and is_shown:
+        say(found["problem"])
+    counts = ("num_requests", "num_lost", "num_distinct_blocks", "num_bytes")
+    return RecordingSummary(
+        path=str(file), **{key: found[key] for key in counts}, ended_by=ended_by
+    )
 
 
 @dataclass(frozen=True)

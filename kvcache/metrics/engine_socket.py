@@ -15,7 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcache.base.errors import ClusterError, DeadlineError, NotRunningError
+from kvcache.base.errors import (
+    ClusterError,
+    DeadlineError,
+    InvalidInputError,
+    NotRunningError,
+)
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import ServingLoop, describe_error
 from kvcache.memory_service.client import ENGINE_SERVICES
@@ -129,7 +134,8 @@ class EngineSocket:
         try:
             return json.dumps(self._answering(question)).encode()
         except Exception as error:
-            self._loop.faults.note("a question", error)
+            if not isinstance(error, InvalidInputError | ClusterError):  # else the asker's mistake
+                self._loop.faults.note("a question", error)
             return json.dumps({"error": describe_error(error)}).encode()
 
     def _bind(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 from kvcache.base.errors import ClusterError, NotRunningError
 from kvcache.integrations.vllm import control as control_module
 from kvcache.integrations.vllm.control import EngineControl
+from kvcache.integrations.vllm.engine_recording import EngineRecordings
 from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import RankReports
 from kvcache.metrics import Sample
@@ -31,7 +32,9 @@ class Asked:
         self.cluster = Cluster(num_files=num_files)
         setting = setting_of(**self.cluster.options)
         options = setting.options.model_copy(update={"name": self.name})
-        self.control = EngineControl(replace(setting, options=options), "tiny", self.cluster.store)
+        setting = replace(setting, options=options)
+        self.recordings = EngineRecordings(setting, self.cluster.store.params)
+        self.control = EngineControl(setting, "tiny", self.cluster.store, self.recordings)
         self.socket = EngineSocket(self.name, 0, self.control.answer)
         self.socket.start()
 
@@ -49,6 +52,7 @@ def asked() -> Iterator[Asked]:
     made = Asked(num_files=24)
     yield made
     made.socket.close()
+    made.recordings.close()
 
 
 def test_an_engine_says_what_it_has_loaded_from_where(asked: Asked) -> None:
@@ -164,7 +168,7 @@ def test_metrics_are_those_of_a_cluster(asked: Asked) -> None:
 
 def test_an_unknown_question_is_refused_and_the_next_one_answered(asked: Asked) -> None:
     asked.statistics()
-    with pytest.raises(ClusterError, match="is no question: ask status, metrics or clear"):
+    with pytest.raises(ClusterError, match="is no question: ask status, metrics, clear or record"):
         ask_engine(asked.name, 0, {"do": "fly"})
     assert asked.statistics().name == asked.name
 
@@ -255,7 +259,9 @@ def test_statistics_that_fail_do_not_stop_the_scheduler(caplog: pytest.LogCaptur
         raise ClusterError("the publisher has no statistics")
 
     cluster = Cluster()
-    control = EngineControl(setting_of(**cluster.options), "tiny", cluster.store, fail)
+    setting = setting_of(**cluster.options)
+    recordings = EngineRecordings(setting, cluster.store.params)
+    control = EngineControl(setting, "tiny", cluster.store, recordings, fail)
     assert control.statistics_if_any() is None
     assert control.statistics_if_any() is None
     assert caplog.text.count("statistics failed; the engine goes on") == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcache.metrics.engine_socket import ask_engine
+from kvcache.simulate import MooncakeTrace
+from tests.cli.commands import KVCACHE
 from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model, make_adapter
 
 pytestmark = pytest.mark.vllm
@@ -592,6 +597,11 @@ def test_a_prefetch_raises_a_prompt_from_files_and_computes_one_token(
     unknown = [7] * 300
     prefetch = {"prefetch": True}
     before = ask_engine(name, 0, {"do": "status"})["requests"]
+    recorded = tmp_path / "recorded.jsonl"
+    recording = subprocess.Popen([*KVCACHE, "record", str(recorded), "--vllm", name])
+    while not recorded.exists():
+        assert recording.poll() is None
+        time.sleep(0.1)
     told = engine.generate([first + unknown, unknown, second], transfer=prefetch)
     after = ask_engine(name, 0, {"do": "status"})["requests"]
     assert told.cached == [FULL_BLOCKS * BLOCK, 0, FULL_BLOCKS * BLOCK]
@@ -604,4 +614,8 @@ def test_a_prefetch_raises_a_prompt_from_files_and_computes_one_token(
     assert (again.tokens, again.cached) == (expected[:2], HITS[:2])
     assert engine.count()["prefix_cache_hits"] == hits + sum(HITS[:2]), "all from the device"
     assert engine.generate([first + unknown], 8).cached == [FULL_BLOCKS * BLOCK]
+    recording.send_signal(signal.SIGINT)
+    assert recording.wait(30) == 0
+    lengths = [request.input_length for request in MooncakeTrace(recorded).lines()]
+    assert sorted(lengths) == sorted(len(each) for each in (first, second, first + unknown))
     engine.kill()

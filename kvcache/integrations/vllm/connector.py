@@ -25,14 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from kvcache.config.sections import Location
 from kvcache.events.translation import group_kinds
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore
 from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of, has_cleared
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
-from kvcache.integrations.vllm.engine_recording import EngineRecording
+from kvcache.integrations.vllm.engine_recording import EngineRecordings
 from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.kv_groups import NewTable
 from kvcache.integrations.vllm.node_events import open_node_publisher, stream_of
@@ -43,7 +42,6 @@ from kvcache.integrations.vllm.peers import Peers
 from kvcache.integrations.vllm.rank_tiers import RankTiers, find_peers
 from kvcache.integrations.vllm.step_messages import Inventory, RankCommands, RankReports
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
-from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.metrics.engine_socket import EngineSocket
 
 logger = init_logger("vllm.kvcache")
@@ -73,7 +71,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._block_pool: Any = None
         self._control: EngineControl | None = None
         self._socket: EngineSocket | None = None
-        self._recording: EngineRecording | None = None
+        self._recordings: EngineRecordings | None = None
         self._told_s = 0.0
         self._errors = ObserverErrors()
         if role == KVConnectorRole.SCHEDULER:
@@ -86,12 +84,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 self._setting, time.monotonic, self._events, self._peers, nodes=self._nodes
             )
             model = str(vllm_config.model_config.model)
-            self._control = EngineControl(self._setting, model, self._store, self._further)
+            self._recordings = EngineRecordings(self._setting, self._store.params)
+            self._control = EngineControl(
+                self._setting, model, self._store, self._recordings, self._further
+            )
             name, replica = self._setting.options.name, self._setting.replica
-            if self._setting.options.record is not None:
-                self._recording = _recording(
-                    self._setting, self._setting.options.record, self._store.params
-                )
             self._socket = EngineSocket(name, replica, self._control.answer)
             self._socket.start()
 
@@ -131,8 +128,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's blocks."""
-        if self._recording is not None and not self.store.params.is_prefetch(request):
-            self._recording.admitted(request)
+        if self._recordings is not None:
+            self._recordings.admitted(request)
         self.store.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> RankCommands:
@@ -155,8 +152,8 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; say whether its blocks are kept until they are stored."""
-        if self._recording is not None:
-            self._recording.finished(request)
+        if self._recordings is not None:
+            self._recordings.finished(request)
         return self.store.finished(request.request_id), None
 
     def request_finished_all_groups(
@@ -233,10 +230,9 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def _further(self) -> dict[str, Any]:
         """Return statistics of what watches the tiers."""
-        events, recording = self._events, self._recording
+        events = self._events
         return {
             "events": None if events is None else events.statistics(),
-            "recording": None if recording is None else recording.statistics(),
             "nodes": None if self._nodes is None else self._nodes.statistics(),
         }
 
@@ -307,16 +303,10 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
             self._memory,
             self._socket,
             self._events,
-            self._recording,
+            self._recordings,
         ):
             if part is not None:
                 part.close()
-
-
-def _recording(setting: EngineSetting, directory: str, params: TransferParams) -> EngineRecording:
-    """Return a new recording of an engine's requests; raises ConfigurationError."""
-    name = f"{setting.options.name}-{setting.replica}"
-    return EngineRecording(str(Location.of(directory).path), name, setting.block_tokens, params)
 
 
 def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcache.base.errors import ClusterError, InvalidInputError, shown
 from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.engine_recording import EngineRecordings
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
@@ -32,12 +33,15 @@ class EngineControl:
         setting: EngineSetting,
         model: str,
         store: BlockStore,
+        recordings: EngineRecordings,
         more: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """Answer about `store`; `more` returns further fields of the statistics."""
+        """Answer about `store`, and pass questions about recordings on; `more` returns further
+        fields of the statistics."""
         self._setting = setting
         self._model = model
         self._store = store
+        self._recordings = recordings
         self._more = more
         self._started_s = time.monotonic()
         self._wanted: threading.Event | None = None
@@ -45,7 +49,7 @@ class EngineControl:
         self._errors = ObserverErrors()
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a question: `{"do": "status"}`, `metrics` or `clear`. In any thread.
+        """Answer a question: `{"do": "status"}`, `metrics`, `clear` or `record`. In any thread.
 
         Raises InvalidInputError for another one.
         """
@@ -56,7 +60,11 @@ class EngineControl:
             return {"text": exposition(engine_samples(self.statistics()))}
         if verb == "clear":
             return self._clear()
-        raise InvalidInputError(f"{shown(verb)} is no question: ask status, metrics or clear")
+        if verb == "record":
+            return self._recordings.follow(question)
+        raise InvalidInputError(
+            f"{shown(verb)} is no question: ask status, metrics, clear or record"
+        )
 
     def step(self) -> None:
         """Do what was asked for. In the scheduler's thread, before anything is looked up.
@@ -92,6 +100,7 @@ class EngineControl:
                     uptime_s=now_s - self._started_s,
                     requests=self._store.counts.statistics(now_s),
                     tiers=self._store.statistics,
+                    recording=self._recordings.statistics(),
                     **self._more(),
                 )
             except RuntimeError:  # a table has grown while it was read
