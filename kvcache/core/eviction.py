@@ -3,8 +3,8 @@
 LRU is the free list itself, in compiled code. Any other policy, your own or one per tenant, orders
 the unreferenced cached blocks. Kernels log changes of these blocks in `moved`; after each call the
 policy is told of them in order, in batches. Before blocks are taken, the policy is asked for as
-many victims as blank blocks are lacking. A policy sees block ids, never the columns. It gets back
-blocks of prefix groups that cached contents continue.
+many victims as blank blocks are lacking; kernels ask by a callback (EVICTS). A policy sees block
+ids, never the columns. It gets back blocks of prefix groups that cached contents continue.
 
 The free list puts children before parents because requests release their blocks last one first.
 After a fork of uncached blocks, a copy that outlives its request or a failed step, a request may
@@ -15,9 +15,11 @@ the next reset.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, c_int64, c_void_p, cast
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from kvcache.core.columns import (
     BLOCK,
     CHILDREN,
     DISCARDED,
+    EVICTS,
     FREE,
     HAS_POLICY,
     INSERTED,
@@ -58,6 +61,8 @@ from kvcache.requests.hints import CacheHint, blocks_in
 from kvcache.specs import KVCacheSpec
 from kvcache.tenants import TenantLedger, TenantPolicy
 from kvcache.tenants.ledger import required
+
+_CALLBACK = CFUNCTYPE(c_int64, c_int64, c_int64, c_int64)
 
 MakePolicy = Callable[[int, "BlockEntryTable"], EvictionPolicy]
 
@@ -159,7 +164,25 @@ class PolicyOrder:
         self._table.names_contents = self.policy.reads_contents
         self._hints: HintColumns | None = None  # until the first hint
         self._is_shared = np.zeros(0, np.bool_)
+        self._failure: BaseException | None = None
+        this = ref(self)  # the order owns the callback
+
+        def evict(num_blocks: int, *_: int) -> int:
+            order = this()
+            return 0 if order is None else order._answer(num_blocks)
+
+        self._callback = _CALLBACK(evict)
+        store.columns.number[EVICTS] = cast(self._callback, c_void_p).value or 0
         self._take_over()
+
+    def _answer(self, num_blocks: int) -> int:
+        """Evict for a kernel, which an error cannot pass: the next `tell` raises it."""
+        try:
+            self.tell()
+            self._evict(num_blocks, None)
+        except BaseException as error:
+            self._failure = error
+        return 0
 
     def follow_hints(self) -> None:
         """Follow hints from now on."""
@@ -231,6 +254,9 @@ class PolicyOrder:
     def tell(self) -> None:
         """Tell the policy what happened since the last call."""
         c = self._store.columns
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
         if self._hints is not None:
             self._hints.now_s = self._clock.now()
         count = int(c.number[NUM_MOVED])

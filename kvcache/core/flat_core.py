@@ -218,7 +218,7 @@ class FlatCore:
         if not store.free_rows:
             store.more_rows()
         r = store.free_rows[-1]
-        is_simple = self.cache.order is None and self.notifier.offload is None
+        is_simple = self.tenants is None and self.notifier.offload is None
         needed, has_news = admit_row(
             store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
             wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
@@ -270,7 +270,7 @@ class FlatCore:
         store, slots = self.store, rows.slots
         self._reach_rows(len(slots))
         places, is_reserved = self._places, np.empty(len(slots), np.int32)
-        how = ALONE if self.cache.order is None and self.notifier.offload is None else ASKING
+        how = ALONE if self.notifier.offload is None else ASKING
         if self.tenants is not None:
             how = BY_TENANT
         publishes, lacks_nodes = self.cache.is_caching and store.num_groups > 0, False
@@ -285,7 +285,7 @@ class FlatCore:
                 store.reach_units(-(-first // self.hash_block_size))
                 store.reach_changes(third)
                 lacks_nodes = not self.cache.reach_nodes(second)
-            elif code == NEEDS_ROOM and how == ASKING:
+            elif code == NEEDS_ROOM and how != BY_TENANT:
                 self.cache.make_room(first)
                 num_busy = second
             elif code != DONE:
@@ -322,7 +322,7 @@ class FlatCore:
         must be asked for blocks.
         """
         store, namespace, count = self.store, new[0][0].namespace, len(new)
-        if self.cache.order is not None or self._zeroes or self.notifier.offload is not None:
+        if self.tenants is not None or self._zeroes or self.notifier.offload is not None:
             return None
         wishes, place = np.empty((count, NUM_WISHES), np.int32), 0
         lines = wishes.data

@@ -285,11 +285,16 @@ def _plain_are_same_64(one: int, other: int) -> bool:
     return _plain_are_same(one, other, 64)
 
 
+def _plain_call_3(address: int, arguments: tuple[int, int, int]) -> int:
+    function = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(int(address))
+    return int(function(*map(int, arguments)))
+
+
 def _plain_int32_at(address: int) -> int:
     return ctypes.c_int32.from_address(int(address)).value
 
 
-call_3: Any = _call_by_address(3)
+call_3: Any = _plain_call_3 if IS_PLAIN else _call_by_address(3)
 call_for_pair: Any = _call_for_pair
 are_same: Any = _plain_are_same if IS_PLAIN else _are_same
 are_same_64: Any = _plain_are_same_64 if IS_PLAIN else _are_same_64

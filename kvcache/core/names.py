@@ -41,8 +41,8 @@ it has multimodal items."""
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_PREFIX_GROUPS,
-    HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, NUM_NUMBERS,
-) = range(25)  # fmt: skip
+    HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, EVICTS, NUM_NUMBERS,
+) = range(26)  # fmt: skip
 """Entries of `number`:
 
     FREE BLANK                  free blocks; those of them without content
@@ -60,6 +60,7 @@ it has multimodal items."""
     OPENED                      the first serial of the open step
     ROOM                        with tenants: how many more blocks the served one may reference
     HAS_GAPS                    a block of a prefix group may be referenced without those before it
+    EVICTS                      the address of a function that lets the policy evict blocks
 """
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)

@@ -15,7 +15,17 @@ import numpy as np
 
 from kvcache.core.columns import columns_of, logs_of
 from kvcache.core.kinds.rule import FULL, KIND
-from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, inner, kernel, routine
+from kvcache.core.machine import (
+    CORE,
+    INT,
+    INTS,
+    NEW_INTS,
+    NOTHING,
+    call_3,
+    inner,
+    kernel,
+    routine,
+)
 from kvcache.core.names import *
 from kvcache.core.prefix_tree import forget_content, is_sealed
 
@@ -188,6 +198,17 @@ def take(core: Any, taken: Any, first: int, count: int) -> None:
     c.number[FREE] -= count
     c.number[EVICTED] += num_evicted
     c.number[BLANK] -= count - num_evicted
+
+
+@routine
+def has_room(core: Any, count: int, asks_python: int) -> bool:
+    """Return whether the next `count` blocks can be taken from the free list. If a policy orders
+    the others, let it evict as many as lack; False if it failed. With `asks_python`, return whether
+    so many are blank."""
+    number = columns_of(core).number
+    if number[HAS_POLICY] and not asks_python and count > number[BLANK]:
+        call_3(number[EVICTS], (np.int64(count), np.int64(0), np.int64(0)))
+    return count <= number[BLANK] or not (number[HAS_POLICY] or asks_python)
 
 
 @kernel(NOTHING, CORE, NEW_INTS)

@@ -39,7 +39,7 @@ from kvcache.core.machine import (
     routine,
 )
 from kvcache.core.names import *
-from kvcache.core.pool import acquire, release, release_run, take
+from kvcache.core.pool import acquire, has_room, release, release_run, take
 from kvcache.core.prefix_tree import add_child, find_child, is_sealed, prune
 from kvcache.core.running import (
     CLIENT,
@@ -56,6 +56,10 @@ from kvcache.core.running import (
     note_ends,
 )
 from kvcache.core.states import forget_ends, grow_states, lacking_states, note_end
+
+ALONE, ASKING, BY_TENANT = range(3)
+"""How rows get blocks: from the free list and the policy; after Python has asked tiers; by
+Python."""
 
 BUSY, LATE, LONG, NUM_PLACES = range(4)
 """Lines of `places`, which `run_rows` fills with the positions of rows in a batch: rows that need
@@ -347,7 +351,7 @@ def admit(
         return needed
     c.row[r, FLAGS], c.row[r, FIRST_KEYS], c.row[r, OTHER_KEYS] = flags, first, other
     note_end(core, r, computed)
-    if end >= 0:
+    if end >= 0 and has_room(core, needed, ALONE):
         grow(core, r, slot, computed, slot_tokens)
         if end > depth:
             publish(core, r, end, 0, tokens, keys, digests)
@@ -690,9 +694,6 @@ DONE, SINGLY, NEEDS_SPACE, NEEDS_ROOM = range(4)
 """Results of `run_rows`: all is done; tokens are appended, but Python must serve the rows one by
 one; the columns are too small, and nothing has changed; Python must evict blocks."""
 
-ALONE, ASKING, BY_TENANT = range(3)
-"""How rows get blocks: from the free list; after Python has asked a policy or tiers; by Python."""
-
 
 @kernel(
     types.UniTuple(INT, 4), CORE, *[INT] * 5, NEW_INT_ROWS, NEW_INT_ROWS, INTS, INTS, INTS,
@@ -735,7 +736,7 @@ def run_rows(
             i = places[LATE, k]
             front = skip(core, np.int64(running[slots[i], ROW]), np.int64(computed[i]), front)
         total = _grant(core, running, slots, computed, slot_tokens, places, num_busy, is_reserved)
-        if (how == ASKING and total > c.number[BLANK]) or (how == BY_TENANT and total):
+        if total > 0 if how == BY_TENANT else not has_room(core, total, how):
             return np.int64(NEEDS_ROOM), total, num_busy, none
     for k in range(num_busy):
         i = places[BUSY, k]

@@ -19,6 +19,7 @@ from kvcache.core import (
     OffloadHit,
     OffloadHooks,
 )
+from kvcache.core.eviction import PolicyOrder
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Reset
 from kvcache.requests.request import Request
@@ -440,3 +441,20 @@ def test_hooks_are_not_offered_what_no_forward_has_computed() -> None:
         engine.step(finished=(f"r{i}",))
     assert manager.statistics().core.num_evictions > 8
     assert not hooks.offered
+
+
+def test_an_error_of_an_eviction_in_the_middle_of_a_step_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiled code asks the policy, and no error can pass it."""
+    manager = make_manager(num_blocks=9, eviction_policy="arc")
+    engine = Engine(manager)
+    engine.step(new=(new("a", range(16)),))
+    engine.step(finished=("a",), completed_step=1)
+
+    def fail(*_: object) -> None:
+        raise OSError("no such file")
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no such file"):
+        broken.setattr(PolicyOrder, "_evict", fail)
+        engine.step(new=(new("b", range(100, 132)),), completed_step=2)
