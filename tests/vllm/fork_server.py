@@ -27,6 +27,7 @@ MAX_REQUEST = 1 << 20
 
 def preload() -> None:
     """Import what engines need, so that vLLM starts its processes by fork."""
+    sys.modules["ray"] = None  # type: ignore[assignment]  # installed with kvcache, never needed
     from vllm.utils import system_utils
 
     # vLLM's CPU backend demands spawn; before other modules take the function.
