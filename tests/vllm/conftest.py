@@ -26,7 +26,7 @@ from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.worker.host_memory.labels import SlotState, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape
 from tests.vllm.engine_process import MARK
-from tests.vllm.programs import ROOT, fork_server, run, spawn
+from tests.vllm.programs import ROOT, Program, fork_server, run, spawn
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """The environment from `make test-vllm`, or a link to one."""
@@ -74,24 +74,57 @@ class Answer:
     first_token_s: list[float]
 
 
-class Engine:
-    """A running engine. `kill` ends it and all its processes like a crash."""
+class ProcessTree:
+    """Running processes of one session. `kill` ends all of them like a crash."""
+
+    def __init__(self, process: Program, log: Path) -> None:
+        self.process, self.log = process, log
+        self._shared: set[Path] = set()  # vLLM's own, which it leaves after a crash
+
+    def kill(self) -> None:
+        """Kill every process, and wait until they are gone."""
+        self.note_shared_files()
+        for process_id in processes_of_session(self.process.pid):
+            try:
+                os.kill(process_id, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(30)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        deadline_s = time.monotonic() + 30
+        while processes_of_session(self.process.pid):
+            assert time.monotonic() < deadline_s, "a killed engine lives on"
+            time.sleep(0.05)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+    def note_shared_files(self) -> None:
+        """Remember the files in /dev/shm that are in use now, to remove them after a kill."""
+        for process_id in processes_of_session(self.process.pid):
+            self._shared |= shared_files_of(process_id)
+
+    def errors(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+class Engine(ProcessTree):
+    """A running engine, controlled line by line."""
 
     def __init__(
         self, python: str, options: dict[str, Any], log: Path, *, is_forked: bool = True
     ) -> None:
-        self.log = log
         start = fork_server(python).fork if is_forked else partial(spawn, python)
         with log.open("wb") as errors:
-            self.process = start("tests.vllm.engine_process", [json.dumps(options)], errors)
+            process = start("tests.vllm.engine_process", [json.dumps(options)], errors)
+        super().__init__(process, log)
         self._unread = b""
-        self._shared: set[Path] = set()  # vLLM's own, which it leaves after a crash
         try:
             self.ready_s = self._answer(START_S)["ready_s"]
         except BaseException:
             self.kill()
             raise
-        self._shared |= self._shared_files()
+        self.note_shared_files()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 40, **options: Any
@@ -115,28 +148,6 @@ class Engine:
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         return self._answer(ANSWER_S)
 
-    def kill(self) -> None:
-        """Kill every process of the engine, and wait until they are gone."""
-        self._shared |= self._shared_files()
-        for process_id in processes_of_session(self.process.pid):
-            try:
-                os.kill(process_id, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait(30)
-        self.process.stdin.close()
-        self.process.stdout.close()
-        deadline_s = time.monotonic() + 30
-        while processes_of_session(self.process.pid):
-            assert time.monotonic() < deadline_s, "a killed engine lives on"
-            time.sleep(0.05)
-        for path in self._shared:
-            path.unlink(missing_ok=True)
-
-    def _shared_files(self) -> set[Path]:
-        processes = processes_of_session(self.process.pid)
-        return {path for process_id in processes for path in shared_files_of(process_id)}
-
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         """Return the next answer; raises AssertionError with the end of the log if none comes."""
         deadline_s = time.monotonic() + timeout_s
@@ -159,9 +170,6 @@ class Engine:
                 if not read:
                     raise AssertionError(f"the engine does not answer:\n{self.errors()[-30000:]}")
                 self._unread += read
-
-    def errors(self) -> str:
-        return self.log.read_text(errors="replace")
 
 
 def processes_of_session(session: int) -> list[int]:
