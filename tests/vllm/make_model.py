@@ -1,8 +1,8 @@
 """Makes a tiny random model, with a byte tokenizer: `make_model.py DIRECTORY [KIND [SEED]]`.
 
 KIND is `llama`, `llama3`, which has three layers, `gemma3`, whose layers have sliding windows and
-full attention in turn, `mistral`, whose layers all have sliding windows, or `blip2`, which takes
-an image with a prompt.
+full attention in turn, `mistral`, whose layers all have sliding windows, `mamba`, or `blip2`, which
+takes an image with a prompt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedTokenizerFast,
@@ -55,6 +57,10 @@ def main(directory: str, kind: str = "llama", seed: str = "7") -> None:
     elif kind == "mistral":
         config = MistralConfig(**SIZES, num_hidden_layers=2, sliding_window=64)
         MistralForCausalLM(config).save_pretrained(directory)
+    elif kind == "mamba":
+        sizes = {"hidden_size": 64, "state_size": 16, "num_hidden_layers": 2}
+        config = MambaConfig(vocab_size=SIZES["vocab_size"], **sizes)
+        MambaForCausalLM(config).save_pretrained(directory)
     elif kind == "blip2":
         towers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         towers |= {"num_attention_heads": 2, "initializer_range": 0.2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import time
@@ -443,12 +444,13 @@ def test_pipeline_ranks_keep_their_layers_and_survive_a_kill(
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"offload": {"host_memory_per_rank": "1KiB"}},
-        "offload.host_memory_per_rank is 1024 bytes, a block of this model has 65536 on each "
-        "rank: set it to many times that",
+        r"offload\.host_memory_per_rank is 1024 bytes, a block of this model has 65536 on each "
+        r"rank: set it to many times that",
     ),
     (
         {"offload": {"host_memory_per_rank": "900TiB"}},
-        "rank 0 has no room for its host memory of",
+        r"rank 0 has no room for its host memory: .* needs \d+ bytes of memory, \d+ are available: "
+        r"lower offload\.host_memory_per_rank, or raise the limit of the container",
     ),
     (
         {
@@ -457,20 +459,53 @@ WRONG: list[tuple[dict[str, Any], str]] = [
                 "disk": {"directory": "/absent/kvcache", "capacity_per_rank": "8MiB"},
             }
         },
-        "/absent/kvcache",
+        r".*/absent/kvcache.*: make or mount it first",
     ),
-    ({"weight_revison": "a"}, "weight_revison"),
+    (
+        {"weight_revison": "a"},
+        r"kv_connector_extra_config: weight_revison: 'a': there is no such key: did you mean "
+        r"weight_revision\?",
+    ),
 ]
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=["small", "large", "disk", "unknown"])
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG, ids=["small", "large", "disk", "unknown"])
 def test_a_wrong_option_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str], wrong: dict[str, Any], message: str
+    start: Starter, new_name: Callable[[], str], wrong: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(AssertionError) as ended:
-        start({"name": new_name(), **wrong})
-    assert message in str(ended.value)
+    assert re.fullmatch(sentence, refusal(start, {"name": new_name(), **wrong}))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_version_ends_the_start_with_one_sentence(
+    start: Starter, new_name: Callable[[], str]
+) -> None:
+    extra = {"name": new_name(), **MEMORY}
+    assert refusal(start, extra, module="tests.vllm.other_version") == (
+        "vLLM is version 0.33.1, kvcache's connector serves 0.32.x: install vllm==0.32.0, or "
+        "remove --kv-transfer-config"
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_whose_states_are_no_blocks_ends_the_start_with_one_sentence(
+    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
+) -> None:
+    model = made_model(python, tmp_path, "mamba")
+    assert refusal(start, {"name": new_name(), **MEMORY}, model=model) == (
+        "the model has KV cache groups MambaSpec, the connector serves FullAttentionSpec and "
+        "SlidingWindowSpec: remove --kv-transfer-config"
+    )
+
+
+def refusal(start: Starter, extra: dict[str, Any], **options: Any) -> str:
+    """Return the sentence with which an engine ends at its start."""
+    with pytest.raises(AssertionError, match="does not answer") as ended:
+        start(extra, **options)
+    found = re.findall(r"kvcache\.base\.errors\.\w+: (.*)", str(ended.value))
+    assert found, ended.value
+    return str(found[-1])
 
 
 @pytest.mark.usefixtures("one_rank")

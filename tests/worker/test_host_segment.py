@@ -216,7 +216,9 @@ def test_memory_that_is_not_there_is_an_error_that_says_how_much_is() -> None:
         make_memory("too large", wanted)
     text = str(caught.value)
     assert text.startswith(f"shared memory too large needs {wanted} bytes of memory, ")
-    assert text.endswith(" are available: lower host_blocks, or raise the limit of the container")
+    assert text.endswith(
+        " are available: lower offload.host_memory_per_rank, or raise the limit of the container"
+    )
 
 
 def test_the_narrowest_limit_around_the_process_counts(tmp_path: Path) -> None:

@@ -506,8 +506,7 @@ def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCach
         host = HostPool(segment, is_pinned=pool.device.type == "cuda")
     except NotEnoughMemoryError as error:
         raise NotEnoughMemoryError(
-            f"rank {rank} has no room for its host memory of {shape.size_bytes} bytes: lower "
-            f"offload.host_memory_per_rank ({error})"
+            f"rank {rank} has no room for its host memory: {error}"
         ) from error
     if service is not None and segment.origin.startswith(PRIVATE):
         logger.warning("rank %d: %s", rank, segment.origin)

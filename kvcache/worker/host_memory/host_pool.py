@@ -128,7 +128,7 @@ class HostPool:
                     self.close()
                     raise NotEnoughMemoryError(
                         f"CUDA does not register {size} bytes of host memory (error {int(error)}): "
-                        "lower host_blocks, or raise the limit of locked memory"
+                        "lower offload.host_memory_per_rank, or raise the limit of locked memory"
                     )
                 self._registered.append(address)
                 start += piece

@@ -120,7 +120,7 @@ def make_memory(name: str, size_bytes: int, root: Path = SYSTEM_ROOT) -> int:
         NotEnoughMemoryError: the machine or the control group has less, or shared memory is full.
     """
     purpose = f"shared memory {name}"
-    remedy = "lower host_blocks, or raise the limit of the container"
+    remedy = "lower offload.host_memory_per_rank, or raise the limit of the container"
     require_memory(size_bytes, purpose, remedy, root)
     descriptor = _open(name)
     try:
