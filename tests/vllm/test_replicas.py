@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
+from kvcache.metrics.engine_socket import ask_engine
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import FULL_BLOCKS, HITS, MEMORY, PROMPTS
 
@@ -74,6 +78,53 @@ def test_two_engines_share_one_directory_and_write_each_block_once(
     second.generate(PROBES[:3], 1)
     assert {path: path.stat().st_ino for path in written} == written
     second.kill()
+
+
+def test_two_writers_keep_their_directory_within_the_limit(
+    start: Starter, new_name: Callable[[], str], tmp_path: Path
+) -> None:
+    draw = random.Random(3)
+    load = [[draw.randrange(4, 500) for _ in range(200)] for _ in range(80)]
+    alone = start()
+    expected = alone.generate(load, 4).tokens
+    alone.kill()
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "4MiB", "write": "on_store"}
+    offload = {"host_memory_per_rank": "2MiB", "disk": disk}
+    name = new_name()
+    engines = [start({"name": name, "replica": i, "offload": offload}) for i in (0, 1)]
+
+    def answers_of(engine: Engine, order: list[int]) -> list[list[list[int]]]:
+        return [engine.generate([load[i]], 4).tokens for i in order]
+
+    orders = [[*range(80), *range(40)], [*range(79, -1, -1), *range(79, 39, -1)]]
+    most_bytes = num_files = 0
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(answers_of, *each) for each in zip(engines, orders, strict=True)]
+        while not all(each.done() for each in asked):
+            sizes = sizes_of_blocks(tmp_path)
+            most_bytes, num_files = max(most_bytes, sum(sizes)), max(num_files, len(sizes))
+            time.sleep(0.01)
+    for each, order in zip(asked, orders, strict=True):
+        assert each.result() == [[expected[i]] for i in order]
+    for replica in (0, 1):
+        tier = ask_engine(name, replica, {"do": "status"})["tiers"]["disk"]
+        assert tier["num_stored"] > 128, "each has written more than there is room for"
+    head_bytes = max(sizes_of_blocks(tmp_path)) - (64 << 10)
+    assert 56 < num_files <= 72  # 4 MiB of blocks of 64 KiB, and an eighth
+    assert most_bytes <= (4 << 20) * 9 // 8 + 72 * head_bytes
+    for engine in engines:
+        engine.kill()
+
+
+def sizes_of_blocks(directory: Path) -> list[int]:
+    """Return the sizes of the files with blocks, finished or not, at one moment: all writers wait
+    for the lock."""
+    sizes = []
+    for changes in directory.rglob("changes"):
+        with changes.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            sizes += [path.stat().st_size for path in changes.parent.glob("??/*")]
+    return sizes
 
 
 def test_data_parallel_replicas_share_memory_and_files_and_store_each_block_once(
