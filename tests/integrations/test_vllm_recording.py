@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import uuid
@@ -376,6 +377,30 @@ def test_a_silent_command_loses_its_recording(
     assert recording.statistics()["ended_by"] == "silence"
     recording.admitted(served("r", 10))
     assert not recording._open
+
+
+def test_a_busy_engine_notices_a_silent_command_and_writes_what_has_ended(
+    engine: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_recording, "_LOOK_S", 600.0)  # the queue is never found empty
+    engine.begin(tmp_path / "load.jsonl")
+    recording = engine.recordings._recording
+    assert recording is not None
+    append = recording._recording.append
+
+    def falls_silent(request: Any, block_size: int) -> bool:
+        recording._asked_s = -math.inf
+        return append(request, block_size)
+
+    monkeypatch.setattr(recording._recording, "append", falls_silent)
+    for name in ("first", "endless", "behind"):
+        recording.admitted(served(name, 10))
+    for name in ("behind", "first"):
+        recording.finished(served(name, 10))
+    recording._thread.join(10)
+    found = recording.statistics()
+    assert (found["ended_by"], found["num_lost"]) == ("silence", 0)
+    assert len(lines_of(recording)) == 2
 
 
 def test_files_that_cannot_be_made_are_refused(engine: Recorded, tmp_path: Path) -> None:

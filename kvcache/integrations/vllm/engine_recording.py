@@ -244,9 +244,7 @@ class EngineRecording:
     def close(self) -> None:
         """Write the requests that have ended, and end. May be called again."""
         with self._lock:
-            for request_id in [name for name, served in self._open.items() if served is None]:
-                del self._open[request_id]
-            self._hand_on(0)
+            self._hand_on_ended()
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
@@ -254,6 +252,12 @@ class EngineRecording:
         else:
             self._thread.join(CLOSE_S)
         self._ended_by = self._ended_by or "close"
+
+    def _hand_on_ended(self) -> None:
+        """Queue all ended requests; leave out those that still run."""
+        for request_id in [name for name, served in self._open.items() if served is None]:
+            del self._open[request_id]
+        self._hand_on(0)
 
     def _hand_on(self, most_held: int) -> None:
         """Queue ended requests in order of admission, also behind one that is open if more than
@@ -293,11 +297,14 @@ class EngineRecording:
     def _write(self) -> None:
         with self._recording as recording:
             while True:
+                lease_s = self._limits.lease_s
+                if not self._ended_by and time.monotonic() - self._asked_s > lease_s:
+                    with self._lock:
+                        self._hand_on_ended()
+                        self._end("silence", f"nobody asked for {lease_s:g} s")
                 try:
-                    served = self._queue.get(timeout=_LOOK_S)
+                    served = self._queue.get(timeout=0 if self._ended_by else _LOOK_S)
                 except queue.Empty:
-                    if time.monotonic() - self._asked_s > self._limits.lease_s:
-                        self._end("silence", f"nobody asked for {self._limits.lease_s:g} s")
                     if self._ended_by:
                         break
                     continue
@@ -323,7 +330,7 @@ class EngineRecording:
             self._end("error", str(error))
         except Exception as error:
             self._end("error", describe_error(error))
-        return self._ended_by in ("", "close")
+        return self._ended_by in ("", "close", "silence")
 
     def _end(self, ended_by: str, problem: str) -> None:
         self._ended_by, self._problem = ended_by, problem
