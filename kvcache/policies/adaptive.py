@@ -17,8 +17,8 @@ from kvcache.policies import orders, victims
 from kvcache.policies.entry_queue import Entries, as_array
 from kvcache.policies.policy import EntryTable, columns_of
 
-_MOST_SIMULATED = 1 << 14
-"""Larger caches simulate a sample of contents."""
+_MOST_SIMULATED, _MOST_SAMPLED = 1 << 14, 1 << 13
+"""Caches with more blocks than the first simulate a sample, of so many contents at most."""
 
 _MOST_NAMES, _ROOMS_REMEMBERED, _LEAST_ROOMS = 1 << 16, 64, 4
 """Names remembered, in capacities: fewer than 64 in caches where that is more than 65,536 names."""
@@ -34,7 +34,8 @@ class AdaptivePolicy:
         self._rows: orders.Int64Array = np.zeros(capacity, np.int64)
         self._victims = victims.make_victims(capacity)
         self._room_blocks = 0
-        self._scale = 1 << max(0, ((capacity - 1) // _MOST_SIMULATED).bit_length())
+        num_sampled = _MOST_SAMPLED if capacity > _MOST_SIMULATED else capacity
+        self._scale = 1 << ((capacity - 1) // num_sampled).bit_length()
         most = max(min(_MOST_NAMES, _ROOMS_REMEMBERED * capacity), _LEAST_ROOMS * capacity)
         num_rows = max(orders.WAYS, 1 << (most - 1).bit_length())
         self._memory = orders.make_memory(num_rows, capacity, self._scale)
@@ -85,14 +86,17 @@ class AdaptivePolicy:
         victims.put_back(self._victims, as_array(entries))
 
     def order(self) -> list[int]:
+        order: list[int] = self._order().tolist()
+        return order
+
+    def _order(self) -> IndexArray:
         stamps, keys = self._victims.stamp, self._victims.key
         inserted = np.flatnonzero(stamps > 0)
-        order: list[int] = inserted[np.lexsort((stamps[inserted], keys[inserted]))].tolist()
-        return order
+        return inserted[np.lexsort((stamps[inserted], keys[inserted]))]
 
     def _take_over(self) -> None:
         """Put all entries in the order that rules now."""
-        entries = as_array(self.order())
+        entries = self._order()
         self._names[self._victims.stamp < 0] = 0
         keys = orders.keys_of(self._memory, self._names[entries], self._rows[entries])
         self._victims = victims.make_victims(len(self._names))

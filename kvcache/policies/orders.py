@@ -1,7 +1,7 @@
 """The records of contents by name, their keys in several orders, and a simulated cache for each.
 
-    name[row]      a name, or 0; the 16 rows of a bucket keep the names that were used last
-    fact[row]      STAMP USES LINE FLAGS
+    name[row]      a name, or 0; the 8 rows of a bucket keep the names that were used last
+    fact[row]      STAMP USES LINE FLAGS BEFORE
     worth[row]     its worth when it was used last, by half-life
     number, real   counts, see CLOCK, SAMPLED
     member[order]  the rows in the simulated cache of an order
@@ -23,12 +23,12 @@ from kvcache.base.compiled import array_type, compiled
 Int64Array: TypeAlias = "npt.NDArray[np.int64]"
 Float64Array: TypeAlias = "npt.NDArray[np.float64]"
 
-WAYS = 16
+WAYS = 8
 """Rows of a bucket."""
 
-STAMP, USES, LINE, FLAGS, NUM_FACTS = range(5)
+STAMP, USES, LINE, FLAGS, BEFORE, NUM_FACTS = range(6)
 """Columns of a record: the time of its last use, in uses of all contents; the number of its uses;
-its class; and bits, see WAS_HIT."""
+its class; bits, see WAS_HIT; and the time of its last use but one, or 0."""
 
 WAS_HIT, IS_INSIDE, WAS_INSIDE = 1, 2, 1 << 20
 """Bits of FLAGS: the content was cached when it was used last. Shifted by an order: it is in the
@@ -45,14 +45,16 @@ from HITS on, hits of each order. From REUSED and from USED on, uses by class.""
 DELAYS = (0.0, 0.5, 1.0)
 """Orders by recency. A new content counts as used this many capacities ago: 0 is LRU."""
 
-_TIE_BLOCKS = 0.25
+_TIE_BLOCKS, _TIE_SHARE = 0.25, 1e-6
 """New contents are older by this, too, so that no two contents have the same key."""
 
 LONGEST, NUM_HALF_LIVES = 16.0, 7
 """Orders by all uses; a use loses half of its weight in 16 capacities, in 8, and so on."""
 
 NUM_DELAYS = len(DELAYS)
-NUM_ORDERS = NUM_DELAYS + NUM_HALF_LIVES
+LAST_BUT_ONE = NUM_DELAYS + NUM_HALF_LIVES
+NUM_ORDERS = LAST_BUT_ONE + 1
+"""The last order is by the last use but one (LRU-2)."""
 
 _MOST_LENGTHS = 8
 _USE_LIMITS = (2, 3, 4, 8, 16, 64)
@@ -72,9 +74,6 @@ _PRIOR_USES = 100.0
 
 _SAMPLED_BIT = 24
 """The lowest bit of names that says whether they are sampled; the bits below find their bucket."""
-
-_SPARE_SHARE = 16
-"""A simulated cache is trimmed when it is larger than its capacity by one part in this many."""
 
 _HORIZON_ROOMS = 16.0
 """Simulated hits lose half of their weight in this many capacities."""
@@ -155,6 +154,8 @@ def claim(memory: Memory, name: int) -> int:
 def key_of(memory: Memory, row: int, order: int, hit_bit: int) -> float:
     """Return the key of a record in an order. `hit_bit` says where it was or was not hit."""
     fact, capacity = memory.fact, memory.capacity
+    if order == LAST_BUT_ONE:
+        return float(fact[row, BEFORE] + _TIE_SHARE * fact[row, STAMP])
     if order >= NUM_DELAYS:
         half_life = LONGEST * capacity / (1 << (order - NUM_DELAYS))
         worth = memory.worth[row, order - NUM_DELAYS]
@@ -214,11 +215,13 @@ def classify(fact: Int64Array, rows: Int64Array) -> None:
 @compiled(types.void(_memory, _int, _names))
 def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
     """Use sampled contents in the simulated caches, and let another order rule if it would have had
-    enough more hits."""
+    enough more hits. A cache is trimmed when it has a few contents too many; a sample is then a few
+    smaller, so that it is trimmed less often."""
     _, fact, _, number, real, member, capacity, scale = memory
     fading = 0.5 ** (len(rows) * scale / (_HORIZON_ROOMS * capacity))
     real[SAMPLED] = real[SAMPLED] * fading + len(rows)
     real[REQUESTS] = real[REQUESTS] * fading + 1
+    spare = room // (16 if scale == 1 else 8)
     for order in range(NUM_ORDERS):
         is_inside, was_inside, num_hits = IS_INSIDE << order, WAS_INSIDE << order, 0
         for row in rows:
@@ -234,8 +237,8 @@ def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
                 number[NUM_INSIDE + order] += 1
                 if number[NUM_INSIDE + order] == len(member[order]):
                     trim(memory, order, room)
-        if number[NUM_INSIDE + order] > room + room // _SPARE_SHARE:
-            trim(memory, order, room)
+        if number[NUM_INSIDE + order] > room + spare:
+            trim(memory, order, room if scale == 1 else room - spare)
     gain = _LEAST_GAIN * max(real[SAMPLED], _LEAST_ROOMS_COMPARED * capacity / scale)
     gain += _LEAST_REQUESTS * real[SAMPLED] / max(1.0, real[REQUESTS])
     best = np.argmax(real[HITS:REUSED])
@@ -285,7 +288,7 @@ def note_uses(memory: Memory, room: int, names: Int64Array, found: Int64Array) -
         fact[row, USES] += 1
         number[CLOCK] += 1
         fading[num_rows] = 2.0 ** ((fact[row, STAMP] - number[CLOCK]) / (LONGEST * capacity))
-        fact[row, STAMP] = number[CLOCK]
+        fact[row, BEFORE], fact[row, STAMP] = fact[row, STAMP], number[CLOCK]
         rows[num_rows] = found[at] = row
         num_rows += 1
     rows = rows[:num_rows]

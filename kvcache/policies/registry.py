@@ -16,11 +16,7 @@ from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.outside_policy import OutsidePolicy
 from kvcache.policies.policy import EntryTable, EvictionPolicy
-from kvcache.policies.ranked_policies import (
-    ARCPolicy,
-    LRU2Policy,
-    S3FIFOPolicy,
-)
+from kvcache.policies.ranked_policies import ARCPolicy, LRU2Policy, S3FIFOPolicy
 
 logger = get_logger(__name__)
 

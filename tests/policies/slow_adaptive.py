@@ -11,13 +11,14 @@ from tests.policies.slow import Seat, SlowPolicy
 
 DELAYS = (0.0, 0.5, 1.0)
 HALF_LIVES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.25)
-NUM_ORDERS = 10
+NUM_ORDERS = 11
 
 
 @dataclass
 class Record:
     name: object
     stamp: int = 0
+    before: int = 0
     uses: int = 0
     line: str = ""
     was_hit: bool = False
@@ -50,6 +51,7 @@ class SlowAdaptive(SlowPolicy):
             self.num_uses += 1
             fading = 2.0 ** ((record.stamp - self.num_uses) / (HALF_LIVES[0] * self.capacity))
             record.worths = [worth * fading ** (1 << k) for k, worth in enumerate(record.worths)]
+            record.before = record.stamp
             record.stamp, record.was_hit = self.num_uses, name in cached
             record.uses += 1
             batch.append(record)
@@ -86,6 +88,8 @@ class SlowAdaptive(SlowPolicy):
                 self.inside[order] = {name: inside[name] for name in kept}
 
     def key(self, record: Record, order: int, *, was_hit: bool) -> float:
+        if order == NUM_ORDERS - 1:
+            return record.before + 1e-6 * record.stamp
         if order >= len(DELAYS):
             half_life = HALF_LIVES[order - len(DELAYS)] * self.capacity
             return float(np.log2(record.worths[order - len(DELAYS)]) + record.stamp / half_life)

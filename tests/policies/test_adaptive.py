@@ -95,6 +95,15 @@ def test_classes_tell_lengths_continuations_and_uses_apart() -> None:
     assert classes([64, 65, *[1] * 300]) == [21, 22, *[7] * 300]
 
 
+def test_the_last_order_is_by_the_last_use_but_one() -> None:
+    memory = orders.make_memory(64, 10, 1)
+    for name in (1, 2, 3, 2, 1):
+        orders.note_uses(memory, 10, np.array([name]), np.array([-1]))
+    rows = {name: int(np.flatnonzero(memory.name == name)[0]) for name in (1, 2, 3)}
+    keys = {name: orders.key_of(memory, row, orders.LAST_BUT_ONE, 0) for name, row in rows.items()}
+    assert sorted(keys, key=lambda name: keys[name]) == [3, 1, 2]
+
+
 def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
     cache = Cache(
         random.Random(3), EVICTION_POLICIES["adaptive"], SlowAdaptive, capacity=15, has_names=True
