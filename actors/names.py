@@ -51,3 +51,8 @@ def state_prefix(cluster: str) -> str:
 def router_name(router: str) -> str:
     """Return the name of the actor that ranks replicas for the router `router`."""
     return f"router:{router}"
+
+
+def vllm_coordinator_name(coordinator: str) -> str:
+    """Return the name of the actor that coordinates vLLM engines under the name `coordinator`."""
+    return f"vllm:{coordinator}"

@@ -1,6 +1,6 @@
 """Commands about vLLM engines: `--vllm NAME` of `status`, `top`, `usage`, `clear`, `record` for an
-engine on this node, and `kvcache vllm-coordinator`, which lets engines on several nodes share host
-memory.
+engine on this node, and `kvcache vllm-coordinator`, which lets engines on several nodes share what
+they hold.
 
 An engine is found by its name, without Ray. After its end, its memory may still be kept.
 """
@@ -32,11 +32,15 @@ from actors.cli.status import tier_table
 from kvcache.base.errors import ClusterError, ConfigurationError, NotRunningError
 
 if TYPE_CHECKING:
+    from kvcache.base.curve import CurveKeys
     from kvcache.memory_service.client import KeptMemory
     from kvcache.metrics.engine_samples import EngineStatistics
 
 CLEAR_S = 10.0
 ASK_MS = 5000
+
+ACTOR_S = 60.0
+"""How long a coordinator on Ray may take to start, to answer and to end."""
 
 
 def show_status(which: str, as_json: bool) -> None:
@@ -262,15 +266,26 @@ def _parsed(which: str) -> tuple[str, int]:
 @command
 def vllm_coordinator(  # noqa: PLR0917
     address: Annotated[
-        str,
-        typer.Argument(help="Where to listen, the same for all engines: tcp://HOST:PORT."),
-    ],
+        str | None,
+        typer.Argument(
+            help="Serve in this process, here, the same address for all engines: tcp://HOST:PORT."
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="NAME",
+            help="Instead: an actor of this name on the running Ray cluster, which Ray restarts; "
+            "return when it serves.",
+        ),
+    ] = None,
     keys: Annotated[
         str | None,
         typer.Option(
             "--keys",
             help="A file of keys; made if it does not exist. Copy it to every node. Without it, "
-            "only engines of this machine can connect.",
+            "only engines of this machine can connect. Not with --ray: engines get keys from it.",
         ),
     ] = None,
     events: Annotated[
@@ -278,7 +293,7 @@ def vllm_coordinator(  # noqa: PLR0917
         typer.Option(
             "--events",
             help="Where routers follow the events of all engines with coordinator.events: "
-            "tcp://HOST:PORT. Not encrypted.",
+            "tcp://HOST:PORT, with --ray only the port, 0 for a free one. Not encrypted.",
         ),
     ] = None,
     events_replay: Annotated[
@@ -291,34 +306,48 @@ def vllm_coordinator(  # noqa: PLR0917
         bool,
         typer.Option("--status", help="Print what the running coordinator knows, and end."),
     ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the coordinator on Ray; needs --ray.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve in the foreground until SIGTERM: which node holds which block.
+    """Serve until SIGTERM, or on Ray: which node holds which block.
 
     Its state is soft: after a restart, engines tell it again within seconds.
     """
-    from kvcache.events.stream_proxy import StreamProxy
-    from kvcache.sharing.access import make_keys, read_keys
-    from kvcache.sharing.index_server import IndexServer, ask_status
-
-    if only_status:
-        found = ask_status(address, None if keys is None else read_keys(keys), ASK_MS)
-        if as_json:
-            print_json(found)
-            return
-        print_facts(
-            Console(file=sys.stdout), f"coordinator at {address}", _coordinator_facts(found)
+    if (address is None) == (ray is None):
+        raise ConfigurationError("pass tcp://HOST:PORT, or --ray NAME: one of them")
+    if stop and (ray is None or only_status):
+        raise ConfigurationError(
+            "--stop ends a coordinator on Ray: pass --ray NAME without --status; SIGTERM ends one "
+            "at an address"
         )
-        return
     if (events is None) != (events_replay is None):
         raise ConfigurationError("--events and --events-replay: pass both, or none")
+    published = None if events is None or events_replay is None else (events, events_replay)
+    if ray is not None:
+        if keys is not None:
+            raise ConfigurationError("--keys: a coordinator on Ray has keys of its own: remove it")
+        _on_ray(ray, published, only_status=only_status, stop=stop, as_json=as_json)
+    elif only_status and address is not None:
+        from kvcache.sharing.access import read_keys
+
+        _print_coordinator(address, None if keys is None else read_keys(keys), as_json)
+    elif address is not None:
+        _serve(address, keys, published)
+
+
+def _serve(address: str, keys: str | None, events: tuple[str, str] | None) -> None:
+    """Serve in this process until SIGTERM."""
+    from kvcache.events.stream_proxy import StreamProxy
+    from kvcache.sharing.access import make_keys, read_keys
+    from kvcache.sharing.index_server import IndexServer
+
     is_new = keys is not None and not os.path.exists(keys)
     made = None
     if keys is not None:
         made = make_keys(keys) if is_new else read_keys(keys)
-    proxy = None
-    if events is not None and events_replay is not None:
-        proxy = StreamProxy(events, events_replay, made)
+    proxy = None if events is None else StreamProxy(*events, made)
     server = IndexServer(address, made, proxy=proxy)
     if is_new:
         say(f"made {keys}: copy it to every node, readable by the engines' user only")
@@ -332,6 +361,57 @@ def vllm_coordinator(  # noqa: PLR0917
     server.close()
     if proxy is not None:
         proxy.close()
+
+
+def _on_ray(
+    name: str, events: tuple[str, str] | None, *, only_status: bool, stop: bool, as_json: bool
+) -> None:
+    """Start the actor of this name, or ask or end it."""
+    from actors.cli.clusters import ray_session
+    from actors.vllm_coordinator import (
+        ask_place,
+        start_vllm_coordinator,
+        stop_vllm_coordinator,
+    )
+    from kvcache.sharing.access import require_name
+    from kvcache.sharing.index_server import ask_status
+
+    require_name(name)
+    ports = None
+    if events is not None:
+        ports = (_port("--events", events[0]), _port("--events-replay", events[1]))
+    with ray_session(may_start=False):
+        if stop:
+            stop_vllm_coordinator(name, ACTOR_S)
+            say(f"coordinator {name} has stopped")
+        elif only_status:
+            place = ask_place(name, ACTOR_S)
+            _print_coordinator(place.address, place.keys, as_json)
+        else:
+            place = start_vllm_coordinator(name, ports, ACTOR_S)
+            published = ask_status(place.address, place.keys, ASK_MS).get("events")
+            if published is not None:
+                live, replay = published["endpoint"], published["replay_endpoint"]
+                say(f"events are at {live}, missed ones at {replay}")
+            say(f"coordinator {name} listens at {place.address}")
+            say(f"`kvcache vllm-coordinator --ray {name} --stop` ends it")
+
+
+def _port(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise ConfigurationError(f"{option} {text}: with --ray, pass a port, 0 for a free one")
+    return int(text)
+
+
+def _print_coordinator(address: str, keys: CurveKeys | None, as_json: bool) -> None:
+    """Print what the coordinator at an address knows."""
+    from kvcache.sharing.index_server import ask_status
+
+    found = ask_status(address, keys, ASK_MS)
+    if as_json:
+        print_json(found)
+        return
+    print_facts(Console(file=sys.stdout), f"coordinator at {address}", _coordinator_facts(found))
 
 
 def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:

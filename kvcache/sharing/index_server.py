@@ -83,12 +83,12 @@ class IndexServer:
         index: BlockIndex | None = None,
         proxy: StreamFollower | None = None,
     ) -> None:
-        """Listen at `address`; raises ConfigurationError if that is not possible.
+        """Listen at `address`, with port 0 at a free one; raises ConfigurationError if that is not
+        possible.
 
         `proxy` is told, in the server's thread, which events there are (`BlockIndex.streams`).
         """
-        require_guarded(address, keys is not None)
-        self._address = address
+        require_guarded(address, keys is not None, first_port=0)
         self._index = BlockIndex() if index is None else index
         self._proxy = proxy
         self._counts: Counter[str] = Counter()
@@ -111,11 +111,8 @@ class IndexServer:
                 f"cannot listen at {address} ({error}): choose an address of this machine that is "
                 "free"
             ) from error
-
-    @property
-    def endpoint(self) -> str:
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The address to connect to."""
-        return self._address
 
     def start(self) -> None:
         """Begin to answer, in a thread."""

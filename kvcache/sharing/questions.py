@@ -113,6 +113,12 @@ class Questions:
         if opened is not None:
             del self._names[opened.number]
 
+    def move(self, address: str, keys: CurveKeys | None) -> None:
+        """Ask at another address from now on; open questions get no answer."""
+        self._address, self._keys = address, keys
+        self._rest_until_s = 0.0
+        self._begin_again()
+
     def close(self) -> None:
         """Let go of the connection."""
         self._context.destroy(0)
@@ -152,9 +158,13 @@ class Questions:
             REST_S,
         )
         self.num_unanswered += max(1, len(self._open))
+        self._rest_until_s = now_s + REST_S
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Give up all open questions, and connect again."""
         for request_id in list(self._open):
             self.forget(request_id)
-        self._rest_until_s = now_s + REST_S
         self._socket.close(0)
         self._socket = self._connected()
 

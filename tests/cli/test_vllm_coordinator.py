@@ -13,7 +13,7 @@ import pytest
 from kvcache.base.errors import DeadlineError
 from kvcache.sharing.access import read_keys
 from kvcache.sharing.index_server import ask_status
-from tests.cli.commands import KVCACHE
+from tests.cli.commands import KVCACHE, run
 from tests.sharing.test_index import free_port
 
 
@@ -70,3 +70,31 @@ def test_an_address_on_the_network_needs_keys() -> None:
     )
     assert found.returncode == 2
     assert "is on the network, and there are no keys" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "pass tcp://HOST:PORT, or --ray NAME"),
+        (["tcp://127.0.0.1:7400", "--ray", "chat"], "pass tcp://HOST:PORT, or --ray NAME"),
+        (["tcp://127.0.0.1:7400", "--stop"], "--stop ends a coordinator on Ray"),
+        (["--ray", "chat", "--stop", "--status"], "without --status"),
+        (["--ray", "chat", "--keys", "/keys"], "has keys of its own: remove it"),
+        (["--ray", "a/b"], "'a/b' is no name"),
+        (["--ray", "chat", "--events", "1"], "pass both, or none"),
+        (["--ray", "chat", "--events", "1", "--events-replay", "tcp://h:1"], "pass a port, 0 for"),
+        (["--ray", "chat", "--events", "65536", "--events-replay", "1"], "pass a port, 0 for"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: list[str], problem: str) -> None:
+    _, errors = run("vllm-coordinator", *arguments, exit_code=2)
+    assert problem in errors
+
+
+def test_without_a_ray_cluster_the_error_names_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    _, errors = run("vllm-coordinator", "--ray", "chat", exit_code=3)
+    assert f"RAY_ADDRESS is {address}, and nothing answers there" in errors

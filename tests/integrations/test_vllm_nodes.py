@@ -5,12 +5,15 @@ A node is a name here: engines of different names have memory services of their 
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,24 @@ import numpy as np
 import pytest
 import zmq
 
-from kvcache.base.errors import ConfigurationError
-from kvcache.integrations.vllm import block_server, nodes, remote_blocks
-from kvcache.integrations.vllm.block_server import BlockServer, ServerSettings, open_readers
+from kvcache.base.curve import generate_curve_keys
+from kvcache.base.errors import ClusterError, ConfigurationError
+from kvcache.integrations.vllm import block_server, index_finder, nodes, remote_blocks
+from kvcache.integrations.vllm.block_server import (
+    BlockServer,
+    EngineLines,
+    ServerSettings,
+    open_readers,
+)
+from kvcache.integrations.vllm.index_finder import IndexSearch, find_index
 from kvcache.integrations.vllm.nodes import ServerProcess, memory_of
-from kvcache.integrations.vllm.options import ConnectorOptions
+from kvcache.integrations.vllm.options import ConnectorOptions, CoordinatorOptions
 from kvcache.integrations.vllm.remote_blocks import NodeConnections, RemoteStore
 from kvcache.memory_service.client import service_address
 from kvcache.memory_service.service import HostMemoryService
-from kvcache.offload.keys import make_offload_key
+from kvcache.offload.keys import OffloadKey, make_offload_key
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
-from kvcache.sharing.access import make_keys, read_keys
+from kvcache.sharing.access import IndexPlace, make_keys, read_keys
 from kvcache.sharing.index_server import IndexServer
 from kvcache.sharing.messages import Given, Wanted, pack, unpack
 from kvcache.worker.files.format import FileHead, FileTierError, pack_head
@@ -43,8 +53,8 @@ class ServerThread:
     """`ServerProcess`, in this process."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        keys = read_keys(settings.keys) if settings.keys else None
-        self.server = BlockServer(settings, open_readers(settings), keys)
+        self.server = BlockServer(settings, open_readers(settings))
+        self.index = settings.index
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -55,6 +65,9 @@ class ServerThread:
         while not self._is_over.is_set():
             self.server.turn()
             self.server.poller.poll(5)
+
+    def take_given(self) -> list[OffloadKey]:
+        return self.server.take_given()
 
     def look(self, now_s: float) -> None:
         assert self._thread.is_alive() or not self.is_running
@@ -417,6 +430,13 @@ def test_the_process_announces_and_gives_and_ends_with_its_input(
     second = start()
     assert second.run("a", 17) == 16
     assert first.nodes is not None and first.nodes._server is not None
+    given: list[OffloadKey] = []
+    while len(given) < 4:
+        first.nodes._server.look(time.monotonic())
+        given += first.nodes.take_given()
+        assert time.monotonic() < deadline_s, "the engine is not told what was given"
+        time.sleep(0.05)
+    assert sorted(key[:32] for key in given) == sorted(first.held())
     process = first.nodes._server._process
     assert process is not None
     process.kill()
@@ -426,6 +446,175 @@ def test_the_process_announces_and_gives_and_ends_with_its_input(
     assert not first.nodes.statistics()["is_giving_blocks"]
     first.nodes._server.look(now_s + nodes.RESTART_S)
     assert first.nodes.statistics()["is_giving_blocks"]
+
+
+def test_a_process_that_does_not_read_its_settings_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(nodes.subprocess, "Popen", Noted)
+    monkeypatch.setattr(nodes.sys, "executable", "/bin/true")
+    more_than_a_pipe_takes = ("x" * 200_000,)
+    index = IndexPlace("tcp://127.0.0.1:7")
+    settings = ServerSettings("n", 0, (SHAPE,), "", "", index, directories=more_than_a_pipe_takes)
+    process = ServerProcess(settings)
+    assert not process.is_running
+    assert [each.returncode is not None for each in started] == [True]
+
+
+def test_settings_survive_their_way_to_the_process() -> None:
+    index = IndexPlace("tcp://10.0.0.1:7", generate_curve_keys())
+    settings = ServerSettings("n", 1, (SHAPE,), "ab", "cd", index, "chat", "h", ("t", "l", "r"))
+    assert ServerSettings.of_json(settings.to_json()) == settings
+
+
+def test_what_is_given_counts_as_a_use_where_it_comes_from(
+    start: Start, coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_server, "TELL_S", 0.0)
+    first, second = start(num_slots=6), start()
+    a, b = (set(request_of(0, 17, content).block_hashes) for content in "ab")
+    first.run("a", 17)
+    first.run("b", 9)
+    await_index(coordinator, first, second)
+    assert second.run("a", 17) == 16
+    first.run("c", 9)
+    first.settle()
+    assert a <= first.held() and not b & first.held()
+
+
+def test_a_file_that_is_given_counts_as_used_too(
+    with_files: tuple[Replica, Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_server, "TELL_S", 0.0)
+    first, second = with_files
+    assert second.run("a", 17) == 16
+    assert first.nodes is not None
+    given = first.nodes.take_given()
+    assert sorted(key[:32] for key in given) == sorted(request_of(0, 17, "a").block_hashes)
+
+
+def test_blocks_are_told_of_when_no_more_are_asked_for_and_never_too_many(
+    start: Start, coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_server, "TELL_S", 1000.0)
+    monkeypatch.setattr(block_server, "MAX_GIVEN", 3)
+    first = start()
+    first.run("a", 17)
+    await_index(coordinator, first)
+    server = server_of(first).server
+    keys = [make_offload_key(digest, 0) for digest in request_of(0, 17, "a").block_hashes]
+    shape = first.memories[0].inventory().shape
+    assert shape is not None
+    connections = NodeConnections(shape, None, 10.0)
+    for key in keys[:2]:
+        connections.fetch(server.endpoint, key)
+    assert server.take_given() == []
+    for key in keys[1:]:
+        connections.fetch(server.endpoint, key)
+    assert server.take_given() == keys[:3]
+    connections.close()
+
+
+def test_a_place_is_told_when_the_engine_has_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    moved_to = IndexPlace("tcp://127.0.0.1:9")
+    with open(reader, "rb", 0) as engine, open(writer, "wb", 0) as output:
+        monkeypatch.setattr(block_server.sys, "stdout", output)
+        os.set_blocking(reader, False)
+        lines = EngineLines()
+        for filler in (b"x" * 2000, b"x"):
+            with suppress(BlockingIOError):
+                while True:
+                    os.write(writer, filler)
+        lines.moved_to(moved_to)
+        while engine.read(1 << 20):
+            pass
+        lines._tell_moved()
+        assert json.loads(engine.read(1 << 20)) == {"index": moved_to.to_plain()}
+        lines._tell_moved()
+        assert engine.read(1) is None
+
+
+# --- a coordinator on Ray, without Ray
+
+
+def coordinator_on_ray(name: str = "nowhere") -> CoordinatorOptions:
+    return CoordinatorOptions(ray=name)
+
+
+def test_without_ray_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no such thing')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    with pytest.raises(
+        ClusterError, match=r"'nowhere': Ray cannot be imported \(no such thing\): install it"
+    ):
+        find_index(coordinator_on_ray())
+
+
+def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(
+        ClusterError, match=rf"RAY_ADDRESS is {address}, and nothing answers there .*: start Ray"
+    ):
+        find_index(coordinator_on_ray())
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("import time; time.sleep(60)", "Ray has not said within 0.3 s"),
+        ("import sys; sys.exit(7)", "the process that asks Ray ended with status 7"),
+        ("print('noise'); raise SystemExit", "the process that asks Ray ended with status 0"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_ended(
+    program: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    if "0.3" in problem:
+        monkeypatch.setattr(index_finder, "FIND_S", 0.3)
+    with pytest.raises(ClusterError, match=problem):
+        find_index(coordinator_on_ray())
+
+
+def test_a_coordinator_that_is_not_on_ray_is_where_the_options_say(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys")
+    keys = make_keys(path)
+    options = CoordinatorOptions(address="tcp://10.0.0.1:7", keys=path)
+    assert find_index(options) == IndexPlace("tcp://10.0.0.1:7", keys)
+
+
+def test_ray_is_asked_again_only_about_a_silent_coordinator_and_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    place = IndexPlace("tcp://127.0.0.1:7")
+    on_ray, elsewhere = IndexSearch("nowhere", place), IndexSearch("", place)
+    asked_at_s: list[float] = []
+    for now_s in range(60):
+        assert elsewhere.moved_to(100.0, now_s) is None and elsewhere._finder is None
+        silent_s = 100.0 if now_s else 2.0
+        assert on_ray.moved_to(silent_s, now_s) is None
+        if on_ray._finder is not None:
+            asked_at_s.append(now_s)
+            on_ray._finder._process.wait(30)
+            assert on_ray.moved_to(silent_s, now_s) is None and on_ray._finder is None
+    assert asked_at_s == [1, 6, 16, 36]
+    on_ray.moved_to(0.0, 60.0)  # it answers again
+    assert on_ray.moved_to(100.0, 100.0) is None and on_ray._finder is not None
+    on_ray.close()
 
 
 # --- answers of a node that are not as they should be
@@ -632,7 +821,14 @@ EVENTS = {"enabled": True}
         ({"coordinator": {"address": "tcp://[::1]:7", "keys": "keys"}}, "relative"),
         ({"coordinator": {"address": "tcp://[::1]:7", "host": "a b"}}, "host"),
         ({"coordinator": {"address": "tcp://[::1]:7", "host": "10.0.0.1"}}, "there are no keys"),
-        ({"coordinator": {}}, "address"),
+        ({"coordinator": {}}, "set address, where the coordinator listens, or ray"),
+        (
+            {"coordinator": {"address": "tcp://[::1]:7", "ray": "chat"}},
+            "set address, where the coordinator listens, or ray",
+        ),
+        ({"coordinator": {"ray": "a/b"}}, "'a/b' is no name"),
+        ({"coordinator": {"ray": "chat", "keys": "/k"}}, "keys: Ray hands out those"),
+        ({"coordinator": {"ray": "chat", "host": "0.0.0.0"}}, "is every address of this node"),
         (
             {"coordinator": {"address": "tcp://[::1]:7", "events": True}, "events": EVENTS},
             "coordinator.events has the same published",

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kvcache.integrations.vllm.block_store import BlockStore
+from kvcache.integrations.vllm.index_finder import find_index
 from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.nodes import Nodes
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
@@ -75,7 +76,8 @@ class Replica:
         ]
         self.memories = [RankTiers(setting, rank, self.layers[rank]) for rank in range(NUM_RANKS)]
         self.peers = Peers(partial(service_address, name), replica, is_threaded=False)
-        self.nodes = None if parsed.coordinator is None else Nodes(setting)
+        sharing = parsed.coordinator
+        self.nodes = None if sharing is None else Nodes(setting, find_index(sharing))
         self.store = BlockStore(setting, time.monotonic, peers=self.peers, nodes=self.nodes)
         self.num_adopted, _ = self.store.adopt(
             {memory.rank: memory.inventory() for memory in self.memories}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +13,10 @@ import msgpack
 import pytest
 import zmq
 
+from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
 from kvcache.sharing import block_index, questions
-from kvcache.sharing.access import make_keys, read_keys, require_guarded
+from kvcache.sharing.access import IndexPlace, make_keys, read_keys, require_guarded
 from kvcache.sharing.block_index import SILENCE_S, BlockIndex
 from kvcache.sharing.index_server import IndexServer
 from kvcache.sharing.index_updates import HEARTBEAT_S, REPEAT_S, IndexUpdates
@@ -382,6 +384,38 @@ def test_an_answer_that_does_not_fit_is_no_answer() -> None:
         now_s = 1.0
         assert made.answer_of("r") == {}
         made.close()
+
+
+def test_questions_move_to_a_coordinator_that_listens_elsewhere() -> None:
+    gone, present = "tcp://127.0.0.1:" + str(free_port()), IndexServer("tcp://127.0.0.1:0")
+    present.start()
+    now_s = 0.0
+    made = asked(gone, 1.0, now=lambda: now_s)
+    made.ask("a", [key_of(1)])
+    now_s = 1.0
+    assert made.answer_of("a") == {} and made.num_unanswered == 1
+    made.ask("b", [key_of(1)])
+    assert made.answer_of("b") == {}  # it rests
+    made.move(present.endpoint, None)
+    made.ask("c", [key_of(1)])
+    while (answer := made.answer_of("c")) is None:
+        pass
+    assert answer == {} and (made.num_asked, made.num_unanswered) == (2, 1)
+    made.ask("d", [key_of(1)])
+    made.move(gone, None)
+    assert made.answer_of("d") == {}  # nobody is going to answer it
+    made.close()
+    present.close()
+
+
+def test_a_place_survives_its_way_as_json() -> None:
+    for place in (
+        IndexPlace("tcp://127.0.0.1:7"),
+        IndexPlace("tcp://10.0.0.1:7", generate_curve_keys()),
+    ):
+        assert IndexPlace.of_plain(json.loads(json.dumps(place.to_plain()))) == place
+    with pytest.raises(ConfigurationError, match="there are no keys"):
+        IndexPlace("tcp://10.0.0.1:7")
 
 
 def test_only_holders_of_the_keys_connect(tmp_path: Path) -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
+from actors.connect import find_actor
+from actors.names import vllm_coordinator_name
+from actors.vllm_coordinator import ask_place, start_vllm_coordinator, stop_vllm_coordinator
 from kvcache.events import KVEventSubscriber, StoredEvent, SubscriptionSettings
+from kvcache.integrations.vllm import nodes
 from kvcache.metrics.engine_socket import ask_engine
 from kvcache.sharing.index_server import ask_status
 from tests.sharing.test_index import free_port
 from tests.vllm.conftest import ROOT, Engine, Segment, Starter, made_model
+from tests.vllm.programs import ENVIRONMENT
 from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS, damage
 
 pytestmark = pytest.mark.vllm
@@ -235,6 +243,79 @@ def test_a_router_knows_what_each_node_holds_through_kills(
         agree({**engines, names[0]: again}, followers)
     again.kill()
     second.kill()
+
+
+@pytest.fixture
+def on_ray(ray_cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a coordinator on Ray, which vLLM's environment has for this test."""
+    (tmp_path / "ray").symlink_to(Path(ray.__file__).parent)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    start_vllm_coordinator(name, None, 60.0)
+    yield name
+    stop_vllm_coordinator(name, 60.0)
+
+
+def test_engines_find_a_coordinator_on_ray_and_find_it_again_when_it_was_killed(
+    start: Starter, new_name: Callable[[], str], on_ray: str
+) -> None:
+    names = new_name(), new_name()
+    sharing = {"ray": on_ray, "answer_s": 5, "silence_s": 5}
+    first, second = (start({"name": name, "coordinator": sharing, **MEMORY}) for name in names)
+    cold = first.generate(PROMPTS)
+    first.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
+    await_blocks_of_two(on_ray)
+    loaded = second.generate(PROMPTS[:2])
+    assert (loaded.cached, loaded.tokens) == (HITS[:2], cold.tokens[:2])
+
+    place = ask_place(on_ray, 60.0)
+    actor: Any = find_actor(vllm_coordinator_name(on_ray))
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60), signal.SIGKILL)
+    while ask_place(on_ray, 60.0) == place:
+        time.sleep(0.1)
+    await_blocks_of_two(on_ray)
+    second.generate(OTHERS[1:2], 1)  # steps, in which the engine learns where it is now
+    time.sleep(nodes.LOOK_S)
+    second.generate(OTHERS[2:3], 1)
+    again = second.generate(PROMPTS[2:])
+    assert (again.cached, again.tokens) == (HITS[2:], cold.tokens[2:])
+    status = ask_engine(names[1], 0, {"do": "status"})
+    assert status["nodes"]["coordinator"] == ask_place(on_ray, 60.0).address
+    first.kill()
+    second.kill()
+
+
+def await_blocks_of_two(name: str) -> None:
+    """Return when two engines have told the coordinator on Ray of blocks, and no more come."""
+    deadline_s, before = time.monotonic() + 60, None
+    while True:
+        place = ask_place(name, 60.0)
+        held = [
+            each["num_blocks"] for each in ask_status(place.address, place.keys, 10_000)["sources"]
+        ]
+        if len(held) == 2 and any(held) and held == before:
+            return
+        before = held
+        assert time.monotonic() < deadline_s, f"the coordinator knows {held} blocks"
+        time.sleep(1)
+
+
+def test_an_engine_does_not_start_without_ray_or_without_the_coordinator_on_it(
+    start: Starter,
+    new_name: Callable[[], str],
+    ray_cluster: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"name": new_name(), "coordinator": {"ray": "nowhere"}, **MEMORY}
+    with pytest.raises(AssertionError, match=r"'nowhere': Ray cannot be imported .*: install it"):
+        start(options)
+    (tmp_path / "ray").symlink_to(Path(ray.__file__).parent)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    with pytest.raises(AssertionError, match="no coordinator named 'nowhere' runs on this Ray"):
+        start(options)
 
 
 def events_of(name: str, coordinator: Coordinator) -> dict[str, Any]:

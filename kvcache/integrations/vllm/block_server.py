@@ -12,11 +12,13 @@ copy, because the engine may evict the block meanwhile; the receiver compares th
     python -m kvcache.integrations.vllm.block_server < SETTINGS
 
 One line of JSON on standard input; the process ends when the input does, with the engine. Lines of
-JSON on standard output say how many blocks it has given, from memory and from files.
+JSON on standard output tell the engine how many blocks it has given, from memory and from files,
+which ones, and where a coordinator on Ray listens now.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -25,24 +27,24 @@ import sys
 import time
 from collections import ChainMap, Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import zmq
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.curve import CurveGate, CurveKeys, equip_peer, guard_server
+from kvcache.base.curve import CurveGate, equip_peer, guard_server
 from kvcache.base.errors import ClusterError, KVCacheError, ProtocolError
 from kvcache.base.logs import get_logger, log_to_stderr
 from kvcache.integrations.vllm.block_labels import block_labels
+from kvcache.integrations.vllm.index_finder import IndexSearch
 from kvcache.integrations.vllm.node_files import NodeFiles
 from kvcache.integrations.vllm.peers import REFRESH_S, PeerIndex, read_segment
 from kvcache.integrations.vllm.step_messages import PeerMemory
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.offload.keys import OffloadKey
-from kvcache.sharing.access import read_keys, require_address
+from kvcache.sharing.access import IndexPlace, require_address
 from kvcache.sharing.index_updates import IndexUpdates
 from kvcache.sharing.messages import MAX_MESSAGE_BYTES, Given, Taken, Wanted, pack, unpack
 from kvcache.worker.files.format import FileHead, pack_head
@@ -61,7 +63,13 @@ ALWAYS_S = 0.05
 """How long the process waits for requests before it looks whether it must announce something."""
 
 TELL_S = 1.0
-"""How often the engine is told what was given."""
+"""How often the engine is told how much was given, and which blocks, when no more are asked for."""
+
+MAX_GIVEN = 1024
+"""Blocks that the engine has not been told of; of further ones it is not told."""
+
+GIVEN_PER_LINE = 64
+"""So that a line, as a pipe takes it whole or not at all, has less than 4,096 bytes."""
 
 _NICENESS = 5
 
@@ -69,30 +77,32 @@ _NICENESS = 5
 @dataclass(frozen=True)
 class ServerSettings:
     """An engine's memory, and who is told of it. `source` and `memory` as in messages, as text.
-    `keys` is a file, or empty; `host` is the address of this node for others, or empty. `stream`:
-    topic and endpoints of the engine's events, or empty. `directories`: of the ranks' files, or
-    empty."""
+    `ray` is the coordinator's name on Ray, or empty; `host` is the address of this node for others,
+    or empty. `stream`: topic and endpoints of the engine's events, or empty. `directories`: of the
+    ranks' files, or empty."""
 
     name: str
     replica: int
     shapes: tuple[SegmentShape, ...]
     source: str
     memory: str
-    coordinator: str
-    keys: str = ""
+    index: IndexPlace
+    ray: str = ""
     host: str = ""
     stream: tuple[str, str, str] = ("", "", "")
     directories: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         """Return the line for the process."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        values = {**asdict(self), "index": self.index.to_plain()}
+        return json.dumps(values).encode() + b"\n"
 
     @staticmethod
     def of_json(line: bytes) -> ServerSettings:
         """Return what `to_json` was called on."""
         values: dict[str, Any] = json.loads(line)
         shapes = [{**each, "widths": tuple(each["widths"])} for each in values.pop("shapes")]
+        values["index"] = IndexPlace.of_plain(values["index"])
         values["stream"] = tuple(values["stream"])
         values["directories"] = tuple(values["directories"])
         return ServerSettings(shapes=tuple(SegmentShape(**each) for each in shapes), **values)
@@ -101,16 +111,17 @@ class ServerSettings:
 class BlockServer:
     """Announces what segments and files hold, and gives their blocks. One thread."""
 
-    def __init__(
-        self, settings: ServerSettings, readers: Sequence[SegmentReader], keys: CurveKeys | None
-    ) -> None:
+    def __init__(self, settings: ServerSettings, readers: Sequence[SegmentReader]) -> None:
         """Listen at a free port; `readers` by rank. Raises ClusterError if that is not possible."""
+        keys = settings.index.keys
         self._readers = readers
         self._index = PeerIndex(PeerMemory(settings.replica, ()), readers)
         self._index.changed = set()
         self._refresh_at_s = 0.0
         self._files: NodeFiles | None = None
         self.counts: Counter[str] = Counter()
+        self._given: dict[OffloadKey, None] = {}
+        self._given_s = self._heard_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = None if keys is None else CurveGate(self._context, keys)
         self._requests = self._context.socket(zmq.ROUTER)
@@ -125,9 +136,9 @@ class BlockServer:
         for each in (self._requests, self._coordinator):
             each.linger = 0
             each.ipv6 = True
-        host = settings.host or own_host(settings.coordinator)
+        host = settings.host or own_host(settings.index.address)
         try:
-            self._coordinator.connect(settings.coordinator)
+            self._coordinator.connect(settings.index.address)
             self._requests.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
             self.close()
@@ -154,6 +165,20 @@ class BlockServer:
     def is_known(self) -> bool:
         """Whether the coordinator knows all that was held at the last look."""
         return self._updates.is_known
+
+    @property
+    def silent_s(self) -> float:
+        """How long the coordinator has not answered; it is asked at least once a second."""
+        return time.monotonic() - self._heard_s
+
+    def take_given(self) -> list[OffloadKey]:
+        """Return the blocks that were given since the last call, each once, in order. While others
+        are asked for, which may continue them, only when there are many."""
+        is_over = time.monotonic() >= self._given_s + TELL_S or len(self._given) == MAX_GIVEN
+        given = list(self._given) if is_over else []
+        if given:
+            self._given.clear()
+        return given
 
     def turn(self) -> None:
         """Do what there is to do, without waiting."""
@@ -209,6 +234,7 @@ class BlockServer:
             except ProtocolError:
                 continue
             if isinstance(answer, Taken):
+                self._heard_s = time.monotonic()
                 self._updates.taken(answer)
 
     def _serve(self, frames: list[bytes]) -> None:
@@ -225,9 +251,18 @@ class BlockServer:
         is_rank = 0 <= wanted.rank < len(self._readers)
         if block is None and is_rank and self._files is not None and key in self._files.held:
             if self._files.ask(asked, wanted.rank, key):
+                self._note_given(wanted.rank, key)
                 return
             self.counts["refused_files"] += 1
+        if block is not None:
+            self._note_given(wanted.rank, key)
         self._give(asked, block or (), "given")
+
+    def _note_given(self, rank: int, key: OffloadKey) -> None:
+        """Take note of a block that is given, when the first rank asks for it."""
+        if rank == 0 and len(self._given) < MAX_GIVEN:
+            self._given[key] = None
+            self._given_s = time.monotonic()
 
     def _give_files(self) -> None:
         """Send blocks that have been read from files."""
@@ -315,6 +350,61 @@ def open_readers(settings: ServerSettings) -> list[SegmentReader]:
     return readers
 
 
+class EngineLines:
+    """What the engine is told, in lines on standard output. Never waits: what the engine has not
+    read may leave no room for more."""
+
+    def __init__(self) -> None:
+        """Have told nothing."""
+        os.set_blocking(sys.stdout.fileno(), False)
+        self._counts: dict[str, int] = {}
+        self._moved_to: IndexPlace | None = None
+        self._tell_at_s = 0.0
+
+    def moved_to(self, index: IndexPlace) -> None:
+        """Tell where the coordinator listens, as soon as there is room."""
+        self._moved_to = index
+        self._tell_moved()
+
+    def tell(self, server: BlockServer) -> None:
+        """Tell what is new, now and then."""
+        now_s = time.monotonic()
+        if now_s < self._tell_at_s:
+            return
+        self._tell_at_s = now_s + TELL_S
+        self._tell_moved()
+        if server.counts != self._counts and self._say("counts", server.counts):
+            self._counts = dict(server.counts)
+        given = server.take_given()
+        for first in range(0, len(given), GIVEN_PER_LINE):
+            part = given[first : first + GIVEN_PER_LINE]
+            self._say("given", [base64.b64encode(key).decode() for key in part])
+
+    def _tell_moved(self) -> None:
+        if self._moved_to is not None and self._say("index", self._moved_to.to_plain()):
+            self._moved_to = None
+
+    def _say(self, what: str, value: Any) -> bool:
+        try:
+            os.write(sys.stdout.fileno(), json.dumps({what: value}).encode() + b"\n")
+        except OSError:  # the engine does not read, or has ended
+            return False
+        return True
+
+
+def serve(server: BlockServer, search: IndexSearch, lines: EngineLines) -> IndexPlace | None:
+    """Serve until the coordinator listens elsewhere, and return where; None when standard input has
+    ended."""
+    server.poller.register(sys.stdin, zmq.POLLIN)
+    while sys.stdin.fileno() not in dict(server.poller.poll(int(1000 * ALWAYS_S))):
+        server.turn()
+        lines.tell(server)
+        moved_to = search.moved_to(server.silent_s, time.monotonic())
+        if moved_to is not None:
+            return moved_to
+    return None
+
+
 def main() -> int:
     """Serve until standard input ends; return the exit status."""
     # Ctrl-C in a terminal is for the engine: this process ends after it.
@@ -322,25 +412,24 @@ def main() -> int:
     log_to_stderr(("kvcache",))
     settings = ServerSettings.of_json(sys.stdin.buffer.readline())
     os.nice(_NICENESS)
+    lines, search = EngineLines(), IndexSearch(settings.ray, settings.index)
     try:
-        keys = read_keys(settings.keys) if settings.keys else None
-        server = BlockServer(settings, open_readers(settings), keys)
+        readers = open_readers(settings)
+        while True:
+            server = BlockServer(settings, readers)
+            logger.info("blocks are shared with other nodes at %s", server.endpoint)
+            moved_to = serve(server, search, lines)
+            server.close()
+            if moved_to is None:
+                return 0
+            logger.info("the coordinator listens at %s now", moved_to.address)
+            lines.moved_to(moved_to)
+            settings = replace(settings, index=moved_to)
     except (KVCacheError, OSError) as error:
         logger.error("blocks are not shared with other nodes: %s", error)
         return 1
-    logger.info("blocks are shared with other nodes at %s", server.endpoint)
-    told, tell_at_s = "", 0.0
-    os.set_blocking(sys.stdout.fileno(), False)
-    server.poller.register(sys.stdin, zmq.POLLIN)
-    while sys.stdin.fileno() not in dict(server.poller.poll(int(1000 * ALWAYS_S))):
-        server.turn()
-        now_s, counts = time.monotonic(), json.dumps(server.counts)
-        if counts != told and now_s >= tell_at_s:
-            told, tell_at_s = counts, now_s + TELL_S
-            with suppress(OSError):  # the engine does not read them, or has ended
-                os.write(sys.stdout.fileno(), told.encode() + b"\n")
-    server.close()
-    return 0
+    finally:
+        search.close()
 
 
 if __name__ == "__main__":

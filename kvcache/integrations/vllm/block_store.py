@@ -417,6 +417,9 @@ class BlockStore:
         now_s = self._now()
         self._ask_at_s = now_s + ASK_S
         self._follow_files(tiers)
+        if self._nodes is not None and (given := self._nodes.take_given()):
+            for tier in tiers:
+                tier.touch(given)
         if len(tiers.transfers) or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, RankCommands()
@@ -631,7 +634,8 @@ class BlockStore:
             self._kinds[job.job_id] = JobKind.IMPORT
             self.counts.begins(job.job_id, len(job.keys), self._num_tokens(job.keys))
             slots = tuple(job.addresses.tolist())
-            command = ImportCommand(job.job_id, slots, b"".join(job.keys), endpoint)
+            curve = None if self._nodes is None else self._nodes.peer_keys
+            command = ImportCommand(job.job_id, slots, b"".join(job.keys), endpoint, curve)
             self._next = replace(self._next, imports=(*self._next.imports, command))
         return has_begun
 

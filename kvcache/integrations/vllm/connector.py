@@ -33,6 +33,7 @@ from kvcache.integrations.vllm.engine_events import engine_events, extra_keys_of
 from kvcache.integrations.vllm.engine_metrics import TierPromMetrics, TierStats
 from kvcache.integrations.vllm.engine_recording import EngineRecordings
 from kvcache.integrations.vllm.files_owner import FilesOwner
+from kvcache.integrations.vllm.index_finder import find_index
 from kvcache.integrations.vllm.kv_groups import NewTable
 from kvcache.integrations.vllm.node_events import open_node_publisher, stream_of
 from kvcache.integrations.vllm.nodes import Nodes
@@ -43,6 +44,7 @@ from kvcache.integrations.vllm.rank_tiers import RankTiers, find_peers
 from kvcache.integrations.vllm.step_messages import Inventory, RankCommands, RankReports
 from kvcache.integrations.vllm.tier_events import TierEvents, open_publisher
 from kvcache.metrics.engine_socket import EngineSocket
+from kvcache.sharing.access import IndexPlace
 
 logger = init_logger("vllm.kvcache")
 
@@ -75,11 +77,14 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         self._told_s = 0.0
         self._errors = ObserverErrors()
         if role == KVConnectorRole.SCHEDULER:
-            self._events = _tier_events(self._setting, vllm_config)
+            sharing = self._setting.options.coordinator
+            index = None if sharing is None else find_index(sharing)
+            self._events = _tier_events(self._setting, vllm_config, index)
             self._peers = find_peers(self._setting)
-            if self._setting.options.coordinator is not None:
+            if index is not None:
                 model = _model_name(vllm_config)
-                self._nodes = Nodes(self._setting, stream_of(self._setting, model, self._events))
+                stream = stream_of(self._setting, index, model, self._events)
+                self._nodes = Nodes(self._setting, index, stream)
             self._store = BlockStore(
                 self._setting, time.monotonic, self._events, self._peers, nodes=self._nodes
             )
@@ -309,19 +314,23 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
                 part.close()
 
 
-def _tier_events(setting: EngineSetting, vllm_config: Any) -> TierEvents | None:
-    """Return what follows the tiers; None unless vLLM or the options ask for events.
+def _tier_events(
+    setting: EngineSetting, vllm_config: Any, index: IndexPlace | None
+) -> TierEvents | None:
+    """Return what follows the tiers; None unless vLLM or the options ask for events. `index`: of
+    the coordinator, if there is one.
 
     Raises ConfigurationError or ClusterError if the publisher cannot start.
     """
     stream, options = vllm_config.kv_events_config, setting.options
     for_engine = stream is not None and stream.enable_kv_cache_events
-    for_nodes = options.coordinator is not None and options.coordinator.events
-    if not for_engine and not options.events.enabled and not for_nodes:
+    sharing = options.coordinator
+    for_nodes = index if sharing is not None and sharing.events else None
+    if not for_engine and not options.events.enabled and for_nodes is None:
         return None
     sender, kinds = None, group_kinds(setting.groups.plan.kv_cache_groups)
-    if for_nodes:
-        sender = open_node_publisher(setting, _model_name(vllm_config), kinds)
+    if for_nodes is not None:
+        sender = open_node_publisher(setting, for_nodes, _model_name(vllm_config), kinds)
     elif options.events.enabled:
         topic = f"kv@{options.name}@{_model_name(vllm_config)}"
         sender = open_publisher(options.events, topic, kinds, setting.replica)

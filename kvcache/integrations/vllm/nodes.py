@@ -6,6 +6,7 @@ Never waits: an answer that does not come in time is "no node".
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -14,14 +15,17 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+from kvcache.base.curve import CurveKeys
 from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.block_server import ServerSettings
 from kvcache.integrations.vllm.options import CoordinatorOptions, EngineSetting
-from kvcache.sharing.access import read_keys
+from kvcache.offload.keys import OffloadKey
+from kvcache.sharing.access import IndexPlace
 from kvcache.sharing.questions import NodeOfKey, Questions
 from kvcache.worker.host_memory.segment import SegmentShape
 
@@ -39,14 +43,16 @@ READ_BYTES = 1 << 16
 class Nodes:
     """The engines on other nodes. One user, one thread."""
 
-    def __init__(self, setting: EngineSetting, stream: tuple[str, str, str] = ("", "", "")) -> None:
-        """Know no node before `begin`. `stream`: topic and endpoints of the engine's events.
-
-        Raises ConfigurationError for keys that cannot be read.
-        """
-        self._setting, self._stream = setting, stream
+    def __init__(
+        self,
+        setting: EngineSetting,
+        index: IndexPlace,
+        stream: tuple[str, str, str] = ("", "", ""),
+    ) -> None:
+        """Know no node before `begin`. `index`: of the coordinator; `stream`: topic and endpoints
+        of the engine's events."""
+        self._setting, self._index, self._stream = setting, index, stream
         self._options = _options(setting)
-        self._keys = None if self._options.keys is None else read_keys(self._options.keys)
         self._questions: Questions | None = None
         self._server: ServerProcess | None = None
         self._look_at_s = 0.0
@@ -56,7 +62,7 @@ class Nodes:
         source, memory = uuid.uuid4().bytes, memory_of(shapes)
         options = self._options
         self._questions = Questions(
-            options.address, self._keys, memory, source, answer_s=options.answer_s
+            self._index.address, self._index.keys, memory, source, answer_s=options.answer_s
         )
         settings = ServerSettings(
             name=self._setting.options.name,
@@ -64,8 +70,8 @@ class Nodes:
             shapes=tuple(shapes),
             source=source.hex(),
             memory=memory.hex(),
-            coordinator=options.address,
-            keys=options.keys or "",
+            index=self._index,
+            ray=options.ray or "",
             host=options.host or "",
             stream=self._stream,
             directories=tuple(directories),
@@ -79,6 +85,7 @@ class Nodes:
 
     def ask(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Ask who holds a request's blocks; `answer_of` has the answer."""
+        self.look(time.monotonic())
         if self._questions is not None:
             self._questions.ask(request_id, keys)
 
@@ -92,16 +99,31 @@ class Nodes:
             self._questions.forget(request_id)
 
     def look(self, now_s: float) -> None:
-        """Now and then, start the process again if it has ended."""
-        if self._server is not None and now_s >= self._look_at_s:
-            self._look_at_s = now_s + LOOK_S
-            self._server.look(now_s)
+        """Now and then, start the process again if it has ended, and take what it tells."""
+        if self._server is None or now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        self._server.look(now_s)
+        index = self._server.index
+        if index != self._index and self._questions is not None:
+            self._index = index
+            self._questions.move(index.address, index.keys)
+
+    @property
+    def peer_keys(self) -> CurveKeys | None:
+        """The keys with which ranks connect to other nodes; None on the own machine."""
+        keys = self._index.keys
+        return None if keys is None else keys.for_peers()
+
+    def take_given(self) -> list[OffloadKey]:
+        """Return the blocks that were given to other nodes since the last call, in order."""
+        return [] if self._server is None else self._server.take_given()
 
     def statistics(self) -> dict[str, Any]:
         """Return counts since the start, as values for JSON. In any thread."""
         asked, server = self._questions, self._server
         return {
-            "coordinator": self._options.address,
+            "coordinator": self._index.address,
             "num_questions": 0 if asked is None else asked.num_asked,
             "num_unanswered_questions": 0 if asked is None else asked.num_unanswered,
             "is_giving_blocks": server is not None and server.is_running,
@@ -121,9 +143,11 @@ class ServerProcess:
 
     def __init__(self, settings: ServerSettings) -> None:
         """Start it."""
-        self._line = settings.to_json()
+        self._settings = settings
         self.counts: dict[str, int] = {}
         """What the process has done, as it said last."""
+        self._given: list[OffloadKey] = []
+        self._unread = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._start_at_s, self._pause_s = 0.0, RESTART_S
         self.look(time.monotonic())
@@ -133,39 +157,64 @@ class ServerProcess:
         """Whether it runs, as far as was seen."""
         return self._process is not None
 
+    @property
+    def index(self) -> IndexPlace:
+        """Where the coordinator listens, as the process said last."""
+        return self._settings.index
+
+    def take_given(self) -> list[OffloadKey]:
+        """Return the blocks that it has given since the last call, in order."""
+        given, self._given = self._given, []
+        return given
+
     def look(self, now_s: float) -> None:
         """Start it again some time after its end."""
         process = self._process
         if process is not None:
-            self._read_counts(process)
+            self._read(process)
         if process is not None and process.poll() is not None:
             logger.warning("the process that gives blocks to other nodes has ended")
             _close_pipes(process)
-            self._process = None
+            self._process, self._unread = None, b""
             self._rest(now_s)
         if self._process is not None or now_s < self._start_at_s:
             return
         command = [sys.executable, "-m", "kvcache.integrations.vllm.block_server"]
+        process = None
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert process.stdin is not None and process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
-            process.stdin.write(self._line)
+            process.stdin.write(self._settings.to_json())
             process.stdin.flush()
         except OSError as error:
             logger.warning("blocks are not shared with other nodes: %s", error)
+            if process is not None:
+                process.kill()
+                _close_pipes(process)
+                process.wait()
             self._rest(now_s)
             return
         self._process = process
 
-    def _read_counts(self, process: subprocess.Popen[bytes]) -> None:
-        """Take the last whole line that it has written."""
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        """Take the whole lines that it has written."""
         assert process.stdout is not None
         with suppress(BlockingIOError):
-            *lines, _ = os.read(process.stdout.fileno(), READ_BYTES).split(b"\n")
-            if lines:
+            read = os.read(process.stdout.fileno(), READ_BYTES)
+            *lines, self._unread = (self._unread + read).split(b"\n")
+            for line in lines:
                 with suppress(ValueError):
-                    self.counts = json.loads(lines[-1])
+                    self._take(json.loads(line))
+
+    def _take(self, told: Any) -> None:
+        if not isinstance(told, dict):
+            return
+        self.counts = told.get("counts", self.counts)
+        self._given += [OffloadKey(base64.b64decode(key)) for key in told.get("given", ())]
+        if "index" in told:
+            index = IndexPlace.of_plain(told["index"])
+            self._settings = replace(self._settings, index=index)
 
     def _rest(self, now_s: float) -> None:
         self._start_at_s = now_s + self._pause_s

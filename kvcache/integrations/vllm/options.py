@@ -23,7 +23,7 @@ from kvcache.config.offload import OffloadConfig
 from kvcache.config.problems import refusal
 from kvcache.config.sections import Seconds, Section, require_directory
 from kvcache.integrations.vllm.kv_groups import KVGroups, kv_groups
-from kvcache.sharing.access import require_guarded
+from kvcache.sharing.access import require_guarded, require_name
 
 SUPPORTED_VLLM = "0.32."
 LABELS = "3"
@@ -67,14 +67,16 @@ class CoordinatorOptions(Section):
     """The coordinator of several nodes, and how to reach it.
 
     `address`: where it listens. `keys`: a file of keys, the same on every node; without it, all
-    must be on one machine. `answer_s`: how long a request waits for its answer. `silence_s`: how
-    long a rank waits for each block of another node. `host`: the address of this node for others;
-    by default the one from which it reaches the coordinator. `events`: the coordinator publishes
-    what this engine's memory and files hold.
+    must be on one machine. `ray`: instead of both, its name on the Ray cluster. `answer_s`: how
+    long a request waits for its answer. `silence_s`: how long a rank waits for each block of
+    another node. `host`: the address of this node for others; by default the one from which it
+    reaches the coordinator. `events`: the coordinator publishes what this engine's memory and files
+    hold.
     """
 
-    address: Annotated[str, Field(max_length=200)]
+    address: Annotated[str, Field(max_length=200)] | None = None
     keys: _Place | None = None
+    ray: Annotated[str, AfterValidator(require_name)] | None = None
     answer_s: Seconds = 0.2
     silence_s: Seconds = 2.0
     host: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9_.-]+)$")] | None = None
@@ -82,14 +84,22 @@ class CoordinatorOptions(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> CoordinatorOptions:
-        require_guarded(self.address, self.keys is not None)
+        if (self.address is None) == (self.ray is None):
+            raise ValueError(
+                "set address, where the coordinator listens, or ray, its name on the Ray cluster: "
+                "one of them"
+            )
+        if self.ray is not None and self.keys is not None:
+            raise ValueError("keys: Ray hands out those of a coordinator on Ray: remove it")
+        if self.address is not None:
+            require_guarded(self.address, self.keys is not None)
         if self.host is not None:
             if self.host == "0.0.0.0" or self.host.strip("[]0:") == "":
                 raise ValueError(
                     f"host {self.host!r} is every address of this node: other nodes connect to it, "
                     "so set one that they can reach"
                 )
-            require_guarded(f"tcp://{self.host}:1", self.keys is not None)
+            require_guarded(f"tcp://{self.host}:1", self.ray is not None or self.keys is not None)
         return self
 
 

@@ -61,7 +61,6 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
-from kvcache.sharing.access import read_keys
 from kvcache.worker.copies.checksums import ChecksumRule
 from kvcache.worker.copies.cuda import CudaCopyEngine
 from kvcache.worker.copies.engine import CopyEngine
@@ -481,8 +480,7 @@ def _open_imports(setting: EngineSetting, host: HostPool) -> Imports | None:
     options = setting.options.coordinator
     if options is None:
         return None
-    keys = None if options.keys is None else read_keys(options.keys)
-    return Imports(host, keys, options.silence_s, setting.options.offload.wait_s)
+    return Imports(host, options.silence_s, setting.options.offload.wait_s)
 
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:

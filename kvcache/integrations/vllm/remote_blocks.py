@@ -49,7 +49,8 @@ class NodeConnections:
     def __init__(self, shape: SegmentShape, keys: CurveKeys | None, silence_s: float) -> None:
         """Ask for blocks of a rank with memory of this shape."""
         self._shape = shape
-        self._keys = keys
+        self.keys = keys
+        """For new connections."""
         self._silence_s = silence_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, dict[str, zmq.Socket[bytes]]] = {}  # by thread
@@ -133,8 +134,8 @@ class NodeConnections:
         socket.maxmsgsize = max(MAX_HEAD_BYTES, *self._shape.widths)
         socket.rcvhwm = socket.sndhwm = 2
         try:
-            if self._keys is not None:
-                equip_peer(socket, self._keys)
+            if self.keys is not None:
+                equip_peer(socket, self.keys)
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             socket.close(0)
@@ -197,13 +198,11 @@ class RemoteStore(FileStore):
 class Imports:
     """The jobs of one rank that copy blocks from other nodes."""
 
-    def __init__(
-        self, host: HostPool, keys: CurveKeys | None, silence_s: float, wait_s: float
-    ) -> None:
+    def __init__(self, host: HostPool, silence_s: float, wait_s: float) -> None:
         """Copy into slots of `host`; a job's blocks that are not begun within `wait_s` fail."""
         self._wait_s = wait_s
         shape = host.segment.shape
-        self._nodes = NodeConnections(shape, keys, silence_s)
+        self._nodes = NodeConnections(shape, None, silence_s)
         self._store = RemoteStore(self._nodes, shape)
         self._pool = FilePool(
             self._store,
@@ -217,6 +216,7 @@ class Imports:
     def start(self, command: ImportCommand) -> None:
         """Begin to copy; what cannot be begun is reported."""
         keys = split(command.keys)
+        self._nodes.keys = command.curve
         self._store.place(keys, command.endpoint, time.monotonic() + self._wait_s)
         fetch = Fetch(command.job_id, FILE_MEDIUM, command.keys, int32_array(command.slots))
         problem = self._jobs.start(fetch)

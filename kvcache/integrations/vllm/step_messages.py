@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcache.base.curve import CurveKeys
 from kvcache.protocol.messages import JobReport
 from kvcache.worker.host_memory.segment import SegmentShape
 
@@ -59,12 +60,14 @@ class FileCommand:
 
 @dataclass(frozen=True)
 class ImportCommand:
-    """Copy blocks from the node at `endpoint` into the host slots `slots`. `keys` as above."""
+    """Copy blocks from the node at `endpoint` into the host slots `slots`. `keys` as above; `curve`
+    are the keys to connect with, None on the own machine."""
 
     job_id: int
     slots: tuple[int, ...]
     keys: bytes
     endpoint: str
+    curve: CurveKeys | None = None
 
 
 @dataclass(frozen=True)
