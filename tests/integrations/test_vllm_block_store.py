@@ -650,6 +650,31 @@ def test_preemptions_of_a_request_share_its_time_for_files() -> None:
     assert cluster.begin(request) == 0
 
 
+def test_only_waits_for_files_take_of_a_requests_time_for_them() -> None:
+    cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
+
+    def run(contents: str) -> None:
+        for content in contents:
+            cluster.run(request_of(content, 21, content))
+            cluster.settle()
+
+    run("abcd")
+    request = request_of("again", 21, "a")
+    assert cluster.begin(request) is None
+    cluster.time_s = 1.5
+    while cluster.store.num_matched(request, 0) is None:
+        cluster.settle()
+    cluster.time_s = 5.0  # vLLM has looked it up, and has no room for it
+    assert cluster.store.num_matched(request, 0) == 20
+    run("efgh")
+    for time_s, found in ((10.0, None), (10.4, None), (10.5, 0)):
+        cluster.time_s = time_s
+        assert cluster.store.num_matched(request, 0) == found
+    counted = sum(map(sum, hits_and_misses(cluster)))
+    cluster.store.allocated(request, TABLES, 0)
+    assert sum(map(sum, hits_and_misses(cluster))) == counted + 10, "once in each tier"
+
+
 def test_for_a_request_that_reads_no_cache_nothing_is_read_or_counted() -> None:
     cluster = Cluster(num_files=24)
     for content in "abcdefgh":  # the first goes to files

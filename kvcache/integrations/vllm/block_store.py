@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +66,9 @@ logger = get_logger(__name__)
 class _Tracked:
     """A request that vLLM has told of. `origin`: which adapter and weights compute its blocks, None
     if they are not kept. `next_hash`: the first that was not looked at for a store;
-    `wait_until_s`: until when it waits for what is pending or in files, if it does; `wait_left_s`:
-    how long it may wait when it comes back after a preemption. `node_of`: by key, another
+    `wait_until_s`: until when it waits for what is pending or in files, infinity when it has waited
+    and vLLM has no room for it, None before; `wait_left_s`: how long it may wait when it must
+    again. `node_of`: by key, another
     node that holds the block, None before the coordinator has answered. `is_computed`: nothing is
     loaded for it any more."""
 
@@ -284,6 +286,8 @@ class BlockStore:
                 self.counts.for_files.begin(request.request_id, self._now())
                 return None
             hit = find(tracked, num_computed_tokens, self._locate, _is_in_host)
+        elif tracked.wait_until_s is not None:
+            self._stop_waiting(tracked, tracked.wait_until_s)
         if hit is None or hit.num_tokens < least:
             return 0
         return hit.num_tokens - num_computed_tokens
@@ -317,7 +321,7 @@ class BlockStore:
         if tracked.is_looked_up:
             tracked.is_looked_up = False
             if tracked.wait_until_s is not None:
-                tracked.wait_left_s = max(0.0, tracked.wait_until_s - self._now())
+                self._stop_waiting(tracked, tracked.wait_until_s)
                 tracked.wait_until_s = None
             self.counts.admitted(request.num_tokens, tracked.num_local_tokens)
             if len(self.counts.for_files):
@@ -552,7 +556,7 @@ class BlockStore:
         """Have files read for a request; say whether it waits for them, or for what is pending."""
         now_s, tiers = self._now(), self._tiers
         assert tiers is not None
-        if tracked.wait_until_s is None:
+        if tracked.wait_until_s is None or tracked.wait_until_s == inf:
             tracked.wait_until_s = now_s + tracked.wait_left_s
         if now_s >= tracked.wait_until_s:
             return False
@@ -570,6 +574,11 @@ class BlockStore:
             return True
         # There is no room for them now. A second part of its files comes when the first has gone.
         return not tracked.has_fetched and tiers.is_disk_in_use and len(tiers.transfers) > 0
+
+    def _stop_waiting(self, tracked: _Tracked, wait_until_s: float) -> None:
+        """Keep what is left of a request's time until it must wait again."""
+        tracked.wait_left_s = max(0.0, min(tracked.wait_left_s, wait_until_s - self._now()))
+        tracked.wait_until_s = inf
 
     # --- other nodes
 
