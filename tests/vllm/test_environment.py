@@ -70,6 +70,21 @@ IMPORTS = """
 """
 """Prints what is imported with the package, what with the class, and which processes run then."""
 
+FAILED_STEP = """
+    import json
+
+    from vllm.logging_utils.dump_input import prepare_object_to_dump
+
+    from kvcache.base.curve import generate_curve_keys
+    from kvcache.integrations.vllm.step_messages import ImportCommand, RankCommands
+
+    keys = generate_curve_keys()
+    command = ImportCommand(1, (0,), b"", "tcp://10.0.0.1:7400", keys)
+    secrets = [keys.server_secret.decode(), keys.peer_secret.decode()]
+    print(json.dumps([[prepare_object_to_dump(RankCommands(imports=(command,)))], secrets]))
+"""
+"""Prints what vLLM logs of the commands of a step that fails, and the secrets in them."""
+
 
 def printed(python: str, code: str) -> list[list[str]]:
     """Return what a program prints last, in vLLM's environment."""
@@ -98,3 +113,9 @@ def test_the_connector_is_imported_without_ray_and_starts_no_process(python: str
     assert {"vllm", "kvcache.integrations.vllm.connector"} <= set(with_class)
     assert "actors" not in with_class
     assert not processes
+
+
+def test_what_vllm_logs_of_a_failed_step_has_no_secret_keys(python: str) -> None:
+    (logged,), secrets = printed(python, FAILED_STEP)
+    assert "tcp://10.0.0.1:7400" in logged
+    assert not any(secret in logged for secret in secrets)

@@ -69,6 +69,10 @@ class ImportCommand:
     endpoint: str
     curve: CurveKeys | None = None
 
+    def anon_repr(self) -> str:
+        """Return what vLLM logs of it when a step fails; without this, it logs the secret keys."""
+        return repr(self)
+
 
 @dataclass(frozen=True)
 class RankCommands:
