@@ -499,6 +499,19 @@ def test_a_model_whose_states_are_no_blocks_ends_the_start_with_one_sentence(
     )
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_layout_that_cannot_be_moved_ends_the_start_with_one_sentence(
+    start: Starter, new_name: Callable[[], str]
+) -> None:
+    extra = {"name": new_name(), **MEMORY}
+    assert re.fullmatch(
+        r"the KV cache of layer model\.layers\.0\S* is \(.*\) with strides \(.*\), the connector "
+        r"moves tensors of \d+ blocks, blocks first, in pieces of at least 64 bytes: choose "
+        r"another attention backend, or remove --kv-transfer-config",
+        refusal(start, extra, module="tests.vllm.odd_layout"),
+    )
+
+
 def refusal(start: Starter, extra: dict[str, Any], **options: Any) -> str:
     """Return the sentence with which an engine ends at its start."""
     with pytest.raises(AssertionError, match="does not answer") as ended:
