@@ -70,10 +70,12 @@ def one_rank(num_ranks: int) -> None:
 def reference(start: Starter, num_ranks: int) -> dict[str, list[list[int]]]:
     """vLLM's output without a connector."""
     engine = start(tensor_parallel_size=num_ranks)
-    found = {"prompts": engine.generate(PROMPTS).tokens}
+    found = {
+        "prompts": engine.generate(PROMPTS).tokens,
+        "repetitive": engine.generate(REPETITIVE, 100).tokens,
+    }
     if num_ranks == 1:
         found["families"] = engine.generate(FAMILIES, 16).tokens
-        found["repetitive"] = engine.generate(REPETITIVE, 100).tokens
     engine.kill()
     return found
 
@@ -314,18 +316,21 @@ def test_aborted_requests_change_no_token_and_leave_nothing_open(
     engine.kill()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_rejected_drafts_are_never_stored(
-    start: Starter, new_name: Callable[[], str], reference: dict[str, list[list[int]]]
+    start: Starter,
+    new_name: Callable[[], str],
+    reference: dict[str, list[list[int]]],
+    num_ranks: int,
 ) -> None:
     name = new_name()
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-    engine = start({"name": name, **MEMORY}, speculative_config=drafts)
+    ranks = {"tensor_parallel_size": num_ranks}
+    engine = start({"name": name, **MEMORY}, speculative_config=drafts, **ranks)
     spoken = engine.generate(REPETITIVE, 100)
     assert spoken.tokens == reference["repetitive"]
     engine.generate(REPETITIVE[:1], 1)
     engine.kill()
-    engine = start({"name": name, "is_asynchronous": False, **MEMORY})
+    engine = start({"name": name, "is_asynchronous": False, **MEMORY}, **ranks)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(REPETITIVE, spoken.tokens, strict=True)]
     loaded = engine.generate(whole, 20)
     assert min(loaded.cached) >= 288 - BLOCK

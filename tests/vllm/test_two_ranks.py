@@ -22,9 +22,8 @@ def test_two_ranks_with_little_memory_files_preemptions_and_an_adapter_change_no
     files = tmp_path / "files"
     files.mkdir()
     adapter = make_adapter(python, tmp_path, 1)
-    prompts = FAMILIES[:50]
     engine = start(**OPTIONS)
-    expected = engine.generate(prompts, 16).tokens
+    expected = engine.generate(FAMILIES, 16).tokens
     adapted = engine.generate(PROMPTS, adapter=adapter).tokens
     assert adapted != engine.generate(PROMPTS).tokens
     engine.kill()
@@ -33,7 +32,7 @@ def test_two_ranks_with_little_memory_files_preemptions_and_an_adapter_change_no
     extra = {"name": name, "offload": {"host_memory_per_rank": "2MiB", "disk": disk}}
     engine = start(extra, **OPTIONS, **SMALL_POOL)
     for order in (1, -1, 1):
-        assert engine.generate(prompts[::order], 16).tokens == expected[::order]
+        assert engine.generate(FAMILIES[::order], 16).tokens == expected[::order]
         engine.reset()
     cold = engine.generate(PROMPTS, adapter=adapter)
     engine.reset()
@@ -52,10 +51,10 @@ def test_two_ranks_with_little_memory_files_preemptions_and_an_adapter_change_no
         damage(paths[first::2])  # of each block, on one rank only
     for slot in Segment(name, 1).sealed_slots()[::3]:
         Segment(name, 1).flip_byte(slot)
-    assert engine.generate(prompts, 16).tokens == expected
+    assert engine.generate(FAMILIES, 16).tokens == expected
     engine.kill()
     engine = start(extra, **OPTIONS, **SMALL_POOL)
-    answer = engine.generate(prompts, 16)
+    answer = engine.generate(FAMILIES, 16)
     assert answer.tokens == expected
     assert sum(answer.cached) > 20 * BLOCK
     engine.kill()
