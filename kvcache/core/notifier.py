@@ -193,12 +193,8 @@ class Notifier:
                 self._label(g, length * unit, notes, ids, digests, parents, tokens, keys)
             )
         if g in self.event_groups:
-            cuts = np.flatnonzero(follows == 0).tolist()
-            for start, end in zip(cuts, [*cuts[1:], count], strict=True):
-                self._emit_stored(
-                    g, int(notes[start, 4]), digests[start:end], parents[start].tobytes(),
-                    tokens[start:end].reshape(-1), tuple(keys[start:end]),
-                )  # fmt: skip
+            cuts = np.flatnonzero(follows == 0)
+            self._emit_stored(g, notes[cuts, 4], digests, parents[cuts], tokens, keys, cuts)
         if self.offload is not None:
             self.offload.on_sealed(g, ids)
 
@@ -228,21 +224,30 @@ class Notifier:
         )
 
     def _emit_stored(
-        self, g: int, root: int, digests: Any, parent: bytes, tokens: Int32Array,
-        keys: tuple[ExtraKeys | None, ...],
+        self, g: int, roots: Any, digests: Any, parents: Any, tokens: Any,
+        keys: Sequence[ExtraKeys | None], cuts: Any,
     ) -> None:  # fmt: skip
-        self._emit(
-            BlocksStored(
-                group=g,
-                medium=_MEDIUM,
-                digests=PackedDigests(digests.tobytes(), digests.shape[1]),
-                parent_digest=None if parent == self._none_hash else BlockHash(parent),
-                token_ids=tokens,
-                block_size=int(self._store.columns.group[g, SIZE]),
-                namespace=self._namespaces[root],
-                extra_keys=keys,
+        """Emit an event for the blocks of one group from each of `cuts` to the next one; the first
+        block of each has its root in `roots`, and its parent's digest in `parents`."""
+        (count, size), num_tokens = digests.shape, tokens.shape[1]
+        packed, parents, tokens = digests.tobytes(), parents.tobytes(), tokens.reshape(-1)
+        block_size, starts = int(self._store.columns.group[g, SIZE]), cuts.tolist()
+        for i, (root, start, end) in enumerate(
+            zip(roots.tolist(), starts, [*starts[1:], count], strict=True)
+        ):
+            parent = parents[size * i : size * (i + 1)]
+            self._emit(
+                BlocksStored(
+                    g,
+                    _MEDIUM,
+                    PackedDigests(packed[size * start : size * end], size),
+                    None if parent == self._none_hash else BlockHash(parent),
+                    tokens[num_tokens * start : num_tokens * end],
+                    block_size,
+                    self._namespaces[root],
+                    tuple(keys[start:end]),
+                )
             )
-        )
 
     def _joined_keys(self, numbers: Sequence[int]) -> ExtraKeys | None:
         """Return a block's extra keys, given those of its units: adapter, then multimodal items in

@@ -13,6 +13,7 @@ into the payload; no object is made per packed digest. msgpack packs everything 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from struct import Struct
 from typing import Any, Final, Literal, TypeAlias
 
@@ -21,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.base.arguments import as_int, as_number, as_tuple
-from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.core import CacheEvent
 from kvcache.events.translation import MEDIA, EventTranslator, group_kinds
@@ -115,7 +115,7 @@ class EventCodec:
         self._translator = EventTranslator(group_kinds(groups))
         self._rank = self._pack(rank)
         self._is_map = encoding == "map"
-        self._integers = IntegerWriter()
+        self._hashes, self._tokens = _Room(_HASH, 0xCF), _Room(_TOKEN, 0xCE)
         words = {"type", *NUM_ALWAYS, *STORED_KEYS, *REMOVED_KEYS, *MEDIA.values(), "LOCAL"}
         self._words: dict[str, bytes] = {word: self._pack(word) for word in words}
         self._frames: dict[tuple[str | int | None, ...], _Frame] = {}
@@ -138,26 +138,30 @@ class EventCodec:
         """Return one payload of translated events; no events make a heartbeat."""
         time_s = as_number("time_s", time_s)
         events = as_tuple("events", events, kind=(StoredEvent, RemovedEvent, ClearedEvent))
-        self._integers.reset()
+        stored = [event for event in events if isinstance(event, StoredEvent)]
+        named = [event for event in events if not isinstance(event, ClearedEvent)]
+        hashes = iter(self._hashes.put([event.block_hashes for event in named]))
+        # From unsigned to unsigned, numpy only swaps bytes, which is twice as fast.
+        tokens = iter(self._tokens.put([event.token_ids.view(np.uint32) for event in stored]))
         parts: Parts = []
         for event in events:
             if isinstance(event, StoredEvent):
-                self._put_stored(event, parts)
+                self._put_stored(event, next(hashes), next(tokens), parts)
             elif isinstance(event, RemovedEvent):
-                self._put_removed(event, parts)
+                self._put_removed(event, next(hashes), parts)
             else:
                 self._put("AllBlocksCleared", (), (), parts)
         head = self._packer.pack_array_header(3) + self._pack(time_s)
         return b"".join([head, self._packer.pack_array_header(len(events)), *parts, self._rank])
 
-    def _put_stored(self, event: StoredEvent, parts: Parts) -> None:
+    def _put_stored(
+        self, event: StoredEvent, hashes: PackedArray, tokens: PackedArray, parts: Parts
+    ) -> None:
         """Encode a `BlockStored`."""
         head, before_parent, before_tokens, tail = self._frame_of(event)
         parent = _NIL
         if event.parent_block_hash is not None:
             parent = _UINT64.pack(_UINT64_CODE, event.parent_block_hash)
-        hashes = self._integers.hashes(event.block_hashes)
-        tokens = self._integers.tokens(event.token_ids)
         parts += (head, *hashes, before_parent, parent, before_tokens, *tokens, tail)
 
     def _frame_of(self, event: StoredEvent) -> _Frame:
@@ -205,9 +209,8 @@ class EventCodec:
         head, before_parent, before_tokens, tail = b"".join(parts).split(_PLACE, 3)
         return head, before_parent, before_tokens, tail
 
-    def _put_removed(self, event: RemovedEvent, parts: Parts) -> None:
+    def _put_removed(self, event: RemovedEvent, hashes: PackedArray, parts: Parts) -> None:
         """Encode a `BlockRemoved`."""
-        hashes = self._integers.hashes(event.block_hashes)
         values = (hashes, self._word(event.medium), self._pack(event.group_idx), _NIL)
         self._put("BlockRemoved", REMOVED_KEYS, values, parts)
 
@@ -236,64 +239,30 @@ class EventCodec:
         return self._words.get(word) or self._pack(word)
 
 
-class IntegerWriter:
-    """Writes arrays of integers, block hashes and token ids, into memory that is reused for each
-    payload.
+class _Room:
+    """Writes arrays of integers of one width into memory that is kept between payloads.
 
     Every integer is written with the code of its full width, so that all of them have one size;
-    every decoder reads them as the same numbers.
+    every decoder reads them as the same numbers. The code before each is written only once.
     """
-
-    def __init__(self) -> None:
-        self._tokens = _Room(_TOKEN, 0xCE)
-        self._hashes = _Room(_HASH, 0xCF)
-        self._header = msgpack.Packer().pack_array_header
-
-    def reset(self) -> None:
-        """Begin a payload: bytes returned before are no longer valid."""
-        self._tokens.clear()
-        self._hashes.clear()
-
-    def tokens(self, values: Int32Array) -> PackedArray:
-        """Return token ids, none negative, shape `(n,)`, as integers of 32 bits."""
-        # From unsigned to unsigned, numpy only swaps bytes, which is twice as fast.
-        return self._header(len(values)), self._tokens.put(values.view(np.uint32))
-
-    def hashes(self, values: NDArray[np.uint64]) -> PackedArray:
-        """Return hashes, shape `(n,)`, as integers of 64 bits."""
-        return self._header(len(values)), self._hashes.put(values)
-
-
-class _Room:
-    """Memory for integers of one width. The code before each of them is written only once."""
 
     def __init__(self, dtype: np.dtype[Any], code: int) -> None:
         self._dtype = dtype
         self._code = code
-        # Invariants: every `code` is written; bytes returned since `clear` end before `_used`.
         self._room: NDArray[Any] = np.empty(0, dtype)
-        self._values = self._room["value"]
-        self._used = 0
+        self._header = msgpack.Packer().pack_array_header
 
-    def clear(self) -> None:
-        """Reuse the memory from its start."""
-        self._used = 0
-        if len(self._room) > _MAX_KEPT:
-            self._make(0)
-
-    def put(self, values: NDArray[Any]) -> memoryview:
-        """Write `values` and return their bytes, valid until the next `clear`."""
-        start, end = self._used, self._used + len(values)
-        if end > len(self._room):
-            # Bytes returned before keep the smaller memory alive.
-            self._make(max(len(values), min(2 * len(self._room), _MAX_KEPT)))
-            start, end = 0, len(values)
-        self._values[start:end] = values
-        self._used = end
-        return self._room[start:end].data
-
-    def _make(self, length: int) -> None:
-        self._room = np.empty(length, self._dtype)
-        self._room["code"] = self._code
-        self._values = self._room["value"]
-        self._used = 0
+    def put(self, arrays: Sequence[NDArray[Any]]) -> list[PackedArray]:
+        """Return the arrays packed, each of shape `(n,)`. They are valid until the next call."""
+        counts = [len(array) for array in arrays]
+        ends = [*accumulate(counts, initial=0)]
+        if ends[-1] > len(self._room) or len(self._room) > _MAX_KEPT:
+            self._room = np.empty(max(ends[-1], min(2 * len(self._room), _MAX_KEPT)), self._dtype)
+            self._room["code"] = self._code
+        if arrays:
+            np.concatenate(arrays, out=self._room["value"][: ends[-1]], casting="unsafe")
+        packed, header = self._room.data, self._header
+        return [
+            (header(count), packed[start : start + count])
+            for count, start in zip(counts, ends, strict=False)
+        ]

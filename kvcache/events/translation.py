@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
@@ -62,6 +62,17 @@ def short_hashes(digests: Sequence[BlockHash]) -> Hashes:
     return hashes
 
 
+def _short_hashes_of(several: Sequence[Sequence[BlockHash]]) -> list[Hashes]:
+    """Do `short_hashes` for several sequences, usually at once."""
+    packed = [each for each in several if isinstance(each, PackedDigests)]
+    sizes = {each.digest_bytes for each in packed}
+    if len(packed) < len(several) or len(sizes) != 1:
+        return [short_hashes(each) for each in several]
+    joined = short_hashes(PackedDigests(b"".join([each.data for each in packed]), *sizes))
+    ends = [*accumulate(map(len, packed), initial=0)]
+    return [joined[start:end] for start, end in pairwise(ends)]
+
+
 def short_hash(digest: BlockHash) -> int:
     """Return the low 64 bits of one digest, never zero.
 
@@ -82,9 +93,7 @@ def are_distinct(hashes: Hashes) -> bool:
 
 
 def ends_before_repeats(hashes: Hashes) -> list[int]:
-    """Return where to cut so that no part has a hash twice; nearly always only at the end."""
-    if are_distinct(hashes):
-        return [len(hashes)]
+    """Return where to cut so that no part has a hash twice."""
     ends: list[int] = []
     seen: set[int] = set()
     for index, value in enumerate(hashes.tolist()):
@@ -198,10 +207,10 @@ class EventTranslator:
         """
         require_published_groups(publish_groups)
         self._kinds = tuple(kinds)
-        self._names = {group: group for group in range(len(kinds))}
+        self._names: list[int | None] = [*range(len(kinds))]
         if publish_groups == "usable":
             usable = usable_group(kinds)
-            self._names = {} if usable is None else {usable: 0}
+            self._names = [0 if group == usable else None for group in range(len(kinds))]
 
     def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
         """Return the events for routers, in order.
@@ -211,11 +220,14 @@ class EventTranslator:
                 its blocks.
         """
         found: list[WireEvent] = []
-        for event in as_tuple("events", events):
+        events = as_tuple("events", events)
+        named = [each for each in events if isinstance(each, (BlocksStored, BlocksRemoved))]
+        hashes = iter(_short_hashes_of([each.digests for each in named]))
+        for event in events:
             if isinstance(event, BlocksStored):
-                found += self._stored(event)
+                found += self._stored(event, next(hashes))
             elif isinstance(event, BlocksRemoved):
-                found += self._removed(event)
+                found += self._removed(event, next(hashes))
             elif isinstance(event, AllBlocksCleared):
                 found.append(ClearedEvent())
             else:
@@ -224,19 +236,16 @@ class EventTranslator:
                 )
         return found
 
-    def _stored(self, event: BlocksStored) -> list[StoredEvent]:
+    def _stored(self, event: BlocksStored, hashes: Hashes) -> Sequence[StoredEvent]:
         """Return one event, or several if two blocks have the same hash."""
-        self._require_group(event.group)
-        name = self._names.get(event.group)
+        name = self._name_of(event.group)
         if name is None:
-            return []
-        num_blocks = len(event.digests)
-        if len(event.token_ids) != num_blocks * event.block_size or not num_blocks:
+            return ()
+        if len(event.token_ids) != len(hashes) * event.block_size or not len(hashes):
             raise InvalidInputError(
-                f"{len(event.token_ids)} tokens for {num_blocks} stored blocks of "
+                f"{len(event.token_ids)} tokens for {len(hashes)} stored blocks of "
                 f"{event.block_size} tokens: a stored event states all tokens of full blocks"
             )
-        hashes = short_hashes(event.digests)
         lora = event.namespace.lora
         kind = self._kinds[event.group]
         whole = StoredEvent(
@@ -252,27 +261,27 @@ class EventTranslator:
             kind.sliding_window,
             event.namespace.salt,
         )
+        if are_distinct(hashes):
+            return (whole,)
         ends = ends_before_repeats(hashes)
-        if len(ends) == 1:
-            return [whole]
-        return [whole.part(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+        return [whole.part(start, end) for start, end in pairwise((0, *ends))]
 
-    def _removed(self, event: BlocksRemoved) -> list[RemovedEvent]:
+    def _removed(self, event: BlocksRemoved, hashes: Hashes) -> Sequence[RemovedEvent]:
         """Return an event with every hash once."""
-        self._require_group(event.group)
-        name = self._names.get(event.group)
+        name = self._name_of(event.group)
         if name is None:
-            return []
-        hashes = short_hashes(event.digests)
+            return ()
         if not are_distinct(hashes):
             hashes = np.array(list(dict.fromkeys(hashes.tolist())), np.uint64)
-        return [RemovedEvent(hashes, _medium(event.medium), name)]
+        return (RemovedEvent(hashes, _medium(event.medium), name),)
 
-    def _require_group(self, group: int) -> None:
-        if not 0 <= group < len(self._kinds):
+    def _name_of(self, group: int) -> int | None:
+        """Return the number under which a group is published; None if it is not."""
+        if not 0 <= group < len(self._names):
             raise InvalidInputError(
-                f"event of KV cache group {group}: there are groups 0 to {len(self._kinds) - 1}"
+                f"event of KV cache group {group}: there are groups 0 to {len(self._names) - 1}"
             )
+        return self._names[group]
 
 
 def _removed_from(event: WireEvent) -> tuple[str, int] | None:
