@@ -149,6 +149,7 @@ def facts(found: EngineStatistics) -> dict[str, str]:
                 f"{tier.num_ready:,} of {tier.num_slots:,} blocks, "
                 f"{bytes_text(tier.stored_bytes)} stored, {bytes_text(tier.loaded_bytes)} loaded "
                 f"by each rank, {tier.num_evicted:,} evicted, {tier.num_refused:,} without room"
+                + (f", {tier.num_copies:,} copies" if tier.num_copies else "")
             )
     jobs = ", ".join(f"{count:,} {kind}" for kind, count in tiers.open_jobs.items() if count)
     told["jobs"] = (

@@ -417,10 +417,14 @@ class TierHierarchy:
     def _end_store(self, job: TransferJob, *, ok: bool) -> None:
         self.host.complete_store(job.keys, success=ok)
         if ok and not job.is_private:
-            missing = self._not_on_disk(job.keys)
-            self._spills.mark_dirty(missing)
-            if self.options.disk_write == "on_store":
-                self._spills.write_through(missing)
+            self._mark_dirty(job.keys)
+
+    def _mark_dirty(self, keys: Sequence[OffloadKey]) -> None:
+        """Have those of these keys written to disk that it does not have."""
+        missing = self._not_on_disk(keys)
+        self._spills.mark_dirty(missing)
+        if self.options.disk_write == "on_store":
+            self._spills.write_through(missing)
 
     def _end_writes(
         self, tier: TierManager, job: TransferJob, good: list[OffloadKey], bad: list[OffloadKey]
@@ -538,6 +542,24 @@ class TierHierarchy:
         self._spills.mark_clean([keys[i] for i in np.flatnonzero(is_kept).tolist()])
         self._spills.wake()
 
+    def mark_copies(self, keys: Sequence[OffloadKey], *, are_copies: bool) -> None:
+        """Take note that another node is the one that keeps these keys, or that this one is.
+
+        Copies are evicted from host memory before other keys, until they have been loaded here, and
+        no file is written for them. Skips keys that are not in host memory. Files are not marked:
+        engines of one node share them, so one's copy may be another one's only file.
+        """
+        slots, eviction = self.host.slots, self.host.eviction
+        ready = slots.ready(keys)
+        changed = slots.keys_at(eviction.mark_copies(slots.slots_of(ready), are_copies=are_copies))
+        if self.disk is None or not changed:
+            return
+        if are_copies:
+            self._spills.mark_clean(changed)
+        else:
+            self._mark_dirty(changed)
+        self._spills.wake()
+
     def files_changed(self, labels: Label, removed: Sequence[OffloadKey]) -> None:
         """Take note of files that other processes have written (one row each) and removed.
 
@@ -582,6 +604,9 @@ class TierHierarchy:
         num_clean = len(dirty) - len(self._not_on_disk(dirty))
         if num_clean:
             raise InvariantError(f"{num_clean} host keys are dirty without need")
+        slots = self.host.slots.slots_of(np.flatnonzero(self.host.slots.is_dirty))
+        if self.host.eviction.are_copies(slots).any():
+            raise InvariantError("host keys are dirty that another node keeps")
         stores, loads, spills, fetches, imports = (
             sum(len(job.keys) for job in self.transfers.jobs() if job.kind is kind)
             for kind in JobKind

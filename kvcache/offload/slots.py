@@ -49,9 +49,12 @@ FORGOTTEN: Final = 3
 
 NO_ADDRESS: Final = -1
 
-COPY_LOADS: Final = 2
-"""Loads of a copy of what another node holds, until it counts as this node's own: the first is for
-the request that it was copied for."""
+OWN_LOADS: Final = 1
+"""Loads of what another node holds, too, until it is evicted like this node's own."""
+
+IMPORT_LOADS: Final = 2
+"""The same for a block that was copied from another node: the first load is for the request that it
+was copied for."""
 
 # Numbers of the counters' own type: `np.add.at` is then forty times as fast.
 _ONE: Final = np.int32(1)
@@ -335,11 +338,13 @@ def place_keys(
 class SlotEviction:
     """The eviction order of idle slots. Also the policy's `EntryTable`.
 
-    *Copies* of what another node holds go first, the oldest first, until they are loaded a second
-    time, or a hint comes: so the last copy in a group of nodes lives longer.
+    *Copies* of what another node holds go first, the longest unused first, until they are loaded
+    here or a hint comes: so the last one in a group of nodes lives longer. They keep their places
+    in the policy, for the time when they are copies no more.
 
-    Invariant: a slot is in the policy, or among `_copies`, exactly when it has members and no holds
-    (writes or loads). `_copy_loads` is 0 for every slot that is no copy.
+    Invariant: a slot is in the policy exactly when it has members and no holds (writes or loads).
+    It is among `_copies`, too, exactly when `_is_copy` and `_own_loads` above 0 say so. Slots
+    without members have `_is_copy` false, and `OWN_LOADS`.
     """
 
     def __init__(
@@ -362,9 +367,11 @@ class SlotEviction:
             else TenantPolicy(table.num_slots, self, tenants, make, counts_unheld=True)
         )
         self._is_in: BoolArray = np.zeros(table.num_slots, np.bool_)
+        # Until the first copy, these are unused.
         self._copies: OrderedDict[int, None] = OrderedDict()
-        self._copy_loads: CountArray = np.zeros(table.num_slots, np.int32)
-        """After how many loads a copy is none any more."""
+        self._is_copy: BoolArray = np.zeros(table.num_slots, np.bool_)
+        self._own_loads: CountArray = np.full(table.num_slots, OWN_LOADS, np.int32)
+        """After how many loads a slot is evicted by the policy even if it has a copy."""
         self._has_copies = False
         # Until the first hint, the rest is unused.
         self._hints: HintColumns | None = None
@@ -463,7 +470,8 @@ class SlotEviction:
         if self._hints is None or not len(slots):
             return
         if isinstance(self._policy, (HintedPolicy, TenantPolicy)):
-            self._end_copies(slots)
+            self._own_loads[slots] = 0
+            self._drop_copies(slots)
             self._policy.hint(slots, given.hint, since_s=given.since_s)
         if given.hint.priority is None:
             self._claimed.update(dict.fromkeys(slots.tolist(), given))
@@ -505,12 +513,12 @@ class SlotEviction:
         self._leave(slots[is_in & is_used])
         gone = slots[is_in & is_empty]
         if len(gone):
-            self._policy.discard(self._without_copies(gone))
+            self._policy.discard(gone)
+            self._drop_copies(gone)
             self._is_in[gone] = False
         if self._hints is not None:
             self._forget_hints(slots[is_empty])
-        if self._has_copies:
-            self._copy_loads[slots[is_empty]] = 0
+        self._forget_copies(slots[is_empty])
         entering = slots[~is_in & ~is_used & ~is_empty]
         self.enter(entering[::-1])
         if self._later:
@@ -525,16 +533,39 @@ class SlotEviction:
             self._insert(slots)
             self._is_in[slots] = True
 
-    def mark_copies(self, slots: IndexArray) -> None:
-        """Note that these slots, which are being written, get copies of what another node holds."""
-        if self._tenants is None and self._table.blocks_per_slot == 1:
-            self._copy_loads[slots] = COPY_LOADS
-            self._has_copies = True
+    def mark_imports(self, slots: IndexArray) -> None:
+        """Note that these slots, which are being written, get copies from another node."""
+        if self._can_mark:
+            self._own_loads[slots] = IMPORT_LOADS
+            self.mark_copies(slots, are_copies=True)
+
+    def mark_copies(self, slots: IndexArray, *, are_copies: bool) -> IndexArray:
+        """Note of these different slots, which have members, whether another node is the one that
+        keeps what they hold; return those of which something else was noted."""
+        changed: IndexArray = slots[self._is_copy[slots] != are_copies]
+        if not self._can_mark or not len(changed):
+            return index_array(())
+        self._has_copies = True
+        self._is_copy[changed] = are_copies
+        if are_copies:
+            self._add_copies(changed[self._is_in[changed]])
+        else:
+            self._drop_copies(changed)
+        return changed
+
+    def are_copies(self, slots: IndexArray) -> BoolArray:
+        """Return for each slot whether it is noted that another node keeps what it holds."""
+        found: BoolArray = self._is_copy[slots]
+        return found
+
+    def num_copies(self) -> int:
+        """Return how many slots are noted as copies."""
+        return int(np.count_nonzero(self._is_copy)) if self._has_copies else 0
 
     def note_loads(self, slots: IndexArray) -> None:
         """Count a load of these slots, which are in use now."""
         if self._has_copies:
-            self._copy_loads[slots] = np.maximum(self._copy_loads[slots] - 1, 0)
+            self._own_loads[slots] = np.maximum(self._own_loads[slots] - 1, 0)
 
     def withhold(self, slots: IndexArray) -> None:
         """Remove those slots that are in the policy, until `update` inserts them again."""
@@ -546,7 +577,8 @@ class SlotEviction:
         slots = self._table.distinct(slots)
         waiting = slots[self._is_in[slots]]
         if len(waiting):
-            self._policy.remove(self._without_copies(waiting))
+            self._policy.remove(waiting)
+            self._drop_copies(waiting)
             self._forget_claims(waiting)
             self._insert(waiting[::-1])
 
@@ -554,7 +586,7 @@ class SlotEviction:
         """Return how many slots `choose` can take."""
         table = self._table
         if not table.slot_spills.any() and (drops_dirty or not table.slot_dirty.any()):
-            return len(self._policy) + len(self._copies)
+            return len(self._policy)
         must_stay = table.slot_spills > 0
         if not drops_dirty:
             must_stay |= table.slot_dirty > 0
@@ -590,6 +622,7 @@ class SlotEviction:
             if self._tenants is not None:
                 self._tenants.evicted(victims[-1])
                 self._tenants.freed(victims[-1])
+            self._drop_copies(victims[-1])
             kept.append(np.delete(chosen, may_go))
             missing -= len(may_go)
             num_kept += len(kept[-1])
@@ -599,7 +632,7 @@ class SlotEviction:
         self._is_in[result] = False
         if self._hints is not None:
             self._forget_hints(result)
-        self._copy_loads[result] = 0
+        self._forget_copies(result)
         if missing > 0:
             raise InvariantError(f"{missing} of {num_slots} slots to evict could not be found")
         return result
@@ -607,8 +640,8 @@ class SlotEviction:
     def dirty_ahead(self, num_slots: int) -> IndexArray:
         """Return which of the next `num_slots` victims are dirty and not being spilled, in order.
 
-        With a policy of several lines, this many of each: their shares show later. Changes
-        nothing.
+        With a policy of several lines, this many of each: their shares show later. Copies are not
+        dirty, so those that go before others leave the rest more time. Changes nothing.
         """
         if num_slots < 1 or not len(self._policy):
             return index_array(())
@@ -630,14 +663,15 @@ class SlotEviction:
 
     def order(self) -> list[int]:
         """Return all idle slots, the next victim first. For audits; changes nothing."""
-        return [*self._copies, *self._policy.order()]
+        own = [slot for slot in self._policy.order() if slot not in self._copies]
+        return [*self._copies, *own]
 
     def check(self) -> None:
         """Raise InvariantError unless the policy has exactly the idle slots."""
         table = self._table
         idle = np.flatnonzero((table.slot_members > 0) & (table.slot_holds == 0)).tolist()
-        found = sorted(self.order())
-        if found != idle or len(self._policy) + len(self._copies) != len(idle):
+        found = sorted(self._policy.order())
+        if found != idle or len(self._policy) != len(idle):
             raise InvariantError(
                 f"the policy has {len(found)} slots, {len(idle)} are idle; they differ in "
                 f"{sorted(set(found) ^ set(idle))[:5]}"
@@ -646,44 +680,47 @@ class SlotEviction:
             raise InvariantError("slots are noted as waiting that are not, or the reverse")
         if not self._claimed.keys() <= set(idle):
             raise InvariantError("slots are said to be used later that are in use, or empty")
-        marked = np.flatnonzero(self._copy_loads)
+        first = self._is_in & self._is_copy & (self._own_loads > 0)
+        is_empty = table.slot_members == 0
         if (
-            not self._copies.keys()
-            <= set(marked.tolist())
-            <= set(np.flatnonzero(table.slot_members))
+            sorted(self._copies) != np.flatnonzero(first).tolist()
+            or self._is_copy[is_empty].any()
+            or (self._own_loads[is_empty] != OWN_LOADS).any()
         ):
             raise InvariantError("slots are noted as copies that are none, or the reverse")
 
+    @property
+    def _can_mark(self) -> bool:
+        """Whether copies go first: not with tenants, whose shares decide, or several blocks to a
+        slot, which may differ."""
+        return self._tenants is None and self._table.blocks_per_slot == 1
+
     def _leave(self, slots: IndexArray) -> None:
         if len(slots):
-            self._policy.remove(self._without_copies(slots))
+            self._policy.remove(slots)
+            self._drop_copies(slots)
             self._forget_claims(slots)
             self._is_in[slots] = False
 
     def _insert(self, slots: IndexArray) -> None:
-        if self._has_copies:
-            is_copy = self._copy_loads[slots] > 0
-            self._copies.update(dict.fromkeys(slots[is_copy].tolist()))
-            slots = slots[~is_copy]
         self._policy.insert(slots)
+        if self._has_copies:
+            self._add_copies(slots[self._is_copy[slots]])
 
-    def _without_copies(self, slots: IndexArray) -> IndexArray:
-        """Take those slots that are among the copies out of them; return the others."""
-        if not self._copies:
-            return slots
-        is_copy = np.fromiter(map(self._copies.__contains__, slots.tolist()), np.bool_, len(slots))
-        for slot in slots[is_copy].tolist():
-            del self._copies[slot]
-        rest: IndexArray = slots[~is_copy]
-        return rest
+    def _add_copies(self, slots: IndexArray) -> None:
+        """Put idle copies behind the others, unless they have been loaded often enough."""
+        self._copies.update(dict.fromkeys(slots[self._own_loads[slots] > 0].tolist()))
 
-    def _end_copies(self, slots: IndexArray) -> None:
-        """Have the policy order those of these slots that are among the copies."""
-        copies = index_array([slot for slot in slots.tolist() if slot in self._copies])
-        if len(copies):
-            self._copy_loads[copies] = 0
-            self._without_copies(copies)
-            self._policy.insert(copies)
+    def _drop_copies(self, slots: IndexArray) -> None:
+        """Take slots out of the copies, as far as they are among them."""
+        for slot in slots.tolist() if self._copies else ():
+            self._copies.pop(slot, None)
+
+    def _forget_copies(self, slots: IndexArray) -> None:
+        """Forget what is noted of slots whose content is gone."""
+        if self._has_copies or self._hints is not None:
+            self._is_copy[slots] = False
+            self._own_loads[slots] = OWN_LOADS
 
     def _choose_copies(self, num_slots: int, *, drops_dirty: bool) -> IndexArray:
         """Remove and return up to `num_slots` copies that may go."""
@@ -693,5 +730,7 @@ class SlotEviction:
             return not table.slot_spills[slot] and (drops_dirty or not table.slot_dirty[slot])
 
         chosen = index_array(list(islice(filter(may_go, self._copies), num_slots)))
-        self._without_copies(chosen)
+        if len(chosen):
+            self._policy.discard(chosen)
+            self._drop_copies(chosen)
         return chosen

@@ -14,7 +14,8 @@ class TierStatistics:
     `num_pending` are being stored, `num_held` are ready and read by a load or a spill. Slots in
     quarantine hold dropped content that a job still uses. `num_hits` and `num_misses` count keys
     that `lookup` was asked for; `num_skipped` were not stored because they had not been seen often
-    enough, `num_refused` because there was no room. `tenants` count slots.
+    enough, `num_refused` because there was no room. `num_copies` slots hold what another node
+    keeps. `tenants` count slots.
     """
 
     medium: str
@@ -35,6 +36,7 @@ class TierStatistics:
     num_forgotten: int = 0
     num_skipped: int = 0
     num_refused: int = 0
+    num_copies: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
     tenants: tuple[TenantStatistics, ...] = ()

@@ -291,8 +291,8 @@ class TierManager(OffloadingManager):
             drops_dirty: also evict keys that no lower tier has.
             needs_all: None instead of a part of them.
             tenant: of the keys, if there are tenants.
-            are_copies: another node has these keys, so they are evicted before others, until they
-                have been loaded twice.
+            are_copies: they come from another node, so they are evicted before others, until they
+                have been loaded twice, or are marked otherwise.
 
         Raises InvalidInputError or MalformedMessageError for labels that do not fit the keys.
         """
@@ -327,7 +327,7 @@ class TierManager(OffloadingManager):
         evicted = self._make_room(placement.num_new_slots, drops_dirty=drops_dirty)
         places = self._occupy(keys, placement, labels)
         if are_copies:
-            self.eviction.mark_copies(table.slots_of(places))
+            self.eviction.mark_imports(table.slots_of(places))
         self.eviction.update(here)
         return ReservedPlaces(
             int32_array(placement.positions), int32_array(places), evicted, num_refused
@@ -448,6 +448,7 @@ class TierManager(OffloadingManager):
             num_held=int(np.count_nonzero(is_ready & is_held)),
             num_dirty=int(np.count_nonzero(table.is_dirty)),
             num_quarantined_slots=int(np.count_nonzero(is_forgotten.any(axis=1))),
+            num_copies=self.eviction.num_copies(),
             **asdict(counts),
             stored_bytes=counts.num_stored * options.block_bytes,
             loaded_bytes=counts.num_loaded * options.block_bytes,

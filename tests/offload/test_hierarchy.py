@@ -655,6 +655,52 @@ def test_what_another_node_has_is_evicted_first_until_it_is_used_again() -> None
     tiers.check()
 
 
+def test_what_another_node_keeps_is_evicted_first_and_written_when_it_is_the_last_one() -> None:
+    tiers, keys = make_hierarchy(num_host=4), make_keys(4)
+    store(tiers, keys)
+    tiers.mark_copies([*keys[2:], *make_keys(1, first=90)], are_copies=True)
+    assert tiers.statistics().host.num_copies == 2
+    tiers.mark_copies(keys[2:3], are_copies=False)
+    tiers.check()
+    new = make_keys(1, first=50)
+    assert store(tiers, new) == new  # nothing has to be written before
+    assert places(tiers, keys) == [*[Place.HOST] * 3, Place.NOWHERE]
+    tiers.mark_copies(keys[:3], are_copies=True)
+    assert store(tiers, new := make_keys(2, first=60)) == new  # in the order of the marks
+    assert places(tiers, keys[:3]) == [Place.NOWHERE, Place.NOWHERE, Place.HOST]
+    tiers.mark_copies(keys[2:3], are_copies=False)
+    tiers.check()
+    assert store(tiers, make_keys(4, first=70)) == []
+    assert set(keys[2:3]) < set(spill(tiers))
+    assert len(store(tiers, make_keys(4, first=70))) == 4
+    assert places(tiers, keys[2:3]) == [Place.DISK]
+
+
+def test_what_is_loaded_here_keeps_its_place_even_if_another_node_keeps_it() -> None:
+    tiers, keys = make_hierarchy(num_host=3, num_disk=0), make_keys(3)
+    store(tiers, keys)
+    tiers.mark_copies(keys, are_copies=True)
+    load = tiers.plan_load(keys[:1], NOW_S)
+    assert load is not None
+    tiers.end(load.job_id, ok=True)
+    for are_copies in (False, True):  # said again
+        tiers.mark_copies(keys[:1], are_copies=are_copies)
+    store(tiers, make_keys(2, first=50))
+    assert places(tiers, keys) == [Place.HOST, *[Place.NOWHERE] * 2]
+    tiers.check()
+
+
+def test_with_write_through_the_last_one_goes_to_disk_at_once() -> None:
+    options = HierarchyOptions(disk_write="on_store", spare_share=0.0)
+    tiers, keys = make_hierarchy(options=options), make_keys(2)
+    job = tiers.plan_import(keys, NOW_S)
+    assert job is not None
+    tiers.end(job.job_id, ok=True)
+    assert spill(tiers) == []
+    tiers.mark_copies(keys, are_copies=False)
+    assert spill(tiers) == keys
+
+
 def test_a_hint_makes_a_copy_follow_the_policy() -> None:
     tiers, own, copied = make_hierarchy(num_host=8, num_disk=0), make_keys(6), make_keys(2, 50)
     store(tiers, own)

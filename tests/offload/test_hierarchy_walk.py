@@ -117,6 +117,8 @@ class Walk:
         }
         if self.has_hints:
             operations[self.hint] = 2
+        if self.tenants is None:
+            operations[self.mark_copies] = 2
         random_walk(title, self.rng, operations, NUM_STEPS, self.compare)
         self.finish()
 
@@ -224,6 +226,9 @@ class Walk:
         keys = self.rng.sample(self.every, 2)
         self.hierarchy.forget(keys)
         assert self.hierarchy.locate(keys).tolist() == [Place.NOWHERE] * 2
+
+    def mark_copies(self) -> None:
+        self.hierarchy.mark_copies(self.request(), are_copies=self.rng.random() < 0.5)
 
     def reset(self) -> None:
         if self.rng.random() < 0.1:

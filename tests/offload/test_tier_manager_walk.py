@@ -37,6 +37,8 @@ class Walk:
             self.chains.append(chain)
         self.every = sorted({key for chain in self.chains for key in chain})
         self.addresses: dict[OffloadKey, int] = {}
+        self.has_copies = False
+        """Whether loads are counted: not before the first copy."""
 
     def some_keys(self) -> list[OffloadKey]:
         chain = self.rng.choice(self.chains[1:])
@@ -54,7 +56,7 @@ class Walk:
         if self.rng.random() < 0.1:
             keys += self.some_of(keys)
         drops_dirty, needs_all = self.rng.random() < 0.5, self.rng.random() < 0.3
-        are_copies = self.size == 1 and self.rng.random() < 0.4
+        are_copies = self.size == 1 and self.rng.random() < 0.3
         reserved = self.tier.reserve(
             keys,
             drops_dirty=drops_dirty,
@@ -67,6 +69,7 @@ class Walk:
             assert expected is None
             return
         positions, evicted = expected
+        self.has_copies |= are_copies and bool(positions)
         assert reserved.positions.tolist() == positions
         assert list(reserved.evicted_keys) == evicted
         for key in evicted:
@@ -89,8 +92,8 @@ class Walk:
         assert addresses.tolist() == [self.addresses[key] for key in keys]
         for key in keys:
             self.model.get(key).num_loads += 1
-        for key in set(keys):
-            self.model.get(key).copy_loads = max(0, self.model.get(key).copy_loads - 1)
+        for key in set(keys) if self.has_copies else ():
+            self.model.get(key).own_loads = max(0, self.model.get(key).own_loads - 1)
         self.model.settle(self.model.slots_of(keys))
 
     def end_load(self) -> None:
@@ -129,6 +132,20 @@ class Walk:
         for key in keys:
             if self.model.state(key) == "ready":
                 self.model.get(key).is_dirty = is_dirty
+
+    def mark_copies(self) -> None:
+        keys, are_copies = self.some_of(self.every), self.rng.random() < 0.5
+        slots = self.tier.slots
+        marked = slots.slots_of(slots.ready(keys))
+        changed = self.tier.eviction.mark_copies(marked, are_copies=are_copies)
+        if self.size > 1:
+            assert not len(changed)
+            return
+        ready = [key for key in keys if self.model.state(key) == "ready"]
+        expected = [key for key in ready if self.model.get(key).is_copy != are_copies]
+        assert slots.keys_at(changed) == expected
+        self.has_copies |= bool(expected)
+        self.model.mark_copies(keys, are_copies)
 
     def forget(self) -> None:
         keys = self.some_of(self.every) if self.rng.random() < 0.3 else self.some_keys()[:2]
@@ -174,7 +191,9 @@ class Walk:
             for slot in self.model.order
         ]
         assert [{slot} for slot in self.tier.eviction.order()] == order
-        assert self.tier.statistics().num_free_slots == self.model.num_slots - len(self.model.slots)
+        statistics = self.tier.statistics()
+        assert statistics.num_free_slots == self.model.num_slots - len(self.model.slots)
+        assert statistics.num_copies == sum(each.is_copy for each in known.values())
         is_owed = [k for k in self.every if k in known and known[k].is_dirty]
         assert self.spills.owed(self.every) == [k for k in is_owed if not known[k].num_spills]
 
@@ -214,6 +233,7 @@ def test_a_tier_does_what_its_slow_model_does(seed: int) -> None:
         walk.end_spill: 1,
         walk.touch: 1,
         walk.mark: 1,
+        walk.mark_copies: 2,
         walk.forget: 1,
         walk.mistake: 1,
     }

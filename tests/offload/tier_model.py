@@ -17,7 +17,9 @@ class ModelKey:
     num_loads: int = 0
     num_spills: int = 0
     is_dirty: bool = False
-    copy_loads: int = 0
+    is_copy: bool = False
+    own_loads: int = 1
+    copy_rank: int = 0
 
     @property
     def has_job(self) -> bool:
@@ -35,7 +37,11 @@ class ModelSlot:
 
     @property
     def is_copy(self) -> bool:
-        return any(each.copy_loads for each in self.places.values())
+        return any(each.is_copy and each.own_loads for each in self.places.values())
+
+    @property
+    def copy_rank(self) -> int:
+        return max(each.copy_rank for each in self.places.values())
 
     def may_go(self, drops_dirty: bool) -> bool:
         return not any(
@@ -45,17 +51,27 @@ class ModelSlot:
 
 class ModelTier:
     """Evicts the slot that came out of use first, copies before others; `idle` has them in the
-    order in which they came out of use."""
+    order in which they came out of use. Copies are in the order in which they came out of use, or
+    were marked later."""
 
     def __init__(self, num_slots: int, blocks_per_slot: int) -> None:
         self.num_slots, self.size = num_slots, blocks_per_slot
         self.slots: list[ModelSlot] = []
         self.idle: list[ModelSlot] = []
+        self.num_ranks = 0
+
+    def rank(self, slots: Sequence[ModelSlot]) -> None:
+        """Put copies that come out of use, or are marked, behind the others."""
+        for slot in slots:
+            self.num_ranks += 1
+            for each in slot.places.values():
+                each.copy_rank = self.num_ranks
 
     @property
     def order(self) -> list[ModelSlot]:
         """Idle slots, the next victim first."""
-        return sorted(self.idle, key=lambda slot: not slot.is_copy)
+        copies = sorted((s for s in self.idle if s.is_copy), key=lambda slot: slot.copy_rank)
+        return copies + [slot for slot in self.idle if not slot.is_copy]
 
     def find(self, key: OffloadKey) -> tuple[ModelSlot, int, ModelKey] | None:
         found = [
@@ -92,10 +108,18 @@ class ModelTier:
             elif not slot.is_used and slot not in self.idle:
                 entering.append(slot)
         self.idle += reversed(entering)
+        self.rank(entering[::-1])
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         touched = [s for s in dict.fromkeys(self.slots_of(keys)) if s in self.idle]
         self.idle = [s for s in self.idle if s not in touched] + touched[::-1]
+        self.rank(touched[::-1])
+
+    def mark_copies(self, keys: Sequence[OffloadKey], are_copies: bool) -> None:
+        for key in keys:
+            if self.state(key) == "ready" and self.get(key).is_copy != are_copies:
+                self.get(key).is_copy = are_copies
+                self.rank(self.slots_of([key]))
 
     def reserve(
         self,
@@ -126,7 +150,7 @@ class ModelTier:
             if slot in new and slot not in had:
                 break
             positions.append(i)
-            slot.places[place] = ModelKey(keys[i], copy_loads=2 * are_copies)
+            slot.places[place] = ModelKey(keys[i], is_copy=are_copies, own_loads=1 + are_copies)
             slot.next_place = max(slot.next_place, place + 1)
             if slot not in self.slots:
                 self.slots.append(slot)
