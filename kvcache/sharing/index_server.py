@@ -140,7 +140,8 @@ class IndexServer:
             self._index.expire(now_s)
             if self._proxy is not None:
                 self._proxy.follow(self._index.streams())
-        if not self._socket.poll(int(1000 * LOOK_S)):
+        is_swept = not self._index.sweep()
+        if not self._socket.poll(int(1000 * LOOK_S) if is_swept else 0):
             return
         for _ in range(MAX_AT_ONCE):
             try:

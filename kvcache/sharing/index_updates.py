@@ -2,14 +2,23 @@
 
 One message is under way at a time. It is repeated until the index has taken it; if the index does
 not know the source, everything is said again. So the index is exact soon after it, or the source,
-was restarted. Between changes an empty message says that the source lives.
+was restarted. Between changes an empty message says that the source lives. The index answers which
+blocks are copies of what other sources hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from kvcache.sharing.messages import MAX_KEYS, Holding, Taken
+from kvcache.sharing.messages import (
+    KEY_BYTES,
+    MAX_KEYS,
+    MAX_ORIGINALS,
+    Holding,
+    Taken,
+    split,
+    unpack_bits,
+)
 
 REPEAT_S = 0.5
 HEARTBEAT_S = 1.0
@@ -25,16 +34,23 @@ class IndexUpdates:
         endpoint: str,
         held: Collection[bytes],
         stream: tuple[str, str, str] = ("", "", ""),
+        *,
+        last_seq: int = 0,
     ) -> None:
-        """Have everything that is held said first. `stream`: topic and endpoints of its events."""
+        """Have everything that is held said first. `stream`: topic and endpoints of its events. A
+        `last_seq` above that of the source's last process has the index forget what that held."""
         self._source, self._memory, self._endpoint = source, memory, endpoint
         self._stream = stream
         self._held = held
-        self._seq = 0
+        self._seq = last_seq
         self._unsaid: dict[bytes, None] = {}
         self._open: Holding | None = None
         self._said_s = 0.0
         self._is_first = True
+        self._is_refused = self._has_more = False
+        self.beliefs: dict[bytes, bool] = {}
+        """Which held keys the index says are copies, and which are not: what it said last, and the
+        caller has not taken out."""
 
     @property
     def is_known(self) -> bool:
@@ -43,16 +59,21 @@ class IndexUpdates:
 
     def changed(self, keys: Iterable[bytes]) -> None:
         """Have it said whether these keys are held now."""
+        keys = list(keys)
         if not self._is_first:
             self._unsaid.update(dict.fromkeys(keys))
+        for key in keys if self.beliefs else ():
+            if key not in self._held:
+                self.beliefs.pop(key, None)
 
     def next(self, now_s: float) -> Holding | None:
         """Return what to send now, if anything."""
-        if self._open is not None:
-            if now_s < self._said_s + REPEAT_S:
-                return None
-        elif self._is_first or self._unsaid or now_s >= self._said_s + HEARTBEAT_S:
-            self._open = self._new()
+        if (self._open is not None or self._is_refused) and now_s < self._said_s + REPEAT_S:
+            return None
+        if self._open is None:
+            is_due = self._has_more or now_s >= self._said_s + HEARTBEAT_S
+            if self._is_first or self._unsaid or is_due:
+                self._open = self._new()
         if self._open is not None:
             self._said_s = now_s
         return self._open
@@ -61,9 +82,18 @@ class IndexUpdates:
         """Take the index's answer."""
         if self._open is None or (answer.source, answer.seq) != (self._source, self._open.seq):
             return
-        self._open = None
+        opened, self._open = self._open, None
+        self._is_refused = opened.is_first and not answer.is_known
         if not answer.is_known:
             self._is_first = True
+            return
+        self._has_more = len(answer.originals) == MAX_ORIGINALS * KEY_BYTES
+        keys = split(opened.added)
+        told = dict(zip(keys, unpack_bits(answer.copies, len(keys)), strict=True))
+        told.update(dict.fromkeys(split(answer.originals), False))
+        for key, is_copy in told.items():
+            if key in self._held:
+                self.beliefs[key] = is_copy
 
     def _new(self) -> Holding:
         self._seq += 1

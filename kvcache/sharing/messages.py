@@ -6,7 +6,7 @@ message that exists is well-formed. Bounded: at most `MAX_KEYS` keys, `MAX_MESSA
 | from | to | verb | |
 |---|---|---|---|
 | node | index | hold | blocks that a source has got and lost |
-| index | node | taken | all up to a number; `is_known` false: state everything again |
+| index | node | taken | all up to a number, and which blocks are copies; or: state all again |
 | engine | index | ask | who holds these blocks |
 | index | engine | answer | a place for each block |
 | anyone | index | status | |
@@ -18,18 +18,23 @@ message that exists is well-formed. Bounded: at most `MAX_KEYS` keys, `MAX_MESSA
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import msgpack
+import numpy as np
 
 from kvcache.base.errors import MalformedMessageError, VersionMismatchError, shown
 
-SHARING_VERSION = 2
+SHARING_VERSION = 3
 KEY_BYTES = 36
 """A digest of 32 bytes and a group of 4, as in `kvcache.offload.keys`."""
 
 MAX_KEYS = 8192
+MAX_ORIGINALS = 2048
+"""Blocks in one answer to a source that have become originals; the rest comes with the next."""
+
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_ANSWER_NODES = 32
 """Nodes in one answer."""
@@ -95,11 +100,23 @@ class Holding:
 
 @dataclass(frozen=True)
 class Taken:
-    """The index has a source's messages up to `seq`; or, not `is_known`, it needs the first one."""
+    """The index has a source's messages up to `seq`; or, not `is_known`, it needs the first one.
+
+    Of the sources that hold a key, the first one has the *original*, and the others have *copies*.
+    `copies` says which of the keys `added` by message `seq` are copies, as bits (`pack_bits`); the
+    keys `originals` have become originals since the answer before, because sources ahead of this
+    one lost them. An answer to a message that is repeated says the same again.
+    """
 
     source: bytes
     seq: int
     is_known: bool
+    copies: bytes = b""
+    originals: bytes = b""
+
+    def __post_init__(self) -> None:
+        _require(len(self.copies) <= MAX_KEYS // 8, f"{len(self.copies)} bytes of bits")
+        _require_keys(self.originals)
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,17 @@ def unpack(data: bytes) -> Message:
     found = tuple(type(value) for value in values[2:])
     _require(found == _FIELDS[kind], f"fields of {values[1]}: {len(found)} of other types")
     return kind(*values[2:])
+
+
+def pack_bits(values: Sequence[bool]) -> bytes:
+    """Return eight values to a byte, the first in its highest bit; none if all are false."""
+    return np.packbits(np.array(values, np.bool_)).tobytes() if any(values) else b""
+
+
+def unpack_bits(packed: bytes, count: int) -> list[bool]:
+    """Return `count` packed values; those beyond the end are false."""
+    found = np.unpackbits(np.frombuffer(packed, np.uint8), count=min(count, 8 * len(packed)))
+    return [bool(bit) for bit in found] + [False] * (count - len(found))
 
 
 def split(keys: bytes) -> list[bytes]:

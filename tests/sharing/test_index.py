@@ -105,6 +105,7 @@ def test_a_walk_with_lost_messages_and_restarts_ends_in_an_exact_index() -> None
         for _ in range(20):
             now_s += REPEAT_S
             index.expire(now_s)
+            index.sweep()
             for each in sources:
                 told = each.updates.next(now_s)
                 if told is not None and (answer := index.hold(told, now_s)) is not None:
@@ -208,7 +209,7 @@ def test_a_source_says_much_in_several_messages() -> None:
 MESSAGES: list[Message] = [
     told(1, 3, key_of(4), is_first=True),
     replace(told(1, 3), topic="kv@a@m", live=endpoint_of(1), replay=endpoint_of(2)),
-    Taken(source_of(1), 3, True),
+    Taken(source_of(1), 3, True, b"\x80", key_of(5) + key_of(6)),
     question_of(1, 2),
     Answer(5, (endpoint_of(1),), bytes([0, NO_NODE])),
     StatusQuestion(),
@@ -239,25 +240,27 @@ HELD = [source_of(1), MEMORIES[0], endpoint_of(1), 1, True, b"", b""]
     "values",
     [
         [],
-        [2],
-        [2, "hold"],
-        [2, b"hold", *[0] * 7],
-        [2, "steal"],
-        [2, "want", 1, 0, b"short"],
-        [2, "want", True, 0, key_of(1)],
-        [2, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES + 1)],
-        [2, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES * (MAX_KEYS + 1))],
-        [2, "hold", b"", MEMORIES[0], endpoint_of(1), 1, True, b"", b"", "", "", ""],
-        [2, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b"", "", "", ""],
-        [2, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b"", "", "", ""],
-        [2, "hold", *HELD, "kv@a@m", "ipc:///tmp/x", endpoint_of(1)],
-        [2, "hold", *HELD, "kv@a@m", endpoint_of(1), "tcp://*:5"],
-        [2, "hold", *HELD, "k" * 401, endpoint_of(1), endpoint_of(1)],
-        [2, "answer", 1, [endpoint_of(1)], bytes([1])],
-        [2, "answer", 1, [7], bytes([0])],
+        [3],
+        [3, "hold"],
+        [3, b"hold", *[0] * 7],
+        [3, "steal"],
+        [3, "want", 1, 0, b"short"],
+        [3, "want", True, 0, key_of(1)],
+        [3, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES + 1)],
+        [3, "ask", 1, MEMORIES[0], source_of(1), bytes(KEY_BYTES * (MAX_KEYS + 1))],
+        [3, "hold", b"", MEMORIES[0], endpoint_of(1), 1, True, b"", b"", "", "", ""],
+        [3, "hold", source_of(1), MEMORIES[0], "ipc:///tmp/x", 1, True, b"", b"", "", "", ""],
+        [3, "hold", source_of(1), MEMORIES[0], endpoint_of(1), -1, True, b"", b"", "", "", ""],
+        [3, "hold", *HELD, "kv@a@m", "ipc:///tmp/x", endpoint_of(1)],
+        [3, "hold", *HELD, "kv@a@m", endpoint_of(1), "tcp://*:5"],
+        [3, "hold", *HELD, "k" * 401, endpoint_of(1), endpoint_of(1)],
+        [3, "answer", 1, [endpoint_of(1)], bytes([1])],
+        [3, "answer", 1, [7], bytes([0])],
+        [3, "taken", source_of(1), 3, True, bytes(MAX_KEYS // 8 + 1), b""],
+        [3, "taken", source_of(1), 3, True, b"", bytes(KEY_BYTES - 1)],
         {"verb": "hold"},
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
     with pytest.raises(MalformedMessageError):
@@ -265,7 +268,7 @@ def test_a_message_that_is_wrong_is_refused(values: Any) -> None:
 
 
 def test_another_version_is_named() -> None:
-    with pytest.raises(VersionMismatchError, match="version 1, this package in 2"):
+    with pytest.raises(VersionMismatchError, match="version 1, this package in 3"):
         unpack(msgpack.packb([1, "status"]))
 
 
