@@ -421,7 +421,10 @@ def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:
     counts = {name: found.get(f"num_{name}", 0) for name in ("questions", "found_blocks")}
     return {
         "uptime": f"{found['uptime_s']:,.0f} s",
-        "blocks": f"{found['num_blocks']:,} of {len(engines):,} engines",
+        "blocks": (
+            f"{found['num_blocks']:,} of {len(engines):,} engines, "
+            f"{found['num_copies']:,} of them copies"
+        ),
         **{endpoint: f"{count:,} blocks" for endpoint, count in engines.items()},
         **_event_facts(found.get("events")),
         "questions": (

@@ -38,9 +38,10 @@ from kvcache.memory_service.client import service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.offload.keys import OffloadKey, make_offload_key
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
+from kvcache.sharing import block_index
 from kvcache.sharing.access import IndexPlace, make_keys, read_keys
 from kvcache.sharing.index_server import IndexServer
-from kvcache.sharing.messages import Given, Wanted, pack, unpack
+from kvcache.sharing.messages import SOURCE_BYTES, Given, Wanted, pack, unpack
 from kvcache.worker.files.format import FileHead, FileTierError, pack_head
 from kvcache.worker.host_memory.segment import SegmentShape
 from tests.integrations.test_vllm_replicas import DEADLINE_S, Replica, request_of
@@ -59,6 +60,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.is_running = True
+        self.has_more = False
         self.counts = self.server.counts
 
     def _run(self) -> None:
@@ -68,6 +70,10 @@ class ServerThread:
 
     def take_given(self) -> list[OffloadKey]:
         return self.server.take_given()
+
+    def take_beliefs(self) -> dict[OffloadKey, bool]:
+        beliefs = self.server.beliefs
+        return {OffloadKey(key): beliefs.pop(key) for key in tuple(beliefs)}
 
     def look(self, now_s: float) -> None:
         assert self._thread.is_alive() or not self.is_running
@@ -276,6 +282,133 @@ def test_what_came_from_another_node_is_evicted_before_what_is_only_here(
     assert len(second.held() & b) == len(second.held() & c) == 2
 
 
+def await_marks(coordinator: IndexServer, *replicas: Replica) -> None:
+    """Return when the engines know, too, which of their blocks are copies."""
+    await_index(coordinator, *replicas)
+    deadline_s = time.monotonic() + DEADLINE_S
+    expected = coordinator.statistics()["num_copies"]
+    while sum(map(num_copies, replicas)) != expected:
+        assert time.monotonic() < deadline_s, [num_copies(each) for each in replicas]
+        for replica in replicas:
+            replica.step()
+        time.sleep(0.02)
+
+
+def num_copies(replica: Replica) -> int:
+    assert replica.store.statistics is not None
+    return replica.store.statistics.host.num_copies
+
+
+def test_of_what_two_nodes_have_computed_one_evicts_its_own_first(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second = start(), start(num_slots=6)
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    with asking_nobody(second):
+        second.run("b", 9)
+        assert second.run("a", 17) == 0  # computed, and now the last one used
+    await_marks(coordinator, first, second)
+    assert (num_copies(first), num_copies(second)) == (0, 4)
+    a, b, c, d = (set(request_of(0, 17, content).block_hashes) for content in "abcd")
+    with asking_nobody(second):
+        second.run("c", 9)
+        second.settle()
+        assert len(second.held() & a) == 2 and len(second.held() & b) == 2
+        server_of(first).close()
+        await_originals(second)
+        second.run("d", 9)
+        second.settle()
+    assert len(second.held() & a) == 2 and not second.held() & b
+    assert len(second.held() & c) == len(second.held() & d) == 2
+    second.store.check()
+
+
+def await_originals(replica: Replica) -> None:
+    """Return when an engine knows that none of its blocks is a copy."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while num_copies(replica):
+        assert time.monotonic() < deadline_s, f"{num_copies(replica)} are copies"
+        replica.step()
+        time.sleep(0.02)
+
+
+@contextmanager
+def asking_nobody(replica: Replica) -> Iterator[None]:
+    """Have an engine compute what others hold, as if it had not been announced yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica.nodes, "ask", lambda *_: None)
+        yield
+
+
+def test_a_copy_on_its_way_to_a_file_is_not_written_and_the_last_one_is(
+    start: Start, coordinator: IndexServer, tmp_path: Path
+) -> None:
+    disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB", "write": "on_evict"}
+    first, second = start(), start(num_slots=4, offload={"disk": disk})
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    with asking_nobody(second):
+        second.run("a", 17)
+        await_marks(coordinator, first, second)
+        assert num_copies(second) == 4
+        second.run("b", 9)
+        second.settle()
+        assert not list(tmp_path.rglob("*.kvb"))
+        server_of(first).close()
+        await_originals(second)
+        for content in "cd":
+            second.run(content, 17)
+            second.settle()
+    a = {key.hex() for key in request_of(0, 17, "a").block_hashes}
+    assert len([path for path in tmp_path.rglob("*.kvb") if path.name[:64] in a]) == 2 * 2
+
+
+def test_a_coordinator_and_an_engine_that_start_again_agree_again(
+    start: Start, coordinator: IndexServer
+) -> None:
+    first, second, third = (start() for _ in range(3))
+    nodes_of_all = first, second, third
+    first.run("a", 17)
+    await_index(coordinator, *nodes_of_all)
+    for each in (second, third):
+        with asking_nobody(each):
+            each.run("a", 17)
+        await_marks(coordinator, *nodes_of_all)
+    assert [num_copies(each) for each in nodes_of_all] == [0, 4, 4]
+    coordinator.close()
+    again = IndexServer(coordinator.endpoint)
+    again.start()
+    await_marks(again, *nodes_of_all)
+    assert again.statistics()["num_copies"] == 8
+    first.store.reset(keeps_weights=True)
+    await_marks(again, *nodes_of_all)
+    assert sum(num_copies(each) for each in nodes_of_all) == 4
+    again.close()
+
+
+def test_an_engine_that_starts_again_has_no_copies_of_what_it_held_before(
+    start: Start, coordinator: IndexServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_index, "SILENCE_S", 1000.0)
+    options = {"address": coordinator.endpoint, "answer_s": 10, "silence_s": 20}
+    first, second = start(coordinator=options), start(coordinator=options)
+    first.run("a", 17)
+    await_index(coordinator, first, second)
+    with asking_nobody(second):
+        second.run("a", 9)
+        second.run("b", 9)
+    await_marks(coordinator, first, second)
+    name = second.store._setting.options.name
+    second.close()
+    again = Replica(name, 0, coordinator=options)
+    assert again.num_adopted == 4
+    await_marks(coordinator, first, again)
+    assert (num_copies(first), num_copies(again)) == (0, 2)
+    assert len(coordinator.statistics()["sources"]) == 2
+    again.close()
+
+
 def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
     """The options of an engine that writes each block to a file at once."""
     directory.mkdir()
@@ -437,6 +570,13 @@ def test_the_process_announces_and_gives_and_ends_with_its_input(
         assert time.monotonic() < deadline_s, "the engine is not told what was given"
         time.sleep(0.05)
     assert sorted(key[:32] for key in given) == sorted(first.held())
+    beliefs: dict[OffloadKey, bool] = {}
+    while len(beliefs) < 4:
+        first.nodes._server.look(time.monotonic())
+        beliefs |= first.nodes.take_beliefs()
+        assert time.monotonic() < deadline_s, "the engine is not told what are copies"
+        time.sleep(0.05)
+    assert beliefs == dict.fromkeys(given, False)
     process = first.nodes._server._process
     assert process is not None
     process.kill()
@@ -540,6 +680,43 @@ def test_a_place_is_told_when_the_engine_has_read_again(monkeypatch: pytest.Monk
         assert json.loads(engine.read(1 << 20)) == {"index": moved_to.to_plain()}
         lines._tell_moved()
         assert engine.read(1) is None
+
+
+def test_beliefs_wait_for_room_each_in_its_newest_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(200)]
+    beliefs: dict[bytes, bool] = {key: i % 3 == 0 for i, key in enumerate(keys)}
+    process = ServerProcess.__new__(ServerProcess)
+    process._beliefs = {}
+    process.counts, process._given = {}, []
+    with open(reader, "rb", 0) as engine, open(writer, "wb", 0) as output:
+        monkeypatch.setattr(block_server.sys, "stdout", output)
+        os.set_blocking(reader, False)
+        lines = EngineLines()
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        lines._tell_beliefs(beliefs)
+        assert len(beliefs) == len(keys)
+        beliefs[keys[0]] = False
+        expected = dict(beliefs)
+        while engine.read(1 << 20):
+            pass
+        lines._tell_beliefs(beliefs)
+        assert not beliefs
+        told = engine.read(1 << 20)
+        assert told is not None
+        for line in told.splitlines():
+            assert len(line) < 4096
+            process._take(json.loads(line))
+    assert process.take_beliefs() == expected
+    assert process.take_beliefs() == {}
+
+
+def test_an_engine_is_known_by_the_same_name_after_its_restart() -> None:
+    name = nodes.source_of("chat", 0)
+    assert len(name) == SOURCE_BYTES and name == nodes.source_of("chat", 0)
+    assert len({name, nodes.source_of("chat", 1), nodes.source_of("talk", 0)}) == 3
 
 
 # --- a coordinator on Ray, without Ray

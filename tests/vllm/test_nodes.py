@@ -205,6 +205,41 @@ def test_blocks_that_are_only_in_files_of_a_node_are_loaded_by_another_one(
     second.kill()
 
 
+def test_what_both_nodes_have_computed_is_a_copy_on_one_until_the_other_is_gone(
+    start: Starter, new_name: Callable[[], str], coordinator: Coordinator
+) -> None:
+    names = new_name(), new_name()
+    first, second = (start(options_of(name, coordinator)) for name in names)
+    coordinator.kill()
+    for engine in (first, second):
+        engine.generate(PROMPTS, 1)
+        engine.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
+    coordinator.start()
+    coordinator.await_blocks(2)
+    found = ask_status(coordinator.address, None, 10_000)
+    assert found["num_copies"] * 2 == found["num_blocks"] > 0
+    of_both = {names[0]: first, names[1]: second}
+    assert await_copies(of_both, found["num_copies"]) == found["num_copies"]
+
+    first.kill()
+    assert await_copies({names[1]: second}, 0) == 0
+    assert second.generate(PROMPTS, 1).cached == HITS
+    second.kill()
+
+
+def await_copies(engines: Mapping[str, Engine], num_copies: int) -> int:
+    """Return how many blocks engines take for copies when it is this number, or after a while."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        for engine in engines.values():
+            engine.generate([PROMPTS[0][:20]], 1)  # less than a block, but a step
+        tiers = [ask_engine(name, 0, {"do": "status"})["tiers"] for name in engines]
+        found = sum(each["host"]["num_copies"] for each in tiers)
+        if found == num_copies or time.monotonic() > deadline_s:
+            return int(found)
+        time.sleep(0.5)
+
+
 def given_from_files(name: str) -> int:
     status = ask_engine(name, 0, {"do": "status"})
     return int(status["nodes"]["given_blocks"].get("given_from_files", 0))

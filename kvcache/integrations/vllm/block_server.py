@@ -13,7 +13,8 @@ copy, because the engine may evict the block meanwhile; the receiver compares th
 
 One line of JSON on standard input; the process ends when the input does, with the engine. Lines of
 JSON on standard output tell the engine how many blocks it has given, from memory and from files,
-which ones, and where a coordinator on Ray listens now.
+which ones, which of its blocks are copies of what other nodes keep, and where a coordinator on Ray
+listens now.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -68,7 +70,7 @@ TELL_S = 1.0
 MAX_GIVEN = 1024
 """Blocks that the engine has not been told of; of further ones it is not told."""
 
-GIVEN_PER_LINE = 64
+KEYS_PER_LINE = 64
 """So that a line, as a pipe takes it whole or not at all, has less than 4,096 bytes."""
 
 _NICENESS = 5
@@ -154,6 +156,7 @@ class BlockServer:
             self.endpoint,
             ChainMap(self._index.slots, {} if self._files is None else self._files.held).keys(),
             settings.stream,
+            last_seq=time.time_ns(),
         )
         self.poller = zmq.Poller()
         for each in (self._requests, self._coordinator):
@@ -165,6 +168,12 @@ class BlockServer:
     def is_known(self) -> bool:
         """Whether the coordinator knows all that was held at the last look."""
         return self._updates.is_known
+
+    @property
+    def beliefs(self) -> dict[bytes, bool]:
+        """Which blocks the coordinator says are copies, and which are not. The caller takes out
+        what it has told the engine."""
+        return self._updates.beliefs
 
     @property
     def silent_s(self) -> float:
@@ -373,20 +382,36 @@ class EngineLines:
             return
         self._tell_at_s = now_s + TELL_S
         self._tell_moved()
-        if server.counts != self._counts and self._say("counts", server.counts):
+        if server.counts != self._counts and self._say({"counts": server.counts}):
             self._counts = dict(server.counts)
         given = server.take_given()
-        for first in range(0, len(given), GIVEN_PER_LINE):
-            part = given[first : first + GIVEN_PER_LINE]
-            self._say("given", [base64.b64encode(key).decode() for key in part])
+        for first in range(0, len(given), KEYS_PER_LINE):
+            part = given[first : first + KEYS_PER_LINE]
+            self._say({"given": [base64.b64encode(key).decode() for key in part]})
+        self._tell_beliefs(server.beliefs)
+        if server.beliefs:  # there was no room for all of them
+            self._tell_at_s = now_s + ALWAYS_S
 
     def _tell_moved(self) -> None:
-        if self._moved_to is not None and self._say("index", self._moved_to.to_plain()):
+        if self._moved_to is not None and self._say({"index": self._moved_to.to_plain()}):
             self._moved_to = None
 
-    def _say(self, what: str, value: Any) -> bool:
+    def _tell_beliefs(self, beliefs: dict[bytes, bool]) -> None:
+        """Tell as many of them as there is room for; the others are kept, each in its newest
+        state."""
+        while part := list(islice(beliefs, KEYS_PER_LINE)):
+            line = {
+                what: base64.b64encode(b"".join(key for key in part if beliefs[key] is is_copy))
+                for what, is_copy in (("copies", True), ("originals", False))
+            }
+            if not self._say({what: keys.decode() for what, keys in line.items()}):
+                return
+            for key in part:
+                del beliefs[key]
+
+    def _say(self, told: dict[str, Any]) -> bool:
         try:
-            os.write(sys.stdout.fileno(), json.dumps({what: value}).encode() + b"\n")
+            os.write(sys.stdout.fileno(), json.dumps(told).encode() + b"\n")
         except OSError:  # the engine does not read, or has ended
             return False
         return True

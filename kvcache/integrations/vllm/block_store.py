@@ -421,9 +421,8 @@ class BlockStore:
         now_s = self._now()
         self._ask_at_s = now_s + ASK_S
         self._follow_files(tiers)
-        if self._nodes is not None and (given := self._nodes.take_given()):
-            for tier in tiers:
-                tier.touch(given)
+        if self._nodes is not None:
+            self._follow_nodes(self._nodes, tiers)
         if len(tiers.transfers) or not tiers.is_disk_in_use:
             self._expire(tiers, now_s)
         following, self._next = self._next, RankCommands()
@@ -581,6 +580,16 @@ class BlockStore:
         tracked.wait_until_s = inf
 
     # --- other nodes
+
+    def _follow_nodes(self, nodes: Nodes, tiers: TierHierarchy) -> None:
+        """Take note of what was given to other nodes, and of what they keep, too."""
+        if given := nodes.take_given():
+            for tier in tiers:
+                tier.touch(given)
+        if beliefs := nodes.take_beliefs():
+            for are_copies in (True, False):
+                keys = [key for key, is_copy in beliefs.items() if is_copy is are_copies]
+                tiers.mark_copies(keys, are_copies=are_copies)
 
     def _knows_nodes(self, nodes: Nodes, tracked: _Tracked) -> bool:
         """Ask, once, which other nodes hold what this one lacks of a request; say whether that is
