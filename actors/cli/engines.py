@@ -220,9 +220,11 @@ def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:
         rows = [asdict(each) for each in kept]
         print_json({"state": "not running", **asked, "kept": rows})
         return
+    from kvcache.memory_service.protocol import process_text
+
     table = Table("memory", "size", "used by")
     for each in kept:
-        user = f"process {each.process_id}" if each.process_id else "no process"
+        user = process_text(each.process_id) if each.process_id else "no process"
         table.add_row(each.name, bytes_text(each.num_bytes), user)
     title = f"no engine {which} runs; its memory service keeps, for the next one"
     print_table(Console(file=sys.stdout), title, table)

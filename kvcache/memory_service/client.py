@@ -7,8 +7,6 @@ wait for a memory service that is absent.
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ from kvcache.base.errors import (
 )
 from kvcache.memory_service.protocol import (
     ADDRESS_SCHEME,
+    connect,
     is_trusted,
     lock_owner,
     make_socket,
@@ -29,9 +28,6 @@ from kvcache.memory_service.protocol import (
     send,
     socket_name,
 )
-
-RETRY_S = 0.01
-"""Pause after an attempt to connect that found no room."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ class MemoryServiceClient:
         return {str(name): int(number) for name, number in values[0]}
 
     def put(self, name: str, descriptor: int) -> None:
-        """Make the service keep this memory under `name`, replacing older memory. The descriptor
-        stays open."""
+        """Make the service keep this memory under `name`, replacing older memory that no other
+        process uses. The descriptor stays open."""
         self._ask("put", name, descriptor)
 
     def drop(self, name: str) -> None:
@@ -110,7 +106,7 @@ class MemoryServiceClient:
         """Return the other values of a successful answer, and its descriptor."""
         with make_socket(self._timeout_s) as connected:
             try:
-                self._connect(connected)
+                connect(connected, self._name, self._timeout_s)
                 if not is_trusted(connected):
                     raise NotRunningError(
                         f"the memory service at {self._address} is another user's"
@@ -136,22 +132,10 @@ class MemoryServiceClient:
             raise ExhaustedError(f"the memory service at {self._address} refuses: {values[1]}")
         raise ClusterError(f"the memory service at {self._address} gives an invalid answer")
 
-    def _connect(self, connected: socket.socket) -> None:
-        """Connect; try again while too many connections wait. Raises OSError."""
-        give_up_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                connected.connect(self._name)
-                return
-            except BlockingIOError as error:
-                if time.monotonic() > give_up_s:
-                    raise TimeoutError from error
-                time.sleep(RETRY_S)
-
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """Memory that is kept under `name`. `process_id` has it now, 0 if none has."""
+    """Memory that is kept under `name`. `process_id` has it now, as `lock_owner` says."""
 
     name: str
     num_bytes: int

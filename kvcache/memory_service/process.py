@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,14 @@ from collections.abc import Sequence
 
 from kvcache.base.errors import AlreadyRunningError, ClusterError, StartupError
 from kvcache.memory_service.client import MemoryServiceClient
-from kvcache.memory_service.protocol import is_trusted, make_socket, peer_process, socket_name
+from kvcache.memory_service.protocol import (
+    connect,
+    is_trusted,
+    make_socket,
+    peer_process,
+    process_text,
+    socket_name,
+)
 from kvcache.memory_service.service import HostMemoryService
 
 START_S = 30.0
@@ -55,11 +63,23 @@ def ensure_service(address: str, idle_s: float) -> None:
     while not _answers(client):
         if time.monotonic() > give_up_s:
             raise StartupError(
-                f"the memory service at {address} does not answer after {START_S:g} s (its process "
-                f"{started.pid} ended with {started.returncode}): run '{' '.join(command)}' to see "
-                "why, or set offload.keeps_memory to false"
+                f"the memory service at {address} does not answer after {START_S:g} s "
+                f"({_why(address, started)}, or set offload.keeps_memory to false"
             )
         time.sleep(RETRY_S)
+
+
+def _why(address: str, started: subprocess.Popen[bytes]) -> str:
+    """Return what keeps a memory service from answering, and the remedy."""
+    try:
+        process_id, is_own = _listener(address)
+    except OSError:
+        ended = f"its process {started.pid} ended with {started.returncode}"
+        return f"{ended}): run '{shlex.join(map(str, started.args))}' to see why"
+    who = process_text(process_id)
+    if not is_own:
+        return f"{who} of another user has the address): give the engine another name"
+    return f"{who} has the address, and may be stopped): let it go on, or kill it"
 
 
 def serve(address: str, idle_s: float) -> None:
@@ -80,19 +100,30 @@ def serve(address: str, idle_s: float) -> None:
 
 
 def end(address: str) -> int:
-    """End the service at `address`; return its process. Raises ClusterError if there is none."""
-    with make_socket(5.0) as connected:
-        try:
-            connected.connect(socket_name(address))
-        except OSError as error:
-            raise ClusterError(
-                f"no memory service answers at {address} ({error.strerror})"
-            ) from error
-        if not is_trusted(connected):
-            raise ClusterError(f"the memory service at {address} is another user's")
-        process_id = peer_process(connected)
+    """End the service at `address`, even if it is stopped; return its process.
+
+    Raises ClusterError if there is none that this process can end.
+    """
+    try:
+        process_id, is_own = _listener(address)
+    except OSError as error:
+        raise ClusterError(f"no memory service answers at {address} ({error.strerror})") from error
+    if not is_own:
+        raise ClusterError(f"the memory service at {address} is another user's")
+    if process_id <= 0:
+        raise ClusterError(
+            f"the memory service at {address} is {process_text(process_id)}: end it there"
+        )
     os.kill(process_id, signal.SIGTERM)
+    os.kill(process_id, signal.SIGCONT)
     return process_id
+
+
+def _listener(address: str) -> tuple[int, bool]:
+    """Return which process listens at `address`, and whether it is this user's; raises OSError."""
+    with make_socket(5.0) as connected:
+        connect(connected, socket_name(address), 5.0)
+        return peer_process(connected), is_trusted(connected)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

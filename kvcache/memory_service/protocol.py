@@ -6,7 +6,7 @@ refused. Every user can see such a name, so both ends ask the kernel which proce
 the other end.
 
     attach, name               returns the descriptor, or none if nothing is kept
-    put, name, + descriptor    keeps the memory, replacing older memory
+    put, name, + descriptor    keeps the memory, replacing older memory that no other process uses
     drop, name                 drops the memory
     list, prefix               returns the names with the prefix, and the number of each memory
 """
@@ -17,6 +17,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from typing import Any
 
 import msgpack
@@ -31,6 +32,9 @@ MAX_NAME_BYTES = 512
 ADDRESS_SCHEME = "unix:@"
 MAX_ADDRESS_BYTES = 107
 
+RETRY_S = 0.01
+"""Pause after an attempt to connect that found no room."""
+
 VERBS = frozenset({"attach", "put", "drop", "list"})
 
 _CREDENTIALS = struct.Struct("3i")
@@ -39,6 +43,9 @@ _LOCK = struct.Struct("hhqqi")
 """`struct flock`: type, whence, start, length, process."""
 ROOT = 0
 """Root may do everything anyway."""
+
+HIDDEN_PROCESS = -1
+"""Stands for a process of another container: the kernel does not tell its number."""
 
 
 def socket_name(address: str) -> bytes:
@@ -60,10 +67,15 @@ def make_socket(timeout_s: float) -> socket.socket:
 
 
 def lock_owner(descriptor: int) -> int:
-    """Return the process that uses this memory, 0 if none does."""
+    """Return the process that uses this memory, 0 if no other one than this does."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, process_id = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    return 0 if kind == fcntl.F_UNLCK else int(process_id)
+    return 0 if kind == fcntl.F_UNLCK else int(process_id) or HIDDEN_PROCESS
+
+
+def process_text(process_id: int) -> str:
+    """Return what `lock_owner` or `peer_process` has found, in words."""
+    return f"process {process_id}" if process_id > 0 else "a process of another container"
 
 
 def memory_number(descriptor: int) -> int:
@@ -72,8 +84,21 @@ def memory_number(descriptor: int) -> int:
 
 
 def peer_process(connected: socket.socket) -> int:
-    """Return the process at the other end."""
+    """Return the process at the other end; 0 if it is in another container."""
     return _peer(connected)[0]
+
+
+def connect(connected: socket.socket, name: bytes, timeout_s: float) -> None:
+    """Connect; try again while too many connections wait. Raises OSError, TimeoutError."""
+    give_up_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            connected.connect(name)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError from error
+            time.sleep(RETRY_S)
 
 
 def is_trusted(connected: socket.socket) -> bool:

@@ -33,6 +33,7 @@ from kvcache.memory_service.protocol import (
     lock_owner,
     make_socket,
     memory_number,
+    process_text,
     receive,
     send,
     socket_name,
@@ -284,6 +285,11 @@ class HostMemoryService:
     def _admitted(self, name: str, descriptor: int, old: _Kept | None) -> _Kept:
         """Return the entry to keep; raises MalformedMessageError if it must not be kept."""
         status = os.fstat(descriptor)
+        user = 0 if old is None or old.number == status.st_ino else lock_owner(old.descriptor)
+        if user:
+            raise MalformedMessageError(
+                f"{process_text(user)} uses other memory under {name!r}: end it, or drop that first"
+            )
         num_bytes = self._num_bytes() - (0 if old is None else old.num_bytes) + status.st_size
         num_segments = len(self._kept) + (old is None)
         if not stat.S_ISREG(status.st_mode):

@@ -24,7 +24,14 @@ from kvcache.base.errors import (
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import ServingLoop, describe_error
 from kvcache.memory_service.client import ENGINE_SERVICES
-from kvcache.memory_service.protocol import ADDRESS_SCHEME, is_trusted, make_socket, socket_name
+from kvcache.memory_service.protocol import (
+    ADDRESS_SCHEME,
+    MAX_PACKET_BYTES,
+    connect,
+    is_trusted,
+    make_socket,
+    socket_name,
+)
 
 logger = get_logger(__name__)
 
@@ -34,7 +41,6 @@ Answering = Callable[[dict[str, Any]], dict[str, Any]]
 ASK_S = 5.0
 MAX_ANSWER_BYTES = 1 << 17
 
-_QUESTION_BYTES = 4096
 _BACKLOG = 8
 _WAIT_S = 0.5
 _QUESTION_S = 2.0
@@ -68,7 +74,7 @@ def ask_engine(
     """
     with make_socket(timeout_s) as connected:
         try:
-            connected.connect(socket_name(engine_address(name, replica)))
+            connect(connected, socket_name(engine_address(name, replica)), timeout_s)
             if not is_trusted(connected):
                 raise NotRunningError(f"the engine {name!r} is another user's")
             connected.send(json.dumps(question).encode())
@@ -125,7 +131,7 @@ class EngineSocket:
             if not is_trusted(connected):
                 return
             try:
-                question = json.loads(connected.recv(_QUESTION_BYTES))
+                question = json.loads(connected.recv(MAX_PACKET_BYTES))
                 connected.send(self._answer(question))
             except (OSError, ValueError) as error:
                 logger.debug("a question to the engine was not answered: %s", error)

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +172,14 @@ def test_an_unknown_question_is_refused_and_the_next_one_answered(asked: Asked) 
     with pytest.raises(ClusterError, match="is no question: ask status, metrics, clear or record"):
         ask_engine(asked.name, 0, {"do": "fly"})
     assert asked.statistics().name == asked.name
+
+
+def test_many_askers_at_once_and_long_questions_are_answered(asked: Asked) -> None:
+    asked.statistics()
+    question = {"do": "status", "path": "/" + "x" * 20_000}
+    with ThreadPoolExecutor(40) as pool:
+        answers = pool.map(lambda _: ask_engine(asked.name, 0, question, 30.0), range(120))
+        assert {answer["name"] for answer in answers} == {asked.name}
 
 
 def test_an_engine_that_is_not_there_is_refused_with_those_that_are(asked: Asked) -> None:

@@ -529,6 +529,24 @@ def test_memory_of_a_worker_that_is_still_there_is_left_to_it(
     segment.close()
 
 
+def test_memory_that_a_process_uses_is_not_replaced_under_its_name(
+    service: HostMemoryService,
+    start: Callable[[str], tuple[subprocess.Popen[str], str]],
+    address: str,
+) -> None:
+    worker, _ = start("worker")
+    client = MemoryServiceClient(address)
+    before = client.list("")
+    memory = make_memory("test", 4096)
+    with pytest.raises(ExhaustedError, match=f"process {worker.pid} uses other memory under"):
+        client.put("cluster/rank1", memory)
+    assert client.list("") == before
+    kill(worker)
+    client.put("cluster/rank1", memory)
+    assert client.list("") != before
+    os.close(memory)
+
+
 @pytest.mark.parametrize("wrong", [0, True, 1.0])
 def test_limits_are_integers_of_at_least_one(address: str, wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"^max_bytes is .*: set it to an integer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from kvcache.base.errors import ClusterError, StartupError
 from kvcache.memory_service import process
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import end, ensure_service
-from kvcache.memory_service.protocol import lock_owner
+from kvcache.memory_service.protocol import lock_owner, make_socket, peer_process, socket_name
 from kvcache.worker.host_memory.segment import ATTACHED, FRESH, open_segment
 from tests.worker.tier_support import SHAPE
 
@@ -104,6 +105,36 @@ def test_memory_that_a_living_process_has_taken_is_known(address: MemoryServiceA
     segment.close()
 
 
+def test_a_user_in_another_container_is_known_though_not_by_number(
+    address: MemoryServiceAddress,
+) -> None:
+    """The kernel says 0 of a process in another namespace of processes."""
+    ensure_service(address.address, 600.0)
+    segment = open_segment(SHAPE, address)
+    asks = (
+        "import sys; from kvcache.memory_service.client import *;"
+        "from kvcache.memory_service.protocol import lock_owner, process_text;"
+        "print(process_text(lock_owner(MemoryServiceClient(sys.argv[1]).attach(sys.argv[2]))));"
+        "import kvcache.memory_service.process as p; p.main([sys.argv[1], '--end'])"
+    )
+    command = [sys.executable, "-c", asks, address.address, address.name_of(SHAPE.rank)]
+    told = subprocess.run(
+        ["unshare", "--pid", "--fork", *command],
+        timeout=DEADLINE_S,
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    if told.stderr.startswith("unshare:"):
+        pytest.skip(f"no namespaces here: {told.stderr}")
+    assert told.stdout == "a process of another container\n"
+    assert told.stderr == (
+        f"the memory service at {address.address} is a process of another container: end it there\n"
+    )
+    segment.close()
+
+
 def test_it_ends_when_nothing_has_been_used_for_a_time(address: MemoryServiceAddress) -> None:
     ensure_service(address.address, 0.2)
     await_end(address.address)
@@ -127,6 +158,23 @@ def test_it_ends_when_told(address: MemoryServiceAddress) -> None:
     assert process.main([address.address, "--end"]) == 0
     await_end(address.address)
     assert process.main([address.address, "--end"]) == 1
+
+
+def test_a_stopped_one_is_named_at_the_start_of_another_and_ends_when_told(
+    address: MemoryServiceAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_service(address.address, 600.0)
+    with make_socket(5.0) as connected:
+        connected.connect(socket_name(address.address))
+        service = peer_process(connected)
+    os.kill(service, signal.SIGSTOP)
+    os.waitid(os.P_PID, service, os.WSTOPPED | os.WNOWAIT)
+    monkeypatch.setattr(process, "START_S", 0.1)
+    monkeypatch.setattr(process, "MemoryServiceClient", lambda at: MemoryServiceClient(at, 0.2))
+    with pytest.raises(StartupError, match=rf"\(process {service} has the address, and may be"):
+        ensure_service(address.address, 600.0)
+    assert end(address.address) == service
+    await_end(address.address)
 
 
 def test_a_second_one_at_an_address_ends_at_once(address: MemoryServiceAddress) -> None:
