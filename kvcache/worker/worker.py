@@ -11,7 +11,6 @@ thread or another one. The worker decides nothing: it never seals, frees or evic
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -336,11 +335,7 @@ class KVCacheWorker:
             host, service = self.host_pool, self.settings.memory_service
             if self._is_closed or host is None or service is None:
                 return ""
-            descriptor = os.dup(host.segment.descriptor)
-        try:
-            return keep_segment(host.segment, descriptor, service)
-        finally:
-            os.close(descriptor)
+        return keep_segment(host.segment, service)
 
     def collect_labels(self) -> LabelSet:
         """Return the labels of all blocks, as of the last applied message; a copy."""

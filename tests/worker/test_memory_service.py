@@ -417,13 +417,13 @@ def test_a_service_that_was_made_again_is_given_the_segment_again(address: str) 
     segment = open_segment(SHAPE, kept_at)
     fill(segment, PAYLOADS)
     service.close()
-    reason = keep_segment(segment, segment.descriptor, kept_at)
+    reason = keep_segment(segment, kept_at)
     assert reason == f"no memory service answers at {address} (Connection refused)"
     assert segment.origin == "fresh"
     service = serving_at(address)
     assert MemoryServiceClient(address).attach("cluster/rank1") is None
     for _ in range(2):
-        assert keep_segment(segment, segment.descriptor, kept_at) == ""
+        assert keep_segment(segment, kept_at) == ""
     assert service.statistics().names == ("cluster/rank1",)
     segment.close()
     again = open_segment(SHAPE, kept_at)
@@ -438,7 +438,7 @@ def test_a_private_segment_is_kept_once_there_is_a_service(address: str) -> None
     segment = open_segment(SHAPE, kept_at)
     assert segment.origin.startswith("private: no memory service answers at ")
     service = serving_at(address)
-    assert keep_segment(segment, segment.descriptor, kept_at) == ""
+    assert keep_segment(segment, kept_at) == ""
     assert segment.origin == "fresh"
     segment.close()
     again = open_segment(SHAPE, kept_at)

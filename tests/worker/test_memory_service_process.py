@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvcache.memory_service import process
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
 from kvcache.memory_service.process import end, ensure_service
 from kvcache.memory_service.protocol import lock_owner, make_socket, peer_process, socket_name
-from kvcache.worker.host_memory.segment import ATTACHED, FRESH, open_segment
+from kvcache.worker.host_memory.segment import ATTACHED, FRESH, keep_segment, open_segment
 from tests.worker.tier_support import SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,12 +98,22 @@ def test_memory_that_a_living_process_has_taken_is_known(address: MemoryServiceA
         "print(lock_owner(MemoryServiceClient(sys.argv[1]).attach(sys.argv[2])))"
     )
     command = [sys.executable, "-c", asks, address.address, address.name_of(SHAPE.rank)]
-    told = subprocess.run(
-        command, timeout=DEADLINE_S, check=True, capture_output=True, text=True, cwd=ROOT
-    )
-    assert int(told.stdout) == os.getpid()
+    captured: Any = {"check": True, "capture_output": True, "text": True, "cwd": ROOT}
+
+    def user() -> int:
+        return int(subprocess.run(command, timeout=DEADLINE_S, **captured).stdout)
+
+    assert user() == os.getpid()
+    assert keep_segment(segment, address) == ""  # again: it stays this process's
+    assert user() == os.getpid()
     assert lock_owner(segment.descriptor) == 0  # one's own is no other's
-    segment.close()
+    with segment.lend() as descriptor:
+        segment.close()
+        assert descriptor == segment.descriptor
+        assert user() == os.getpid()
+    assert user() == 0
+    with segment.lend() as descriptor:
+        assert descriptor is None
 
 
 def test_a_user_in_another_container_is_known_though_not_by_number(

@@ -18,7 +18,10 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import google_crc32c
@@ -200,6 +203,9 @@ class HostSegment:
         self.origin = origin
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
+        self._lending = threading.Lock()
+        self._num_lent = 0
+        self._is_closed = False
         self.memory: ByteArray = np.frombuffer(memory, np.uint8)
         self._model_epoch = self._part(_MODEL_EPOCH_OFFSET, 8).view("<i8")
         offsets = shape.offsets
@@ -237,9 +243,37 @@ class HostSegment:
         """Return the bytes of one slot, a writable view for each tensor with bytes."""
         return [memoryview(tensor[slot]) for tensor in self.tensors if tensor.shape[1]]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called."""
+        return not self._is_closed
+
+    @contextmanager
+    def lend(self) -> Iterator[int | None]:
+        """Give the descriptor, in any thread: it stays open meanwhile. None if it is closed.
+
+        Lend it, never duplicate it: when any copy is closed, the kernel takes this process's lock
+        from the memory.
+        """
+        with self._lending:
+            self._num_lent += 1
+            is_open = self.is_open
+        try:
+            yield self.descriptor if is_open else None
+        finally:
+            with self._lending:
+                self._num_lent -= 1
+                self._close_if_idle()
+
     def close(self) -> None:
-        """Close the descriptor. The mapping ends with its last view."""
-        self._close()
+        """Close the descriptor, when it is lent no more. The mapping ends with its last view."""
+        with self._lending:
+            self._is_closed = True
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._is_closed and not self._num_lent:
+            self._close()
 
     def _part(self, offset: int, num_bytes: int) -> ByteArray:
         return self.memory[offset : offset + num_bytes]
@@ -299,23 +333,24 @@ def open_segment(shape: SegmentShape, service: MemoryServiceAddress | None = Non
     except _MEMORY_SERVICE_ERRORS as error:
         return _private(shape, error)
     segment = _make(shape, origin)
-    reason = keep_segment(segment, segment.descriptor, service)
+    reason = keep_segment(segment, service)
     if reason:
         segment.origin = f"{PRIVATE}: {reason}"
     return segment
 
 
-def keep_segment(segment: HostSegment, descriptor: int, service: MemoryServiceAddress) -> str:
-    """Pass a segment's `descriptor` to the memory service; return why that failed, empty on
+def keep_segment(segment: HostSegment, service: MemoryServiceAddress) -> str:
+    """Pass a segment to the memory service, unless it is closed; return why that failed, empty on
     success.
 
     Repeatable, from any thread: a restarted memory service has nothing.
     """
     rank = segment.shape.rank
+    client = MemoryServiceClient(service.address, service.timeout_s)
     try:
-        MemoryServiceClient(service.address, service.timeout_s).put(
-            service.name_of(rank), descriptor
-        )
+        with segment.lend() as descriptor:
+            if descriptor is not None:
+                client.put(service.name_of(rank), descriptor)
     except _MEMORY_SERVICE_ERRORS as error:
         logger.warning("host memory of rank %d ends with its process: %s", rank, error)
         return str(error)
