@@ -8,6 +8,7 @@ share an address: of two that start at once, one ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -64,18 +65,18 @@ def ensure_service(address: str, idle_s: float) -> None:
         if time.monotonic() > give_up_s:
             raise StartupError(
                 f"the memory service at {address} does not answer after {START_S:g} s "
-                f"({_why(address, started)}, or set offload.keeps_memory to false"
+                f"({_why(address, started, command)}, or set offload.keeps_memory to false"
             )
         time.sleep(RETRY_S)
 
 
-def _why(address: str, started: subprocess.Popen[bytes]) -> str:
+def _why(address: str, started: subprocess.Popen[bytes], command: Sequence[str]) -> str:
     """Return what keeps a memory service from answering, and the remedy."""
     try:
         process_id, is_own = _listener(address)
     except OSError:
         ended = f"its process {started.pid} ended with {started.returncode}"
-        return f"{ended}): run '{shlex.join(map(str, started.args))}' to see why"
+        return f"{ended}): run '{shlex.join(command)}' to see why"
     who = process_text(process_id)
     if not is_own:
         return f"{who} of another user has the address): give the engine another name"
@@ -114,8 +115,9 @@ def end(address: str) -> int:
         raise ClusterError(
             f"the memory service at {address} is {process_text(process_id)}: end it there"
         )
-    os.kill(process_id, signal.SIGTERM)
-    os.kill(process_id, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):  # it is gone
+        os.kill(process_id, signal.SIGTERM)
+        os.kill(process_id, signal.SIGCONT)
     return process_id
 
 

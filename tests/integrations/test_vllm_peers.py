@@ -17,7 +17,7 @@ import torch
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import NotEnoughMemoryError, NotRunningError, PlanMismatchError
 from kvcache.integrations.vllm import peers as peers_module
-from kvcache.integrations.vllm import rank_tiers
+from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.block_labels import block_labels
 from kvcache.integrations.vllm.peers import CHUNK_SLOTS, PeerIndex, PeerReaders, Peers
 from kvcache.integrations.vllm.rank_tiers import RankTiers
@@ -491,7 +491,7 @@ def test_memory_that_peers_map_a_moment_longer_is_waited_for(
             raise refusals.pop()
         return open_segment(*arguments)
 
-    monkeypatch.setattr(rank_tiers, "open_segment", open_late)
+    monkeypatch.setattr(rank_memory, "open_segment", open_late)
     with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
         started(0)  # there is no peer
     assert len(refusals) == 1
@@ -500,6 +500,6 @@ def test_memory_that_peers_map_a_moment_longer_is_waited_for(
     refusals += [NotEnoughMemoryError("full")] * 2
     started(1)
     refusals += [NotEnoughMemoryError("full")] * 9
-    monkeypatch.setattr(rank_tiers, "PEERS_LET_GO_S", 0.2)
+    monkeypatch.setattr(rank_memory, "PEERS_LET_GO_S", 0.2)
     with pytest.raises(NotEnoughMemoryError, match="has no room for its host memory"):
         started(2)

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from kvcache.base.errors import (
     ClusterError,
     ConfigurationError,
     NotEnoughMemoryError,
+    NotRunningError,
 )
-from kvcache.integrations.vllm import rank_tiers
+from kvcache.integrations.vllm import rank_memory
 from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.kv_groups import KVGroups
 from kvcache.integrations.vllm.options import ConnectorOptions, EngineSetting
@@ -35,12 +36,14 @@ from kvcache.integrations.vllm.step_messages import (
     RankCommands,
     StoreCommand,
 )
-from kvcache.memory_service.client import service_address
+from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.process import end
+from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
 from kvcache.protocol.messages import JobReport
 from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvcache.worker.copies.runner import CopyThread
 from kvcache.worker.files import shared
+from kvcache.worker.host_memory import segment
 from tests.worker.delayed_engine import DelayedEngine
 from tests.worker.told_engine import ToldEngine
 
@@ -540,6 +543,9 @@ def test_a_directory_that_cannot_be_used_ends_the_start(name: str, tmp_path: Pat
         ConfigurationError, match="missing is not a directory: make or mount it first"
     ):
         RankTiers(setting_of(name, disk=disk), 0, caches())
+    with pytest.raises(ConfigurationError, match=r"cannot be used \(File name too long\): let the"):
+        long = {**disk, "directory": str(tmp_path / ("x" * 300))}
+        RankTiers(setting_of(name, disk=long), 0, caches())
     small = {"directory": str(tmp_path), "capacity_per_rank": "1000B"}
     with pytest.raises(
         ConfigurationError, match="capacity_per_rank is 1000 bytes, a block of this"
@@ -559,9 +565,8 @@ def test_another_revision_makes_new_memory(name: str) -> None:
     after.close()
 
 
-def test_a_name_that_a_living_engine_has_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def engine_of_another_process(name: str) -> Iterator[subprocess.Popen[bytes]]:
     holds = (
         "import sys; sys.path.insert(0, '.');"
         "from tests.integrations.test_vllm_rank_tiers import *;"
@@ -576,7 +581,15 @@ def test_a_name_that_a_living_engine_has_is_refused(
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        monkeypatch.setattr(rank_tiers, "OTHER_ENGINE_S", 0.2)
+        yield other
+        other.communicate()
+
+
+def test_a_name_that_a_living_engine_has_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of_another_process(name) as other:
+        monkeypatch.setattr(rank_memory, "OTHER_ENGINE_S", 0.2)
         with pytest.raises(AlreadyRunningError) as refused:
             RankTiers(setting_of(name), 0, caches())
         assert str(refused.value) == (
@@ -584,8 +597,90 @@ def test_a_name_that_a_living_engine_has_is_refused(
             "engine, or give this one another replica"
         )
         RankTiers(setting_of(name, replica=1), 0, caches()).close()
-        other.communicate()
     RankTiers(setting_of(name), 0, caches()).close()
+
+
+def test_a_second_engine_of_one_process_is_refused(name: str) -> None:
+    memory = RankTiers(setting_of(name), 0, caches())
+    with pytest.raises(AlreadyRunningError, match=f"process {os.getpid()} has the host memory"):
+        RankTiers(setting_of(name), 0, caches())
+    asks = (
+        "import sys; from kvcache.memory_service.client import kept_memory;"
+        "print(*(each.process_id for each in kept_memory(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", asks, name]
+    assert int(subprocess.run(command, check=True, capture_output=True).stdout) == os.getpid()
+    memory.close()
+    RankTiers(setting_of(name), 0, caches()).close()
+
+
+def test_of_two_engines_that_start_at_once_one_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = segment.make_memory
+    with ExitStack() as others:
+
+        def make_late(*arguments: Any) -> int:
+            monkeypatch.setattr(segment, "make_memory", make)
+            others.enter_context(engine_of_another_process(name))
+            return make(*arguments)
+
+        monkeypatch.setattr(segment, "make_memory", make_late)
+        with pytest.raises(AlreadyRunningError, match=r"has the host memory of rank 0 of "):
+            RankTiers(setting_of(name), 0, caches())
+    after = RankTiers(setting_of(name), 0, caches())
+    assert after.origin == "attached"
+    after.close()
+
+
+def test_memory_of_ranks_that_there_are_no_more_is_freed(name: str) -> None:
+    client = MemoryServiceClient(service_address(name).address)
+    setting = replace(setting_of(name), num_ranks=3)
+    for rank in range(3):
+        RankTiers(setting, rank, caches()).close()
+    RankTiers(setting_of(name, replica=1), 0, caches()).close()
+    assert len(client.list(f"{name}/")) == 4
+    RankTiers(setting_of(name), 0, caches()).close()
+    assert set(client.list(f"{name}/")) == {f"{name}/rank0", f"{name}/replica1/rank0"}
+
+
+@pytest.mark.parametrize("is_dropped", [False, True], ids=["service killed", "memory dropped"])
+def test_memory_that_is_kept_no_more_is_registered_again(
+    name: str, monkeypatch: pytest.MonkeyPatch, is_dropped: bool
+) -> None:
+    monkeypatch.setattr(rank_memory, "WATCH_S", 0.05)
+    address = service_address(name)
+    client = MemoryServiceClient(address.address)
+    memory = RankTiers(setting_of(name), 0, caches(1.0))
+    store(memory, (0,), (5,))
+    seal(memory, 0)
+    before = client.list(f"{name}/")
+    if is_dropped:
+        client.drop(address.name_of(0))
+    else:
+        with make_socket(5.0) as connected:
+            connected.connect(socket_name(address.address))
+            os.kill(peer_process(connected), signal.SIGKILL)
+    give_up_s = time.monotonic() + 30
+    while list_of(client, name) != before:
+        assert time.monotonic() < give_up_s, "the memory is not kept"
+        time.sleep(0.02)
+    memory.close()
+    after = RankTiers(setting_of(name), 0, caches())
+    assert after.origin == "attached"
+    assert list(after.inventory().slot_keys.values()) == [KEYS[0]]
+    after.close()
+    end(address.address)  # nobody starts another one for memory that is closed
+    time.sleep(0.2)
+    with pytest.raises(NotRunningError):
+        client.list("")
+
+
+def list_of(client: MemoryServiceClient, name: str) -> dict[str, int] | None:
+    try:
+        return client.list(f"{name}/")
+    except ClusterError:
+        return None
 
 
 def test_without_a_memory_service_memory_is_private(name: str) -> None:
@@ -604,7 +699,7 @@ def test_a_layout_that_cannot_be_moved_is_refused(name: str) -> None:
 def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_tiers, "total_memory_bytes", lambda: 16 << 20)  # of a container
+    monkeypatch.setattr(rank_memory, "total_memory_bytes", lambda: 16 << 20)  # of a container
     setting = setting_of(name, host_memory_per_rank=None, keeps_memory=False)
     for num_ranks in (1, 2):
         memory = RankTiers(replace(setting, num_ranks=num_ranks), 0, caches())

@@ -11,6 +11,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.base.errors import ClusterError
 from kvcache.events.translation import short_hash
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.process import end
+from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
 from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.worker.host_memory.labels import SlotState, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape
@@ -33,6 +36,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 
 START_S = 300.0
 ANSWER_S = 120.0
+SERVICE_S = 30.0
 
 _HEAD = struct.Struct("<8sII64sqqqqq")
 
@@ -248,7 +252,12 @@ class Starter:
 
 
 @pytest.fixture(scope="module")
-def start(python: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
+def start(
+    python: str,
+    model: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    new_name: Callable[[], str],  # so that services end after the engines, which restart them
+) -> Iterator[Starter]:
     starter = Starter(python, model, tmp_path_factory.mktemp("logs"))
     yield starter
     starter.end_all()
@@ -270,6 +279,27 @@ def new_name() -> Iterator[Callable[[], str]]:
             end(address.address)
         except Exception:  # it may have ended, or never started
             continue
+
+
+def signal_service(name: str, number: int) -> None:
+    """Send a signal to the memory service of the engines `name`."""
+    with make_socket(1.0) as connected:
+        connected.connect(socket_name(service_address(name).address))
+        process_id = peer_process(connected)
+    os.kill(process_id, number)
+
+
+def await_memory(name: str, num_ranks: int) -> None:
+    """Wait until the memory of all ranks is kept."""
+    address = service_address(name)
+    names = {address.name_of(rank) for rank in range(num_ranks)}
+    deadline_s = time.monotonic() + SERVICE_S
+    while True:
+        with suppress(ClusterError):
+            if names <= MemoryServiceClient(address.address).list("").keys():
+                return
+        assert time.monotonic() < deadline_s, f"no service keeps the memory of {name}"
+        time.sleep(0.05)
 
 
 class Segment:

@@ -14,7 +14,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from kvcache.integrations.vllm.rank_tiers import service_address
+from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
 from tests.vllm.conftest import PYTHON, Starter, made_model
 from tests.vllm.schedules import damage

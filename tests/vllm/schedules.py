@@ -31,15 +31,16 @@ from typing import Any
 from kvcache.base.errors import ClusterError
 from kvcache.memory_service.client import service_address
 from kvcache.memory_service.process import end
-from kvcache.memory_service.protocol import make_socket, peer_process, socket_name
 from tests.vllm.conftest import (
     PYTHON,
     Answer,
     Engine,
     Segment,
     Starter,
+    await_memory,
     made_model,
     processes_of_session,
+    signal_service,
 )
 
 NUM_TOKENS = 12
@@ -99,8 +100,8 @@ def prompts_of(seed: int) -> list[list[int]]:
 class World:
     """The engine under test and what surrounds it. `expected[i]`: tokens for `prompts_of(i)`.
 
-    `start` starts engines on the tiny model of the kind `model`. `has_service`: the engine's memory
-    service lives. `busy_s`: how long the last answer took.
+    `start` starts engines on the tiny model of the kind `model`. `busy_s`: how long the last answer
+    took.
     """
 
     start: Starter
@@ -110,7 +111,6 @@ class World:
     name: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
     expected: dict[int, list[list[int]]] = field(default_factory=dict)
     engine: Engine | None = None
-    has_service: bool = True
     busy_s: float = 1.0
 
     def expect(self, kept: Path | None = None) -> None:
@@ -141,7 +141,6 @@ class World:
                 num_gpu_blocks_override=40,
                 max_num_batched_tokens=128,
             )
-            self.has_service = True
         return self.engine
 
     def answer(self, seed: int) -> Answer:
@@ -157,11 +156,10 @@ class World:
         faults = FAULTS if self.num_ranks == 1 else FAULTS_OF_RANKS
         fault, moment_s = draw.choice(faults), draw.random() * self.busy_s
         begun_s = time.monotonic()
-        if self.engine is not None and fault in OF_SERVICE and not self.has_service:
-            self.engine.kill()  # the next one starts another service
-            self.engine = None
         engine = self.living()
         engine.reset()
+        if fault in OF_SERVICE:  # one that was killed has a successor in a moment
+            await_memory(self.name, self.num_ranks)
         problems: list[Exception] = []
         harm = threading.Timer(moment_s, self.harm, (fault, draw, problems))
         harm.start()
@@ -193,7 +191,7 @@ class World:
             "kill worker": lambda: self._kill_one(WORKERS, draw),
             "stop worker": lambda: self._stop_worker(draw),
             "stop engine": lambda: self._stop_engine(draw.random() * LONGEST_STOP_S),
-            "kill memory service": self._kill_service,
+            "kill memory service": lambda: signal_service(self.name, signal.SIGKILL),
             "stop memory service": lambda: self._stop_service(draw.random() * LONGEST_STOP_S),
             "flip segment": lambda: self._flip(draw),
             "damage files": lambda: self._damage(draw),
@@ -249,20 +247,10 @@ class World:
         time.sleep(seconds)
         self._signal_engine(signal.SIGCONT)
 
-    def _signal_service(self, number: int) -> None:
-        with make_socket(1.0) as connected:
-            connected.connect(socket_name(service_address(self.name).address))
-            process = peer_process(connected)
-        _send(process, number)
-
-    def _kill_service(self) -> None:
-        self._signal_service(signal.SIGKILL)
-        self.has_service = False
-
     def _stop_service(self, seconds: float) -> None:
-        self._signal_service(signal.SIGSTOP)
+        signal_service(self.name, signal.SIGSTOP)
         time.sleep(seconds)
-        self._signal_service(signal.SIGCONT)
+        signal_service(self.name, signal.SIGCONT)
 
     def _flip(self, draw: random.Random) -> None:
         """Change bytes of some slots, whatever their state."""

@@ -13,10 +13,20 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.metrics.engine_socket import ask_engine
 from kvcache.simulate import MooncakeTrace
 from tests.cli.commands import KVCACHE
-from tests.vllm.conftest import Answer, Engine, Segment, Starter, made_model, make_adapter
+from tests.vllm.conftest import (
+    Answer,
+    Engine,
+    Segment,
+    Starter,
+    await_memory,
+    made_model,
+    make_adapter,
+    signal_service,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -94,7 +104,8 @@ def name(new_name: Callable[[], str], num_ranks: int) -> str:
 def killed(
     start: Starter, num_ranks: int, name: str, expected: list[list[int]]
 ) -> dict[str, Answer]:
-    """An engine's output before it was killed: cold, after a reset, after another."""
+    """An engine's output before it was killed, after its memory service: cold, after a reset, after
+    another."""
     extra = {"name": name, "adopt_after_reset": True, **MEMORY}
     engine = start(extra, tensor_parallel_size=num_ranks, is_forked=num_ranks > 1)
     found = {"cold": engine.generate(PROMPTS)}
@@ -103,6 +114,10 @@ def killed(
     engine.reset(connector=True)
     found["after a reset of the connector"] = engine.generate(PROMPTS)
     engine.generate(PROMPTS[:1], 1)  # a step after the last one brings its seals
+    kept = MemoryServiceClient(service_address(name).address).list("")
+    signal_service(name, signal.SIGKILL)  # first; the engine starts another one
+    await_memory(name, num_ranks)
+    assert MemoryServiceClient(service_address(name).address).list("") == kept
     engine.kill()
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import socket
@@ -63,6 +64,7 @@ def service(address: str) -> Iterator[HostMemoryService]:
 
 
 def open_descriptors() -> int:
+    gc.collect()  # what other tests have left open
     return len(os.listdir("/proc/self/fd"))
 
 

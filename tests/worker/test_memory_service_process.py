@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,10 +97,12 @@ def test_memory_that_a_living_process_has_taken_is_known(address: MemoryServiceA
         "print(lock_owner(MemoryServiceClient(sys.argv[1]).attach(sys.argv[2])))"
     )
     command = [sys.executable, "-c", asks, address.address, address.name_of(SHAPE.rank)]
-    captured: Any = {"check": True, "capture_output": True, "text": True, "cwd": ROOT}
 
     def user() -> int:
-        return int(subprocess.run(command, timeout=DEADLINE_S, **captured).stdout)
+        told = subprocess.run(
+            command, timeout=DEADLINE_S, check=True, capture_output=True, text=True, cwd=ROOT
+        )
+        return int(told.stdout)
 
     assert user() == os.getpid()
     assert keep_segment(segment, address) == ""  # again: it stays this process's
@@ -125,7 +126,8 @@ def test_a_user_in_another_container_is_known_though_not_by_number(
     asks = (
         "import sys; from kvcache.memory_service.client import *;"
         "from kvcache.memory_service.protocol import lock_owner, process_text;"
-        "print(process_text(lock_owner(MemoryServiceClient(sys.argv[1]).attach(sys.argv[2]))));"
+        "owner = lock_owner(MemoryServiceClient(sys.argv[1]).attach(sys.argv[2]));"
+        "print(process_text(owner) if owner else 'no process');"
         "import kvcache.memory_service.process as p; p.main([sys.argv[1], '--end'])"
     )
     command = [sys.executable, "-c", asks, address.address, address.name_of(SHAPE.rank)]

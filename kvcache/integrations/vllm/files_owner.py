@@ -97,7 +97,11 @@ class FilesOwner:
     def require(self, rank: int, fingerprint: str) -> None:
         """Raise ConfigurationError if the directory is for another model, revision or layout than
         this rank's `fingerprint`. Changes nothing."""
-        if self._place.is_dir():
+        try:
+            is_there = self._place.is_dir()
+        except OSError as error:  # of a directory above it that this user cannot enter, too
+            raise self._unusable(error) from error
+        if is_there:
             with self._locked(LOCK_S):
                 self._record_after(rank, fingerprint)
 

@@ -8,7 +8,6 @@ have ended; a load that fails is reported, never raised.
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from collections import Counter
@@ -20,13 +19,7 @@ import numpy as np
 import torch
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.base.errors import (
-    AlreadyRunningError,
-    ConfigurationError,
-    KVCacheError,
-    NotEnoughMemoryError,
-    NotRunningError,
-)
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError, NotRunningError
 from kvcache.base.logs import get_logger
 from kvcache.config.offload import DiskConfig
 from kvcache.config.sections import Location
@@ -40,6 +33,7 @@ from kvcache.integrations.vllm.files_owner import FilesOwner
 from kvcache.integrations.vllm.layer_rows import LayerRows, layer_rows
 from kvcache.integrations.vllm.options import EngineSetting
 from kvcache.integrations.vllm.peers import PeerReaders, Peers
+from kvcache.integrations.vllm.rank_memory import MemoryWatch, open_rank_memory
 from kvcache.integrations.vllm.remote_blocks import Imports
 from kvcache.integrations.vllm.step_messages import (
     Inventory,
@@ -49,13 +43,7 @@ from kvcache.integrations.vllm.step_messages import (
     RankReports,
     StoreCommand,
 )
-from kvcache.memory_service.client import (
-    MemoryServiceAddress,
-    MemoryServiceClient,
-    service_address,
-)
-from kvcache.memory_service.process import ensure_service
-from kvcache.memory_service.protocol import lock_owner
+from kvcache.memory_service.client import service_address
 from kvcache.offload.keys import OffloadKey, first_victims_first, unpack_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
@@ -75,24 +63,12 @@ from kvcache.worker.files.tier import FileTier, FileTierSettings
 from kvcache.worker.host_memory.first_touch import FirstTouch
 from kvcache.worker.host_memory.host_pool import HostPool
 from kvcache.worker.host_memory.labels import Rows
-from kvcache.worker.host_memory.segment import PRIVATE, HostSegment, SegmentShape, open_segment
 from kvcache.worker.host_memory.segment_reader import SegmentReader
-from kvcache.worker.host_memory.shared_memory import total_memory_bytes
 from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout, Region
 from kvcache.worker.tiers import Tiers
 from kvcache.worker.transfers import Copying, TransferJobs
 
 logger = get_logger(__name__)
-
-DEFAULT_MEMORY_SHARE = 8
-"""Without a size, the ranks of an engine take one part in so many of the node's memory, or of their
-container's."""
-
-OTHER_ENGINE_S = 30.0
-"""How long a rank waits for the process before it to be gone."""
-
-PEERS_LET_GO_S = 5.0
-"""How long a rank waits for memory of its own that others map."""
 
 SCAN_S = 60.0
 """How long a rank reads at its start what files there are."""
@@ -103,7 +79,6 @@ FILES_PER_SPARE_FILE = 8
 MAX_QUEUED_BLOCKS = 8192
 """Blocks that wait for the disk; more fail."""
 
-_LOOK_S = 0.1
 _NO_SLOTS = int32_array(())
 _OTHER_BLOCKS = "host slots hold other blocks than is said"
 
@@ -174,6 +149,7 @@ class RankTiers:
             owner.require(rank, fingerprint)  # before memory of this name is dropped
         self._engine = engine or _open_engine(pool.device)
         self._host = _open_host(setting, rank, fingerprint, pool)
+        self._watch = _open_watch(setting, self._host)
         self.origin = self._host.segment.origin
         self._host.labels.withdraw_unsealed()
         rule = ChecksumRule(offload.verify)
@@ -321,6 +297,8 @@ class RankTiers:
     def close(self) -> None:
         """Give segment and directory back; the memory service has the segment still."""
         self._first_touch.close()
+        if self._watch is not None:
+            self._watch.close()
         if (self._imports is None or self._imports.close()) and self._jobs.close():
             self._engine.close()
 
@@ -485,30 +463,22 @@ def _open_imports(setting: EngineSetting, host: HostPool) -> Imports | None:
 
 def _open_host(setting: EngineSetting, rank: int, fingerprint: str, pool: KVCachePool) -> HostPool:
     """Return the rank's host memory; raises as `RankTiers` does."""
-    options = setting.options
-    shape = SegmentShape(
-        layout_fingerprint=fingerprint,
-        rank=rank,
-        num_slots=_num_slots(setting, pool.layout.block_bytes),
-        widths=tuple(region.width_bytes for region in pool.layout.regions),
-        digest_bytes=DIGEST_BYTES,
-        max_block_tokens=MAX_BLOCK_TOKENS,
-    )
-    service = None
-    if options.offload.keeps_memory:
-        service = service_address(options.name, setting.replica)
-        ensure_service(service.address, options.idle_memory_s)
-        _await_free(service, setting, rank)
     try:
-        segment = _open_segment(shape, service, setting)
-        host = HostPool(segment, is_pinned=pool.device.type == "cuda")
+        segment = open_rank_memory(setting, rank, fingerprint, pool)
+        return HostPool(segment, is_pinned=pool.device.type == "cuda")
     except NotEnoughMemoryError as error:
         raise NotEnoughMemoryError(
             f"rank {rank} has no room for its host memory: {error}"
         ) from error
-    if service is not None and segment.origin.startswith(PRIVATE):
-        logger.warning("rank %d: %s", rank, segment.origin)
-    return host
+
+
+def _open_watch(setting: EngineSetting, host: HostPool) -> MemoryWatch | None:
+    """Return what has the host memory kept; None if it ends with the engine."""
+    options = setting.options
+    if not options.offload.keeps_memory:
+        return None
+    service = service_address(options.name, setting.replica)
+    return MemoryWatch(host.segment, service, options.idle_memory_s)
 
 
 def _open_engine(device: torch.device) -> CopyEngine:
@@ -521,32 +491,6 @@ def _open_engine(device: torch.device) -> CopyEngine:
     except torch.OutOfMemoryError as error:
         logger.warning("%s copies without a measurement: %s", device, error)
         return CudaCopyEngine(device)
-
-
-def _open_segment(
-    shape: SegmentShape, service: MemoryServiceAddress | None, setting: EngineSetting
-) -> HostSegment:
-    """Return the rank's segment. If it takes the place of another one, which peers may map a moment
-    longer, wait for its memory. Raises NotEnoughMemoryError."""
-    give_up_s = time.monotonic() + PEERS_LET_GO_S
-    while True:
-        try:
-            return open_segment(shape, service)
-        except NotEnoughMemoryError:
-            if service is None or not _has_peers(service, setting):
-                raise
-            if time.monotonic() > give_up_s:
-                raise
-        time.sleep(_LOOK_S)
-
-
-def _has_peers(service: MemoryServiceAddress, setting: EngineSetting) -> bool:
-    client = MemoryServiceClient(service.address, service.timeout_s)
-    try:
-        kept = client.list(f"{setting.options.name}/")
-    except KVCacheError:
-        return False
-    return any(not name.startswith(f"{service.cluster}/rank") for name in kept)
 
 
 def _open_files(
@@ -586,46 +530,3 @@ def _open_files(
 def _instruction_sets() -> str:
     """Return what the processor can do: vLLM's CPU backend lays keys out by it."""
     return f"{torch.backends.cpu.get_cpu_capability()}, {torch.cpu._is_amx_tile_supported()}"
-
-
-def _num_slots(setting: EngineSetting, slot_bytes: int) -> int:
-    """Return how many blocks fit; raises ConfigurationError for none."""
-    num_bytes = setting.options.offload.host_memory_per_rank
-    if num_bytes is None:
-        total_bytes = total_memory_bytes()
-        if total_bytes is None:
-            raise ConfigurationError(
-                "the memory of this node cannot be read: set offload.host_memory_per_rank"
-            )
-        num_bytes = total_bytes // DEFAULT_MEMORY_SHARE // setting.num_ranks
-    if num_bytes < slot_bytes:
-        raise ConfigurationError(
-            f"offload.host_memory_per_rank is {num_bytes} bytes, a block of this model has "
-            f"{slot_bytes} on each rank: set it to many times that"
-        )
-    return num_bytes // slot_bytes
-
-
-def _await_free(service: MemoryServiceAddress, setting: EngineSetting, rank: int) -> None:
-    """Wait until no process has the rank's memory; raises AlreadyRunningError if one keeps it.
-
-    The ranks of an engine that was killed live a moment longer than it.
-    """
-    give_up_s = time.monotonic() + OTHER_ENGINE_S
-    client = MemoryServiceClient(service.address, service.timeout_s)
-    while True:
-        descriptor = client.attach(service.name_of(rank))
-        if descriptor is None:
-            return
-        try:
-            owner = lock_owner(descriptor)
-        finally:
-            os.close(descriptor)
-        if not owner:
-            return
-        if time.monotonic() > give_up_s:
-            raise AlreadyRunningError(
-                f"process {owner} has the host memory of rank {rank} of {setting.options.name!r}, "
-                f"replica {setting.replica}: end that engine, or give this one another replica"
-            )
-        time.sleep(_LOOK_S)
