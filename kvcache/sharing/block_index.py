@@ -249,8 +249,6 @@ class BlockIndex:
                 part[key] = holders + sign if holders else sign  # one text for all alone
                 source.num_keys += 1
                 self._num_blocks += 1
-            elif untold:
-                untold.pop(key, None)  # the bit says it
             before = holders and holders.partition(sign)[0]
             copies.append(any(map(memory.sources.__contains__, before)))
         originals = list(islice(untold, MAX_ORIGINALS))

@@ -45,6 +45,7 @@ class IndexUpdates:
         self._seq = last_seq
         self._unsaid: dict[bytes, None] = {}
         self._open: Holding | None = None
+        self._answer = Taken(source, last_seq, True)
         self._said_s = 0.0
         self._is_first = True
         self._is_refused = self._has_more = False
@@ -80,8 +81,12 @@ class IndexUpdates:
 
     def taken(self, answer: Taken) -> None:
         """Take the index's answer."""
+        if (answer.source, answer.seq) == (self._source, self._answer.seq):
+            # The message came twice: if the answers differ, to an index without its past.
+            self._is_first = self._is_first or answer != self._answer
         if self._open is None or (answer.source, answer.seq) != (self._source, self._open.seq):
             return
+        self._answer = answer
         opened, self._open = self._open, None
         self._is_refused = opened.is_first and not answer.is_known
         if not answer.is_known:

@@ -41,6 +41,7 @@ from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
 from kvcache.sharing import block_index
 from kvcache.sharing.access import IndexPlace, make_keys, read_keys
 from kvcache.sharing.index_server import IndexServer
+from kvcache.sharing.index_updates import REPEAT_S
 from kvcache.sharing.messages import SOURCE_BYTES, Given, Wanted, pack, unpack
 from kvcache.worker.files.format import FileHead, FileTierError, pack_head
 from kvcache.worker.host_memory.segment import SegmentShape
@@ -398,6 +399,8 @@ def test_an_engine_that_starts_again_has_no_copies_of_what_it_held_before(
     with asking_nobody(second):
         second.run("a", 9)
         second.run("b", 9)
+    server_of(second).server._updates._seq += 1000  # as after some time
+    time.sleep(2 * REPEAT_S)
     await_marks(coordinator, first, second)
     name = second.store._setting.options.name
     second.close()
