@@ -694,6 +694,11 @@ def test_without_a_memory_service_memory_is_private(name: str) -> None:
 def test_a_layout_that_cannot_be_moved_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"the KV cache of layer x is .* of 12 blocks"):
         RankTiers(setting_of(name), 0, {"x": torch.zeros(2, NUM_BLOCKS, 4, 16)})
+    many = {f"layer{i}": torch.zeros(NUM_BLOCKS, 2, 4, 16) for i in range(225)}
+    with pytest.raises(
+        ConfigurationError, match=r"has 225 pieces .* at most 224: set VLLM_KV_CACHE"
+    ):
+        RankTiers(setting_of(name), 0, many)
 
 
 def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(

@@ -29,7 +29,13 @@ from kvcache.memory_service.client import (
 )
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner, memory_number, process_text
-from kvcache.worker.host_memory.segment import PRIVATE, HostSegment, SegmentShape, open_segment
+from kvcache.worker.host_memory.segment import (
+    MAX_TENSORS,
+    PRIVATE,
+    HostSegment,
+    SegmentShape,
+    open_segment,
+)
 from kvcache.worker.host_memory.shared_memory import total_memory_bytes
 from kvcache.worker.kv_cache_pool import KVCachePool
 
@@ -59,6 +65,13 @@ def open_rank_memory(
 ) -> HostSegment:
     """Return the rank's memory; raises as `RankTiers` does."""
     options = setting.options
+    num_pieces = len(pool.layout.regions)
+    if num_pieces > MAX_TENSORS:
+        raise ConfigurationError(
+            f"a block of this model has {num_pieces} pieces on each rank, the connector moves at "
+            f"most {MAX_TENSORS}: set VLLM_KV_CACHE_LAYOUT to a layout that begins with B, such as "
+            "BLNHC, or remove --kv-transfer-config"
+        )
     shape = SegmentShape(
         layout_fingerprint=fingerprint,
         rank=rank,

@@ -62,7 +62,7 @@ digest bytes, tokens of a label, total bytes, and a checksum over them and the t
 _CRC = struct.Struct("<I")
 _MODEL_EPOCH_OFFSET = 2048
 _WIDTHS_OFFSET = 256
-_MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
+MAX_TENSORS = (_MODEL_EPOCH_OFFSET - _WIDTHS_OFFSET) // 8
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class SegmentShape:
             raise ConfigurationError(
                 f"layout fingerprint {self.layout_fingerprint!r} is longer than 64 bytes"
             )
-        if len(self.widths) > _MAX_TENSORS:
+        if len(self.widths) > MAX_TENSORS:
             raise ConfigurationError(
-                f"a block has {len(self.widths)} parts, host slots have at most {_MAX_TENSORS}: "
+                f"a block has {len(self.widths)} parts, host slots have at most {MAX_TENSORS}: "
                 "use the block_first layout"
             )
 
@@ -156,7 +156,7 @@ def shape_in(head: bytes) -> SegmentShape:
             f"the host segment has version {version}, this package reads {SEGMENT_VERSION}"
         )
     rank, fingerprint, num_slots, _, num_tensors, digest_bytes, max_block_tokens, _, crc = told
-    widths = head[_WIDTHS_OFFSET : _WIDTHS_OFFSET + 8 * max(0, min(num_tensors, _MAX_TENSORS))]
+    widths = head[_WIDTHS_OFFSET : _WIDTHS_OFFSET + 8 * max(0, min(num_tensors, MAX_TENSORS))]
     if crc == google_crc32c.value(head[: _HEAD.size - _CRC.size] + bytes(_CRC.size) + widths):
         shape = SegmentShape(
             fingerprint.rstrip(b"\0").decode(),
