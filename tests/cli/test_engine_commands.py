@@ -57,7 +57,11 @@ def test_the_status_of_an_engine_that_shares_with_other_nodes(asked: Asked) -> N
         "is_giving_blocks": False,
     }
     requests = RequestStatistics(num_asked_tokens=100, num_loaded_tokens=60, num_remote_tokens=45)
-    told = facts(replace(found, requests=requests, nodes=nodes))
+    tiers = found.tiers
+    assert tiers is not None
+    tiers = replace(tiers, host=replace(tiers.host, num_copies=2))
+    told = facts(replace(found, requests=requests, nodes=nodes, tiers=tiers))
+    assert "2 copies" in told[f"{tiers.host.medium} tier"]
     assert told["hits"] == "device 0.0%, host 15.0%, disk 0.0%, other nodes 45.0% of tokens"
     assert "7 questions, 2 unanswered" in told["other nodes"]
     assert "does not give blocks" in told["other nodes"]

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -546,9 +547,29 @@ def test_a_walk_over_small_nodes_with_damage_never_loads_a_wrong_byte(
             other.store.reset(keeps_weights=True)
         time.sleep(0.03)  # the labels are looked at
     assert num_loaded and sum(map(num_remote, engines))
+    await_index(coordinator, *engines)
+    held = Counter(digest for engine in engines for digest in engine.held())
+    assert held.total() > len(held)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while Counter(each for engine in engines for each in originals_of(engine)) != Counter(
+        held.keys()
+    ):
+        assert time.monotonic() < deadline_s, "not each block has one original"
+        for engine in engines:
+            engine.step()
+        time.sleep(0.02)
     for engine in engines:
-        engine.settle()
         engine.store.check()
+
+
+def originals_of(replica: Replica) -> set[bytes]:
+    """The blocks that an engine does not take for copies."""
+    tiers = replica.store._tiers
+    assert tiers is not None
+    slots = tiers.host.slots
+    keys = list(slots.index)
+    are_copies = tiers.host.eviction.are_copies(slots.addresses_of(keys)).tolist()
+    return {key[:32] for key, is_copy in zip(keys, are_copies, strict=True) if not is_copy}
 
 
 def test_the_process_announces_and_gives_and_ends_with_its_input(
