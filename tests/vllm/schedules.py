@@ -323,7 +323,7 @@ def main() -> int:
     first, _, last = chosen.seeds.partition(":")
     counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        kept = Path(chosen.scratch or scratch)
+        kept = Path(chosen.scratch or f"{scratch}/kept")
         worlds = {
             model: stack.enter_context(opened(model, Path(scratch), kept, chosen.ranks))
             for model in set(MODELS)
