@@ -17,7 +17,7 @@ from kvcache.policies import orders, victims
 from kvcache.policies.entry_queue import Entries, as_array
 from kvcache.policies.policy import EntryTable, columns_of
 
-_MOST_SIMULATED, _MOST_SAMPLED = 1 << 14, 1 << 13
+_MOST_SIMULATED, _MOST_SAMPLED = 1 << 14, 1 << 12
 """Caches with more blocks than the first simulate a sample, of so many contents at most."""
 
 _MOST_NAMES, _ROOMS_REMEMBERED, _LEAST_ROOMS = 1 << 16, 64, 4
@@ -30,8 +30,6 @@ class AdaptivePolicy:
     def __init__(self, capacity: int, table: EntryTable) -> None:
         """Make an empty order of entries below `capacity`, described by `table`."""
         self._table = table
-        self._names: orders.Int64Array = np.zeros(capacity, np.int64)
-        self._rows: orders.Int64Array = np.zeros(capacity, np.int64)
         self._victims = victims.make_victims(capacity)
         self._room_blocks = 0
         num_sampled = _MOST_SAMPLED if capacity > _MOST_SIMULATED else capacity
@@ -60,13 +58,10 @@ class AdaptivePolicy:
         entries = as_array(entries)
         names, parents = columns_of(self._table, entries)
         self._room_blocks = max(self._room_blocks, len(self) + len(entries))
-        is_hit = (self._victims.stamp[entries] == 0) & (self._names[entries] == names)
-        ruling, rows = self.ruling, np.where(is_hit, self._rows[entries], -1)
-        room = max(1, self._room_blocks // self._scale)
-        keys = orders.note_uses(self._memory, room, names, rows)
+        ruling, room = self.ruling, max(1, self._room_blocks // self._scale)
+        keys = orders.note_uses(self._memory, room, entries, names, self._victims.stamp)
         if self.ruling != ruling:
             self._take_over()
-        self._names[entries], self._rows[entries] = names, rows
         victims.insert(self._victims, entries, keys, parents)
 
     def remove(self, entries: Entries) -> None:
@@ -74,7 +69,7 @@ class AdaptivePolicy:
 
     def discard(self, entries: Entries) -> None:
         entries = as_array(entries)
-        self._names[entries] = 0
+        self._memory.held[entries] = 0
         victims.remove(self._victims, entries, True)
 
     def choose(self, num_entries: int) -> Entries:
@@ -96,8 +91,8 @@ class AdaptivePolicy:
 
     def _take_over(self) -> None:
         """Put all entries in the order that rules now."""
-        entries = self._order()
-        self._names[self._victims.stamp < 0] = 0
-        keys = orders.keys_of(self._memory, self._names[entries], self._rows[entries])
-        self._victims = victims.make_victims(len(self._names))
+        entries, stamps = self._order(), self._victims.stamp
+        self._victims = victims.make_victims(len(stamps))
+        self._victims.stamp[:] = np.minimum(stamps, 0)
+        keys = orders.keys_of(self._memory, entries)
         victims.insert(self._victims, entries, keys, columns_of(self._table, entries)[1])

@@ -1,9 +1,10 @@
 """The records of contents by name, their keys in several orders, and a simulated cache for each.
 
-    name[row]      a name, or 0; the 8 rows of a bucket keep the names that were used last
-    fact[row]      STAMP USES LINE FLAGS BEFORE
+    seen[row]      NAME STAMP; the 8 rows of a bucket keep the names that were used last
+    fact[row]      USES LINE FLAGS BEFORE
     worth[row]     its worth when it was used last, by half-life
     number, real   counts, see CLOCK, SAMPLED
+    held[entry]    the name that the entry came out of use with last, and the row of that name
     member[order]  the rows in the simulated cache of an order
 
 Kernels over arrays that `adaptive.py` owns. An order gives a content a key when it comes out of
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from kvcache.base.arrays import IndexArray
 from kvcache.base.compiled import array_type, compiled
 
 Int64Array: TypeAlias = "npt.NDArray[np.int64]"
@@ -26,9 +28,10 @@ Float64Array: TypeAlias = "npt.NDArray[np.float64]"
 WAYS = 8
 """Rows of a bucket."""
 
-STAMP, USES, LINE, FLAGS, BEFORE, NUM_FACTS = range(6)
-"""Columns of a record: the time of its last use, in uses of all contents; the number of its uses;
-its class; bits, see WAS_HIT; and the time of its last use but one, or 0."""
+NAME, STAMP = range(2)
+USES, LINE, FLAGS, BEFORE, NUM_FACTS = range(5)
+"""Columns of a record: a name, or 0; the time of its last use, in uses of all contents; the number
+of its uses; its class; bits, see WAS_HIT; and the time of its last use but one, or 0."""
 
 WAS_HIT, IS_INSIDE, WAS_INSIDE = 1, 2, 1 << 20
 """Bits of FLAGS: the content was cached when it was used last. Shifted by an order: it is in the
@@ -89,12 +92,13 @@ because its blocks are hit together."""
 class Memory(NamedTuple):
     """All that is known; see above."""
 
-    name: Int64Array
+    seen: Int64Array
     fact: Int64Array
     worth: Float64Array
     number: Int64Array
     real: Float64Array
     member: Int64Array
+    held: Int64Array
     capacity: float
     scale: int
 
@@ -104,29 +108,31 @@ def make_memory(num_rows: int, capacity: int, scale: int) -> Memory:
     `scale` names is simulated."""
     num_inside = capacity // scale + 1
     return Memory(
-        np.zeros(num_rows, np.int64),
+        np.zeros((num_rows, 2), np.int64),
         np.zeros((num_rows, NUM_FACTS), np.int64),
         np.zeros((num_rows, NUM_HALF_LIVES)),
         np.zeros(NUM_INSIDE + NUM_ORDERS, np.int64),
         np.zeros(USED + NUM_CLASSES),
         np.zeros((NUM_ORDERS, 2 * num_inside + 1), np.int64),
+        np.zeros((capacity, 2), np.int64),
         float(capacity),
         scale,
     )
 
 
 _int, _names = types.int64, array_type("int64", is_read=True)
+_entries = array_type("intp", is_read=True)
 _facts, _worths, _numbers = array_type("int64", 2), array_type("float64", 2), array_type("int64")
 _reals = array_type("float64")
 _types: Any = types  # numba's types are missing
-_columns = [_numbers, _facts, _worths, _numbers, _reals, _facts, types.float64, _int]
+_columns = [_facts, _facts, _worths, _numbers, _reals, _facts, _facts, types.float64, _int]
 _memory = _types.NamedTuple(_columns, Memory)
 
 
 @compiled(types.void(_memory, _int))
 def forget(memory: Memory, row: int) -> None:
     """Make a row empty."""
-    _, fact, worth, number, _, member, _, _ = memory
+    seen, fact, worth, number, _, member, _, _, _ = memory
     for order in range(NUM_ORDERS):
         if fact[row, FLAGS] & (IS_INSIDE << order):
             number[NUM_INSIDE + order] -= 1
@@ -134,34 +140,34 @@ def forget(memory: Memory, row: int) -> None:
             for at in range(last):
                 if member[order, at] == row:
                     member[order, at] = member[order, last]
-    memory.name[row], fact[row], worth[row] = 0, 0, 0
+    seen[row], fact[row], worth[row] = 0, 0, 0
 
 
 @compiled(_int(_memory, _int))
-def claim(memory: Memory, name: int) -> int:
-    """Return an empty row for a new name: in its bucket, that of the name unused longest."""
-    fact = memory.fact
-    oldest = first = (name & (len(fact) // WAYS - 1)) * WAYS
-    for row in range(first + 1, first + WAYS):
-        if fact[row, STAMP] < fact[oldest, STAMP]:
+def row_of(memory: Memory, name: int) -> int:
+    """Return the row of a name; if it has none, that of the name in its bucket unused longest."""
+    seen = memory.seen
+    oldest = first = (name & (len(seen) // WAYS - 1)) * WAYS
+    for row in range(first, first + WAYS):
+        if seen[row, NAME] == name:
+            return row
+        if seen[row, STAMP] < seen[oldest, STAMP]:
             oldest = row
-    forget(memory, oldest)
-    memory.name[oldest] = name
     return oldest
 
 
 @compiled(types.float64(_memory, _int, _int, _int))
 def key_of(memory: Memory, row: int, order: int, hit_bit: int) -> float:
     """Return the key of a record in an order. `hit_bit` says where it was or was not hit."""
-    fact, capacity = memory.fact, memory.capacity
+    fact, stamp, capacity = memory.fact, memory.seen[row, STAMP], memory.capacity
     if order == LAST_BUT_ONE:
-        return float(fact[row, BEFORE] + _TIE_SHARE * fact[row, STAMP])
+        return float(fact[row, BEFORE] + _TIE_SHARE * stamp)
     if order >= NUM_DELAYS:
         half_life = LONGEST * capacity / (1 << (order - NUM_DELAYS))
         worth = memory.worth[row, order - NUM_DELAYS]
-        return float(np.log2(worth) + fact[row, STAMP] / half_life)
+        return float(np.log2(worth) + stamp / half_life)
     delay = 0.0 if fact[row, FLAGS] & hit_bit else DELAYS[order] * capacity + _TIE_BLOCKS
-    return float(fact[row, STAMP] - delay)
+    return float(stamp - delay)
 
 
 @compiled(types.void(_memory, _int, _int))
@@ -217,26 +223,25 @@ def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
     """Use sampled contents in the simulated caches, and let another order rule if it would have had
     enough more hits. A cache is trimmed when it has a few contents too many; a sample is then a few
     smaller, so that it is trimmed less often."""
-    _, fact, _, number, real, member, capacity, scale = memory
+    _, fact, _, number, real, member, _, capacity, scale = memory
     fading = 0.5 ** (len(rows) * scale / (_HORIZON_ROOMS * capacity))
     real[SAMPLED] = real[SAMPLED] * fading + len(rows)
     real[REQUESTS] = real[REQUESTS] * fading + 1
-    spare = room // (16 if scale == 1 else 8)
+    spare = room // (16 if scale == 1 else 4)
+    for row in rows:
+        inside = fact[row, FLAGS] & (WAS_INSIDE - IS_INSIDE)
+        fact[row, FLAGS] = fact[row, FLAGS] % WAS_INSIDE + inside * (WAS_INSIDE // IS_INSIDE)
     for order in range(NUM_ORDERS):
         is_inside, was_inside, num_hits = IS_INSIDE << order, WAS_INSIDE << order, 0
         for row in rows:
-            fact[row, FLAGS] &= ~was_inside
-            if fact[row, FLAGS] & is_inside:
-                fact[row, FLAGS] |= was_inside
-                num_hits += 1
-        real[HITS + order] = real[HITS + order] * fading + num_hits
-        for row in rows:
+            num_hits += (fact[row, FLAGS] & was_inside) != 0
             if not fact[row, FLAGS] & is_inside:
                 fact[row, FLAGS] |= is_inside
                 member[order, number[NUM_INSIDE + order]] = row
                 number[NUM_INSIDE + order] += 1
                 if number[NUM_INSIDE + order] == len(member[order]):
                     trim(memory, order, room)
+        real[HITS + order] = real[HITS + order] * fading + num_hits
         if number[NUM_INSIDE + order] > room + spare:
             trim(memory, order, room if scale == 1 else room - spare)
     gain = _LEAST_GAIN * max(real[SAMPLED], _LEAST_ROOMS_COMPARED * capacity / scale)
@@ -246,50 +251,50 @@ def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
         number[RULING] = best
 
 
-@compiled(_reals(_memory, _names, _names))
-def keys_of(memory: Memory, names: Int64Array, rows: Int64Array) -> Float64Array:
-    """Return the keys of contents in the order that rules; the lowest one if they are forgotten."""
-    keys = np.full(len(names), -np.inf)
-    for at in range(len(names)):
-        if memory.name[rows[at]] == names[at]:
-            keys[at] = key_of(memory, rows[at], memory.number[RULING], WAS_HIT)
+@compiled(_reals(_memory, _entries))
+def keys_of(memory: Memory, entries: IndexArray) -> Float64Array:
+    """Return the keys of entries in the order that rules; the lowest one if they are forgotten."""
+    keys = np.full(len(entries), -np.inf)
+    for at in range(len(entries)):
+        name, row = memory.held[entries[at], 0], memory.held[entries[at], 1]
+        if memory.seen[row, NAME] == name:
+            keys[at] = key_of(memory, row, memory.number[RULING], WAS_HIT)
     return keys
 
 
-@compiled(_reals(_memory, _int, _names, _numbers))
-def note_uses(memory: Memory, room: int, names: Int64Array, found: Int64Array) -> Float64Array:
-    """Record contents that come out of use together, tails first, and learn from them.
-
-    `found` has the row of the last use for contents that were cached, or -1, and gets their rows.
-    Returns their keys in the order that rules now.
-    """
-    name, fact, worth, number, real, _, capacity, scale = memory
+@compiled(_reals(_memory, _int, _entries, _names, _names))
+def note_uses(
+    memory: Memory, room: int, entries: IndexArray, names: Int64Array, stamps: Int64Array
+) -> Float64Array:
+    """Record entries that come out of use together, tails first, and learn from them. Contents that
+    were in use until now have the stamp 0. Returns their keys in the order that rules now."""
+    seen, fact, worth, number, real, _, held, capacity, scale = memory
     rows = np.empty(len(names), np.int64)
     start, num_rows, num_sampled = number[CLOCK], 0, 0
     fading = np.zeros(len(names))
     for at in range(len(names)):
-        row, is_hit = found[at], found[at] >= 0
-        if not is_hit or name[row] != names[at]:
-            row, first = -1, (names[at] & (len(name) // WAYS - 1)) * WAYS
-            for other in range(first, first + WAYS):
-                if name[other] == names[at]:
-                    row = other
-        if row >= 0 and fact[row, STAMP] > start:
-            found[at] = row
+        rows[at] = row_of(memory, names[at])
+    for at in range(len(names)):  # read ahead: the processor waits for these at the same time
+        fading[at] = worth[rows[at], 0] + worth[rows[at], -1] + fact[rows[at], USES]
+    for at in range(len(names)):
+        entry = entries[at]
+        row, is_hit = held[entry, 1], stamps[entry] == 0 and held[entry, 0] == names[at]
+        if not is_hit or seen[row, NAME] != names[at]:
+            row = row_of(memory, names[at])
+        held[entry, 0], held[entry, 1] = names[at], row
+        if seen[row, NAME] == names[at] and seen[row, STAMP] > start:
             continue  # twice in this batch
-        if row >= 0 and names[at] < 0 and not is_hit:
-            forget(memory, row)  # an entry without a name, with another content
-            row = -1
-        if row < 0:
-            row = claim(memory, names[at])
+        if seen[row, NAME] != names[at] or (names[at] < 0 and not is_hit):
+            forget(memory, row)  # another name, or an entry without one, with another content
+            seen[row, NAME] = names[at]
         else:
             real[REUSED + fact[row, LINE]] += 1
         fact[row, FLAGS] = (fact[row, FLAGS] & ~WAS_HIT) | (WAS_HIT * is_hit)
         fact[row, USES] += 1
         number[CLOCK] += 1
-        fading[num_rows] = 2.0 ** ((fact[row, STAMP] - number[CLOCK]) / (LONGEST * capacity))
-        fact[row, BEFORE], fact[row, STAMP] = fact[row, STAMP], number[CLOCK]
-        rows[num_rows] = found[at] = row
+        fading[num_rows] = 2.0 ** ((seen[row, STAMP] - number[CLOCK]) / (LONGEST * capacity))
+        fact[row, BEFORE], seen[row, STAMP] = seen[row, STAMP], number[CLOCK]
+        rows[num_rows] = row
         num_rows += 1
     rows = rows[:num_rows]
     classify(fact, rows)
@@ -305,9 +310,9 @@ def note_uses(memory: Memory, room: int, names: Int64Array, found: Int64Array) -
         for place in range(NUM_HALF_LIVES):
             worth[row, place] = worth[row, place] * rest + weights[line]
             rest *= rest
-        if not (name[row] >> _SAMPLED_BIT) & (scale - 1):
+        if not (seen[row, NAME] >> _SAMPLED_BIT) & (scale - 1):
             sampled[num_sampled] = row
             num_sampled += 1
     if num_sampled:
         simulate(memory, room, sampled[:num_sampled])
-    return keys_of(memory, names, found)
+    return keys_of(memory, entries)

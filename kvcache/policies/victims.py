@@ -94,11 +94,9 @@ def _fill(victims: Victims) -> None:
 
 @compiled(types.void(_victims, types.intp))
 def _push(victims: Victims, entry: int) -> None:
-    """Add an entry to the heap, if its key is low."""
+    """Add an entry to the heap: its key is at most the limit."""
     low_key, low_code, number = victims.low_key, victims.low_code, victims.number
     key, code = victims.key[entry], victims.stamp[entry] * len(victims.key) + entry
-    if key > victims.limit[0]:
-        return
     if number[SIZE] == len(low_key):  # with stale places
         _fill(victims)
         return
@@ -113,7 +111,7 @@ def _push(victims: Victims, entry: int) -> None:
 @compiled(types.void(_victims, _entries, _reals, _entries))
 def insert(victims: Victims, entries: IndexArray, keys: Float64Array, parents: IndexArray) -> None:
     """Insert entries, children first. A parent is -1 if there is none."""
-    _, _, key, stamp, floor, number, _ = victims
+    _, _, key, stamp, floor, number, limit = victims
     for at in range(len(entries)):
         entry, parent = entries[at], parents[at]
         key[entry] = max(keys[at], floor[entry])
@@ -121,7 +119,8 @@ def insert(victims: Victims, entries: IndexArray, keys: Float64Array, parents: I
             floor[parent] = max(floor[parent], key[entry])
         number[LAST_STAMP] += 1
         stamp[entry] = number[LAST_STAMP]
-        _push(victims, entry)
+        if key[entry] <= limit[0]:
+            _push(victims, entry)
     number[COUNT] += len(entries)
 
 
@@ -160,5 +159,6 @@ def put_back(victims: Victims, entries: IndexArray) -> None:
     for entry in entries:
         victims.stamp[entry] *= -1
         victims.floor[entry] = victims.key[entry]
-        _push(victims, entry)
+        if victims.key[entry] <= victims.limit[0]:
+            _push(victims, entry)
     victims.number[COUNT] += len(entries)

@@ -98,10 +98,30 @@ def test_classes_tell_lengths_continuations_and_uses_apart() -> None:
 def test_the_last_order_is_by_the_last_use_but_one() -> None:
     memory = orders.make_memory(64, 10, 1)
     for name in (1, 2, 3, 2, 1):
-        orders.note_uses(memory, 10, np.array([name]), np.array([-1]))
-    rows = {name: int(np.flatnonzero(memory.name == name)[0]) for name in (1, 2, 3)}
+        orders.note_uses(memory, 10, np.array([name]), np.array([name]), np.ones(10, np.int64))
+    rows = {name: orders.row_of(memory, name) for name in (1, 2, 3)}
     keys = {name: orders.key_of(memory, row, orders.LAST_BUT_ONE, 0) for name, row in rows.items()}
     assert sorted(keys, key=lambda name: keys[name]) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("takes_over", [False, True])
+def test_what_was_evicted_is_no_hit_when_its_entry_gets_it_again(takes_over: bool) -> None:
+    table = WrittenTable()
+    policy = AdaptivePolicy(4, table)
+    memory = policy._memory
+
+    def was_hit() -> bool:
+        policy.insert([0])
+        return bool(memory.fact[memory.held[0, 1], orders.FLAGS] & orders.WAS_HIT)
+
+    table.hold(0, 7)
+    assert not was_hit()
+    policy.remove([0])
+    assert was_hit()
+    evict(policy, 1)
+    if takes_over:
+        policy._take_over()
+    assert not was_hit()
 
 
 def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
