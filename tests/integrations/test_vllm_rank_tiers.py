@@ -467,10 +467,10 @@ def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path
     memories[1].obey(RankCommands(forgotten_slots=(0,), forgotten_keys=DIGESTS[1] + bytes(4)))
     for memory in memories:
         memory.close()
-    found = [
-        RankTiers(setting_of(name, replica=i, disk=disk), 0, caches(1.0)).inventory()
-        for i in (0, 1)
-    ]
+    after = [RankTiers(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
+    found = [memory.inventory() for memory in after]
+    for memory in after:
+        memory.close()
     assert [set(each.slot_keys) for each in found] == [{0, 1}, {1}]
     assert [len(each.file_keys) for each in found] == [1, 1]
     assert len(list(tmp_path.rglob("*.kvb"))) == 1
