@@ -41,9 +41,10 @@ CLOCK, RULING, NUM_INSIDE = range(3)
 """Entries of `number`: all uses so far; the order that rules; and from NUM_INSIDE on, how many
 contents are in the simulated cache of each order."""
 
-SAMPLED, REQUESTS, HITS = range(3)
+SAMPLED, REQUESTS, LEAD = range(3)
 """Entries of `real`: uses of sampled contents, lately; how often some came out of use together; and
-from HITS on, hits of each order. From REUSED and from USED on, uses by class."""
+from LEAD on, hits of each order less those of LRU; from SQUARES on, squares of such differences.
+From REUSED and from USED on, uses by class."""
 
 DELAYS = (0.0, 0.5, 1.0)
 """Orders by recency. A new content counts as used this many capacities ago: 0 is LRU."""
@@ -65,7 +66,8 @@ NUM_CLASSES = 2 * _MOST_LENGTHS + len(_USE_LIMITS) + 1
 """Classes of contents: new ones, by how many came together and whether they continue others; and
 used ones, by their number of uses."""
 
-REUSED = HITS + NUM_ORDERS
+SQUARES = LEAD + NUM_ORDERS
+REUSED = SQUARES + NUM_ORDERS
 USED = REUSED + NUM_CLASSES
 
 _SHARED_START_BLOCKS = 1
@@ -78,15 +80,12 @@ _PRIOR_USES = 100.0
 _SAMPLED_BIT = 24
 """The lowest bit of names that says whether they are sampled; the bits below find their bucket."""
 
-_HORIZON_ROOMS = 16.0
+_HORIZON_ROOMS = 8.0
 """Simulated hits lose half of their weight in this many capacities."""
 
-_LEAST_GAIN = 0.001
-_LEAST_ROOMS_COMPARED = 2.0
 _LEAST_REQUESTS = 0.5
-"""An order takes over if it would have won this share of uses more than the ruling one: of all
-uses that still have weight, at least of this many capacities; and this part of a request more,
-because its blocks are hit together."""
+"""An order's lead over LRU is sure if it is above its standard error by this part of a request. The
+order that rules gives way only to one with so many more hits, or if its own lead is not sure."""
 
 
 class Memory(NamedTuple):
@@ -220,35 +219,36 @@ def classify(fact: Int64Array, rows: Int64Array) -> None:
 
 @compiled(types.void(_memory, _int, _names))
 def simulate(memory: Memory, room: int, rows: Int64Array) -> None:
-    """Use sampled contents in the simulated caches, and let another order rule if it would have had
-    enough more hits. A cache is trimmed when it has a few contents too many; a sample is then a few
-    smaller, so that it is trimmed less often."""
+    """Use sampled contents in the simulated caches, and let the order rule that had most hits, of
+    LRU and those whose lead over it is sure. A cache is trimmed when it has a few contents too
+    many; a sample is then a few smaller, so that it is trimmed less often."""
     _, fact, _, number, real, member, _, capacity, scale = memory
     fading = 0.5 ** (len(rows) * scale / (_HORIZON_ROOMS * capacity))
     real[SAMPLED] = real[SAMPLED] * fading + len(rows)
     real[REQUESTS] = real[REQUESTS] * fading + 1
-    spare = room // (16 if scale == 1 else 4)
+    spare, hits = room // (16 if scale == 1 else 4), np.zeros(NUM_ORDERS)
     for row in rows:
         inside = fact[row, FLAGS] & (WAS_INSIDE - IS_INSIDE)
         fact[row, FLAGS] = fact[row, FLAGS] % WAS_INSIDE + inside * (WAS_INSIDE // IS_INSIDE)
     for order in range(NUM_ORDERS):
-        is_inside, was_inside, num_hits = IS_INSIDE << order, WAS_INSIDE << order, 0
+        is_inside, was_inside = IS_INSIDE << order, WAS_INSIDE << order
         for row in rows:
-            num_hits += (fact[row, FLAGS] & was_inside) != 0
+            hits[order] += (fact[row, FLAGS] & was_inside) != 0
             if not fact[row, FLAGS] & is_inside:
                 fact[row, FLAGS] |= is_inside
                 member[order, number[NUM_INSIDE + order]] = row
                 number[NUM_INSIDE + order] += 1
                 if number[NUM_INSIDE + order] == len(member[order]):
                     trim(memory, order, room)
-        real[HITS + order] = real[HITS + order] * fading + num_hits
         if number[NUM_INSIDE + order] > room + spare:
             trim(memory, order, room if scale == 1 else room - spare)
-    gain = _LEAST_GAIN * max(real[SAMPLED], _LEAST_ROOMS_COMPARED * capacity / scale)
-    gain += _LEAST_REQUESTS * real[SAMPLED] / max(1.0, real[REQUESTS])
-    best = np.argmax(real[HITS:REUSED])
-    if real[HITS + best] > real[HITS + number[RULING]] + gain:
-        number[RULING] = best
+    leads, squares = real[LEAD:SQUARES], real[SQUARES:REUSED]
+    leads[:] = leads * fading + hits - hits[0]
+    squares[:] = squares * fading**2 + (hits - hits[0]) ** 2
+    least = _LEAST_REQUESTS * real[SAMPLED] / max(1.0, real[REQUESTS])
+    gains = np.where(leads > np.sqrt(squares) + least, leads, -np.inf)
+    gains[number[RULING]] += least
+    number[RULING] = np.argmax(gains)
 
 
 @compiled(_reals(_memory, _entries))

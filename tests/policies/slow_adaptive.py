@@ -33,7 +33,9 @@ class SlowAdaptive(SlowPolicy):
         self.num_uses = self.ruling = 0
         self.floors: dict[int, float] = {}
         self.cached: list[object] = []
-        self.hits, self.num_simulated, self.num_requests = [0.0] * NUM_ORDERS, 0.0, 0.0
+        self.leads: list[list[float]] = [[] for _ in range(NUM_ORDERS)]
+        self.weights: list[float] = []
+        self.batches: list[int] = []
         self.lines_used: list[str] = []
         self.lines_reused: list[str] = []
         self.inside: list[dict[object, float]] = [{} for _ in range(NUM_ORDERS)]
@@ -66,26 +68,38 @@ class SlowAdaptive(SlowPolicy):
         self.lines_used += [record.line for record in batch]
         if batch:
             self.simulate(batch)
-        gain = 0.001 * max(self.num_simulated, 2 * self.capacity)
-        gain += 0.5 * self.num_simulated / max(1, self.num_requests)
-        if max(self.hits) > self.hits[self.ruling] + gain:
-            self.ruling = self.hits.index(max(self.hits))
-            self.take_over()
+            best = self.best()
+            if best != self.ruling:
+                self.ruling = best
+                self.take_over()
         self.forget([record.name for record in self.records[: -64 * self.capacity]])
 
     def simulate(self, batch: list[Record]) -> None:
-        fading = 0.5 ** (len(batch) / (16 * self.capacity))
-        self.num_simulated = self.num_simulated * fading + len(batch)
-        self.num_requests = self.num_requests * fading + 1
-        room = max(self.room, len(self.seats) + len(batch))
+        fading = 0.5 ** (len(batch) / (8 * self.capacity))
+        self.weights = [weight * fading for weight in self.weights] + [1.0]
+        self.batches.append(len(batch))
+        room, lru_hits = max(self.room, len(self.seats) + len(batch)), 0
         for order, inside in enumerate(self.inside):
-            num_hits = sum(record.name in inside for record in batch)
-            self.hits[order] = self.hits[order] * fading + num_hits
+            hits = sum(record.name in inside for record in batch)
+            lru_hits = hits if order == 0 else lru_hits
+            self.leads[order].append(hits - lru_hits)
             for record in batch:
                 inside[record.name] = self.key(record, order, was_hit=record.name in inside)
             if len(inside) > room + room // 16:
                 kept = sorted(inside, key=lambda name: inside[name])[-room:]
                 self.inside[order] = {name: inside[name] for name in kept}
+
+    def best(self) -> int:
+        """Return the order with most hits, of LRU and those that surely lead it."""
+        num_used = sum(w * n for w, n in zip(self.weights, self.batches, strict=True))
+        least = 0.5 * num_used / max(1.0, sum(self.weights))
+        gains = {0: 0.0}
+        for order in range(1, NUM_ORDERS):
+            weighted = [w * lead for w, lead in zip(self.weights, self.leads[order], strict=True)]
+            error = sum(lead**2 for lead in weighted) ** 0.5
+            if sum(weighted) > error + least:
+                gains[order] = sum(weighted)
+        return max(gains, key=lambda order: gains[order] + least * (order == self.ruling))
 
     def key(self, record: Record, order: int, *, was_hit: bool) -> float:
         if order == NUM_ORDERS - 1:

@@ -124,6 +124,42 @@ def test_what_was_evicted_is_no_hit_when_its_entry_gets_it_again(takes_over: boo
     assert not was_hit()
 
 
+@pytest.mark.parametrize(
+    ("ruling", "leads", "errors", "expected"),
+    [
+        (0, {3: 20}, {3: 10}, 3),
+        (0, {3: 20}, {3: 20}, 0),  # may be chance
+        (0, {3: 4}, {}, 0),  # less than half a request
+        (0, {3: 20, 4: 22}, {4: 20}, 3),
+        (3, {3: 20, 4: 23}, {}, 3),  # not enough more
+        (3, {3: 20, 4: 27}, {}, 4),
+        (3, {3: 20, 4: 23}, {3: 20}, 4),
+        (3, {3: 12}, {3: 10}, 0),
+        (3, {3: 2}, {}, 0),
+    ],
+)
+def test_an_order_rules_if_its_lead_over_lru_is_sure(
+    ruling: int, leads: dict[int, float], errors: dict[int, float], expected: int
+) -> None:
+    memory = orders.make_memory(64, 10_000, 1)
+    memory.number[orders.RULING] = ruling
+    memory.real[[orders.SAMPLED, orders.REQUESTS]] = 100.0, 10.0
+    for order in range(1, orders.NUM_ORDERS):
+        memory.real[orders.LEAD + order] = leads.get(order, -50.0)
+        memory.real[orders.SQUARES + order] = errors.get(order, 0.0) ** 2
+    orders.note_uses(memory, 10_000, np.array([0]), np.array([1]), np.ones(10_000, np.int64))
+    assert memory.number[orders.RULING] == expected
+
+
+def test_a_lead_loses_half_of_its_weight_in_eight_capacities() -> None:
+    memory = orders.make_memory(1_024, 10, 1)
+    memory.real[orders.LEAD + 3], memory.real[orders.SQUARES + 3] = 32.0, 64.0
+    for name in range(1, 81):  # nothing hits
+        orders.note_uses(memory, 10, np.array([0]), np.array([name]), np.ones(10, np.int64))
+    assert memory.real[orders.LEAD + 3] == pytest.approx(16)
+    assert memory.real[orders.SQUARES + 3] == pytest.approx(16)
+
+
 def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
     cache = Cache(
         random.Random(3), EVICTION_POLICIES["adaptive"], SlowAdaptive, capacity=15, has_names=True
