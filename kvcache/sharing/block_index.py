@@ -18,6 +18,7 @@ from itertools import islice
 
 from kvcache.base.errors import InvariantError
 from kvcache.sharing.messages import (
+    KEY_BYTES,
     MAX_ANSWER_NODES,
     MAX_ORIGINALS,
     NO_NODE,
@@ -114,10 +115,13 @@ class BlockIndex:
         """Return who holds what, preferring sources that hold much of it. Changes no source."""
         keys = split(question.keys)
         memory = self._memories.get(question.memory, _NO_MEMORY)
-        places_of: dict[str, list[int]] = {}
+        places_by_holders: dict[str, list[int]] = {}
         for place, key in enumerate(keys):
-            for sign in memory.parts[key[0]].get(key, ""):
-                places_of.setdefault(sign, []).append(place)
+            places_by_holders.setdefault(memory.parts[key[0]].get(key, ""), []).append(place)
+        places_of: dict[str, list[int]] = {}
+        for holders, places in places_by_holders.items():  # most blocks of a prefix have the same
+            for sign in holders:
+                places_of.setdefault(sign, []).extend(places)
         asking = self._sources.get(question.source)
         if asking is not None:
             places_of.pop(asking.sign, None)
@@ -230,6 +234,8 @@ class BlockIndex:
 
     def _change(self, source: _Source, told: Holding) -> Taken:
         """Take over a message's keys; return the answer to it."""
+        while self._num_blocks + len(told.added) // KEY_BYTES > self._max_blocks and self.sweep():
+            pass  # what is gone takes no room from what is held
         memory, sign, untold = self._memories[source.memory], source.sign, source.became_original
         for key in split(told.removed):
             part = memory.parts[key[0]]

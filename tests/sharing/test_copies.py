@@ -239,6 +239,16 @@ def test_keys_that_are_left_out_are_no_copies() -> None:
     index.check()
 
 
+def test_what_is_gone_takes_no_room() -> None:
+    index = BlockIndex(max_blocks=3)
+    index.hold(told(1, 1, key_of(1) + key_of(2), is_first=True), 0.0)
+    index.hold(told(2, 1, key_of(3), is_first=True), 0.0)
+    index.hold(told(1, 9, key_of(1) + key_of(2), is_first=True), 0.0)
+    statistics = index.statistics()
+    assert statistics["num_blocks"] == 3 and "num_left_out_blocks" not in statistics
+    index.check()
+
+
 def test_many_new_originals_come_at_once_in_several_answers() -> None:
     held = {key_of(i) for i in range(2 * MAX_ORIGINALS + 5)}
     index, now_s = BlockIndex(), 0.0
