@@ -29,7 +29,6 @@ import time
 from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -399,15 +398,15 @@ class EngineLines:
     def _tell_beliefs(self, beliefs: dict[bytes, bool]) -> None:
         """Tell as many of them as there is room for; the others are kept, each in its newest
         state."""
-        while part := list(islice(beliefs, KEYS_PER_LINE)):
+        while beliefs:
+            part = [beliefs.popitem() for _ in range(min(KEYS_PER_LINE, len(beliefs)))]
             line = {
-                what: base64.b64encode(b"".join(key for key in part if beliefs[key] is is_copy))
+                what: base64.b64encode(b"".join(key for key, bit in part if bit is is_copy))
                 for what, is_copy in (("copies", True), ("originals", False))
             }
             if not self._say({what: keys.decode() for what, keys in line.items()}):
+                beliefs.update(part)
                 return
-            for key in part:
-                del beliefs[key]
 
     def _say(self, told: dict[str, Any]) -> bool:
         try:
