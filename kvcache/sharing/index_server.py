@@ -92,7 +92,7 @@ class IndexServer:
         self._index = BlockIndex() if index is None else index
         self._proxy = proxy
         self._counts: Counter[str] = Counter()
-        self._expire_at_s = 0.0
+        self._look_at_s = 0.0
         self._begun_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = None if keys is None else CurveGate(self._context, keys)
@@ -134,21 +134,26 @@ class IndexServer:
         return found
 
     def _turn(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._expire_at_s:
-            self._expire_at_s = now_s + LOOK_S
-            self._index.expire(now_s)
-            if self._proxy is not None:
-                self._proxy.follow(self._index.streams())
         is_swept = not self._index.sweep()
-        if not self._socket.poll(int(1000 * LOOK_S) if is_swept else 0):
+        if self._socket.poll(int(1000 * LOOK_S) if is_swept else 0):
+            for _ in range(MAX_AT_ONCE):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._take(frames)
+            else:
+                return  # whoever waits behind these messages is not silent
+        self._look(time.monotonic())
+
+    def _look(self, now_s: float) -> None:
+        """Now and then, when no message waits, forget silent sources."""
+        if now_s < self._look_at_s:
             return
-        for _ in range(MAX_AT_ONCE):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
+        self._look_at_s = now_s + LOOK_S
+        self._index.expire(now_s)
+        if self._proxy is not None:
+            self._proxy.follow(self._index.streams())
 
     def _take(self, frames: list[bytes]) -> None:
         try:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -15,7 +16,7 @@ import zmq
 
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import ConfigurationError, MalformedMessageError, VersionMismatchError
-from kvcache.sharing import block_index, questions
+from kvcache.sharing import block_index, index_server, questions
 from kvcache.sharing.access import IndexPlace, make_keys, read_keys, require_guarded
 from kvcache.sharing.block_index import SILENCE_S, BlockIndex
 from kvcache.sharing.index_server import IndexServer
@@ -317,6 +318,25 @@ def test_wrong_messages_cost_the_server_nothing_but_a_count(
     )
     assert answers == [Taken(source_of(1), 1, True), Answer(5, (endpoint_of(1),), b"\0")]
     assert made.statistics()["num_blocks"] == 1
+
+
+def test_a_source_whose_message_waits_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the index was stopped for a while."""
+    made, now_s = IndexServer("tcp://127.0.0.1:0"), 100.0
+    monkeypatch.setattr(index_server, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.rcvtimeo = 0, 10_000
+        socket.connect(made.endpoint)
+        for seq in (1, 2):
+            socket.send(pack(told(1, seq, key_of(3) if seq == 1 else b"", is_first=seq == 1)))
+            assert made._socket.poll(10_000)
+            made._turn()
+            assert unpack(socket.recv()) == Taken(source_of(1), seq, True)
+            now_s += 2 * SILENCE_S
+        made._turn()
+    assert made.statistics()["sources"] == []
+    made.start()
+    made.close()
 
 
 def asked(endpoint: str, answer_s: float = 10.0, **more: Any) -> Questions:
