@@ -283,7 +283,7 @@ EXEMPTIONS: dict[str, str] = {
         OffloadingManager.on_new_request OffloadingManager.on_request_finished
     """,
     "of a hierarchy, for the connector that moves its bytes": """
-        TierHierarchy.files_changed TierHierarchy.plan_import
+        TierHierarchy.files_changed TierHierarchy.mark_copies TierHierarchy.plan_import
     """,
     "made by a cluster, of its own parts": """
         KVCacheClient.__init__ AsyncKVCacheClient.__init__ AsyncKVCacheClient.connect

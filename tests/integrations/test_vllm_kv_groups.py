@@ -184,10 +184,12 @@ class OtherNodes:
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
         self._asked: dict[str, list[bytes]] = {}
+        self._known: dict[bytes, None] = {}
 
     def ask(self, request_id: str, keys: list[bytes]) -> None:
         assert len(set(keys)) == len(keys)
         self._asked[request_id] = keys
+        self._known.update(dict.fromkeys(keys))
 
     def answer_of(self, request_id: str) -> dict[bytes, str] | None:
         if self._draw.random() < 0.3:
@@ -201,6 +203,10 @@ class OtherNodes:
 
     def take_given(self) -> list[bytes]:
         return []
+
+    def take_beliefs(self) -> dict[bytes, bool]:
+        share = self._draw.choice([0.0, 0.1, 1.0])
+        return {k: self._draw.random() < 0.5 for k in self._known if self._draw.random() < share}
 
 
 class Engine:
