@@ -143,7 +143,7 @@ class IndexServer:
                     break
                 self._take(frames)
             else:
-                return  # whoever waits behind these messages is not silent
+                return  # sources that wait behind these are not silent
         self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:

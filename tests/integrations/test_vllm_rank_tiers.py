@@ -670,7 +670,7 @@ def test_memory_that_is_kept_no_more_is_registered_again(
     assert after.origin == "attached"
     assert list(after.inventory().slot_keys.values()) == [KEYS[0]]
     after.close()
-    end(address.address)  # nobody starts another one for memory that is closed
+    end(address.address)  # closed memory has no watch that starts another
     time.sleep(0.2)
     with pytest.raises(NotRunningError):
         client.list("")
