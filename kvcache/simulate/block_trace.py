@@ -25,7 +25,7 @@ from kvcache.requests.hints import CacheHint
 from kvcache.simulate.generators import SyntheticWorkload
 from kvcache.simulate.mooncake import MooncakeLine, MooncakeTrace
 from kvcache.simulate.tokens import block_token_ids
-from kvcache.simulate.trace_writing import TraceLine, trace_lines
+from kvcache.simulate.trace_writing import trace_lines
 from kvcache.simulate.workload import Workload, WorkloadRequest
 
 _NO_PARENT = -1
@@ -91,14 +91,15 @@ class BlockTrace:
         """Return how many of its blocks can be hit at most: all before its last token."""
         return (int(self.input_lengths[request]) - 1) // self.block_size
 
-    def to_lines(self) -> Iterator[TraceLine]:
+    def to_lines(self) -> Iterator[MooncakeLine]:
         """Yield the lines of a file with this trace."""
         for i in range(self.num_requests):
-            yield TraceLine(
+            yield MooncakeLine(
+                number=i + 1,
                 timestamp_ms=int(self.arrivals_ms[i]),
                 input_length=int(self.input_lengths[i]),
                 output_length=int(self.output_lengths[i]),
-                block_ids=self.blocks_of(i).tolist(),
+                hash_ids=self.blocks_of(i).tolist(),
                 block_size=self.block_size,
                 hints=self.hints[i] if self.hints else (),
             )
@@ -123,22 +124,10 @@ def read_block_trace(
     if isinstance(workload, MooncakeTrace):
         lines: Iterable[MooncakeLine] = workload.lines()
     elif isinstance(workload, SyntheticWorkload):
-        lines = _generated_lines(workload, block_size)
+        lines = trace_lines(workload, block_size)
     else:
         lines = _token_lines(workload, block_size)
     return _Collection(workload.name, block_size).collect(islice(lines, limit))
-
-
-def _generated_lines(workload: SyntheticWorkload, block_size: int) -> Iterator[MooncakeLine]:
-    for number, line in enumerate(trace_lines(workload, block_size), start=1):
-        yield MooncakeLine(
-            number,
-            line.timestamp_ms,
-            line.input_length,
-            line.output_length,
-            tuple(line.block_ids),
-            hints=line.hints,
-        )
 
 
 def _token_lines(workload: Workload, block_size: int) -> Iterator[MooncakeLine]:

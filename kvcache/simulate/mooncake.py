@@ -14,9 +14,9 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -45,16 +45,41 @@ _Lines: TypeAlias = "BinaryIO | gzip.GzipFile"
 
 @dataclass(frozen=True)
 class MooncakeLine:
-    """One checked line; `number` counts from 1. `block_size` is None if the line has none."""
+    """One line; `number` counts from 1. `hash_ids` names the prompt's blocks, including a partial
+    last one. `block_size` is None if the line has none."""
 
     number: int
     timestamp_ms: float
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...]
+    hash_ids: Sequence[int]
     block_size: int | None = None
     tenant: str | None = None
     hints: tuple[CacheHint, ...] = ()
+
+    def to_json(self) -> bytes:
+        """Return the line, with its line break; without a `block_size` that is the default."""
+        values: dict[str, object] = {
+            "timestamp": self.timestamp_ms,
+            "input_length": self.input_length,
+            "output_length": self.output_length,
+            "hash_ids": list(self.hash_ids),
+        }
+        if self.block_size not in {None, MOONCAKE_BLOCK_SIZE}:
+            values["block_size"] = self.block_size
+        if self.tenant is not None:
+            values["tenant"] = self.tenant
+        if self.hints:
+            values["hints"] = [_plain(hint) for hint in self.hints]
+        return json.dumps(values, separators=(",", ":")).encode() + b"\n"
+
+
+_NO_HINT = {field.name: field.default for field in fields(CacheHint)}
+
+
+def _plain(hint: CacheHint) -> dict[str, object]:
+    """Return the fields of a hint that it has."""
+    return {name: value for name, value in asdict(hint).items() if value != _NO_HINT[name]}
 
 
 class MooncakeTrace:
@@ -212,7 +237,7 @@ class MooncakeTrace:
         return TraceError(f"{self.path}, line {number}: {what}: repair or remove the line")
 
 
-def _prompt(hash_ids: tuple[int, ...], input_length: int, block_size: int) -> Int32Array:
+def _prompt(hash_ids: Sequence[int], input_length: int, block_size: int) -> Int32Array:
     return block_token_ids(np.array(hash_ids, np.int64), block_size)[:input_length]
 
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from kvcache.base.errors import TraceError
 from kvcache.requests.hints import CacheHint
-from kvcache.simulate.trace_writing import TraceLine, require_trace_name
+from kvcache.simulate.mooncake import MooncakeLine
+from kvcache.simulate.trace_writing import require_trace_name
 
 
 class DigestedRequest(Protocol):
@@ -89,11 +90,12 @@ class RequestRecording:
         if self._first_s is None:
             self._first_s = request.arrival_s
         arrival_ms = max(self._last_ms, int(1000 * (request.arrival_s - self._first_s)))
-        line = TraceLine(
+        line = MooncakeLine(
+            self.num_requests + 1,
             timestamp_ms=arrival_ms,
             input_length=request.num_prompt_tokens,
             output_length=request.num_output_tokens,
-            block_ids=self._number(request, block_size),
+            hash_ids=self._number(request, block_size),
             tenant=request.tenant if self._options.has_tenants else None,
             block_size=block_size,
             hints=request.hints,

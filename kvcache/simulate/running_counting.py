@@ -26,6 +26,7 @@ from kvcache.simulate.block_trace import BlockTrace, CompactTrace, TraceTokens
 from kvcache.simulate.counting import (
     CountingOptions,
     PrefillCount,
+    admit,
     counted_config,
     make_counted_manager,
 )
@@ -176,7 +177,7 @@ class RunningCounter:
         while True:
             if self.traffic is not None:
                 self._brought += self.traffic.bring(request)
-            num_hit_tokens = self._admit(request, num_answer_tokens)
+            num_hit_tokens = admit(self.manager, request, num_answer_tokens)
             if num_hit_tokens is not None:
                 break
             if not self._num_running:
@@ -190,18 +191,6 @@ class RunningCounter:
             self.traffic.let_go()
         self._take_note(index, arrived, num_hit_tokens)
         self._run(index, request, num_hit_tokens)
-
-    def _admit(self, request: Request, num_answer_tokens: int) -> int | None:
-        """Allocate a prompt and its answer; return the hit, None without room."""
-        hit, num_hit_tokens = self.manager.get_computed_blocks(request)
-        allocated = self.manager.allocate_slots(
-            request,
-            request.num_tokens - num_hit_tokens,
-            num_hit_tokens,
-            hit,
-            num_lookahead_tokens=num_answer_tokens,
-        )
-        return None if allocated is None else num_hit_tokens
 
     def _take_note(self, index: int, arrived: WorkloadRequest, num_hit_tokens: int) -> None:
         wait_s = self._now_s - arrived.arrival_s

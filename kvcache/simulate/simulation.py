@@ -1,8 +1,8 @@
 """One simulation: a trace, a cache, and the result.
 
-Chooses the way of counting: `counting.py` for the device alone, `tier_counting.py` with tiers below
-it, `optimum.py` for the optimum, `hybrid_bound.py` if groups share the blocks. These follow one
-rule, so that their results can be compared; `running_counting.py` has concurrent requests instead.
+Chooses the way of counting: `counting.py` for a policy, with or without tiers below the device,
+`optimum.py` for the optimum, `hybrid_bound.py` if groups share the blocks. These follow one rule,
+so that their results can be compared; `running_counting.py` has concurrent requests instead.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from itertools import pairwise
 from kvcache.base.clock import Clock
 from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import COMPACT_BLOCK_SIZE, BlockTrace, CompactTrace, TraceTokens
-from kvcache.simulate.counting import CountingOptions, PrefillCount, count_prefill_hits
+from kvcache.simulate.counting import CountingOptions, PrefillCount, PrefillCounter
 from kvcache.simulate.hinting import hints_of
 from kvcache.simulate.hybrid_bound import bound_hybrid_hits
 from kvcache.simulate.optimum import count_optimal_hits
 from kvcache.simulate.running_counting import RunningCounter, Waits
 from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache
-from kvcache.simulate.tier_counting import TierCounter, TierPrefillCount
 from kvcache.simulate.tier_traffic import TierSizes
 from kvcache.simulate.workload import Workload
 
@@ -218,13 +217,8 @@ def _count(
     if cache.policy == OPTIMUM:
         return _best(trace, cache, totals, on_progress)
 
-    def report(count: PrefillCount | TierPrefillCount) -> None:
-        if cache.groups:
-            totals.append(count.num_hit_tokens)
-        elif isinstance(count, TierPrefillCount):
-            totals.append(count.num_hits)
-        else:
-            totals.append(count.num_hit_blocks)
+    def report(count: PrefillCount) -> None:
+        totals.append(count.num_hit_tokens if cache.groups else count.num_hit_blocks)
         if count.num_requests % _REPORT_EVERY == 0:
             on_progress(count.num_requests)
 
@@ -251,8 +245,13 @@ def _count(
             brought.num_disk_tokens,
             running.waits,
         )
+    workload = _workload(trace, cache)
+    counter = PrefillCounter(workload, device, clock, tiers)
     with _naming_lines(trace, cache, totals):
-        return _count_apart(_workload(trace, cache), device, tiers, clock, report)
+        count = counter.count(report)
+    hits = (count.num_hit_tokens, counter.brought.num_host_tokens, counter.brought.num_disk_tokens)
+    tokens, host, disk = (n * trace.block_size // workload.block_size for n in hits)
+    return _Hits(tokens, count.num_evictions, host, disk)
 
 
 def _workload(trace: BlockTrace, cache: SimulatedCache) -> Workload:
@@ -261,33 +260,6 @@ def _workload(trace: BlockTrace, cache: SimulatedCache) -> Workload:
     if cache.groups:
         return TraceTokens(trace, hints_of(trace, cache.hints, trace.block_size))
     return CompactTrace(trace, hints_of(trace, cache.hints, COMPACT_BLOCK_SIZE))
-
-
-def _count_apart(
-    workload: Workload,
-    device: CountingOptions,
-    tiers: TierSizes | None,
-    clock: Clock,
-    report: Callable[[PrefillCount | TierPrefillCount], None],
-) -> _Hits:
-    """Play one request after another."""
-
-    def tokens(num_tokens: int) -> int:
-        if isinstance(workload, CompactTrace):
-            return num_tokens // workload.block_size * workload.trace.block_size
-        return num_tokens
-
-    if tiers is None:
-        count = count_prefill_hits(workload, device, clock, report)
-        return _Hits(tokens(count.num_hit_tokens), count.num_evictions)
-    counter = TierCounter(workload, device, tiers, clock)
-    found = counter.count(report)
-    return _Hits(
-        tokens(found.num_hit_tokens),
-        counter.manager.statistics().core.num_evictions,
-        tokens(found.num_host_hit_tokens),
-        tokens(found.num_disk_hit_tokens),
-    )
 
 
 def _best(

@@ -8,71 +8,29 @@ requests share blocks, but not their content.
 from __future__ import annotations
 
 import gzip
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from kvcache.base.errors import TraceError
-from kvcache.requests.hints import CacheHint
 from kvcache.simulate.generators import SyntheticWorkload
-from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS
+from kvcache.simulate.mooncake import MOONCAKE_BLOCK_SIZE, TRACE_ENDS, MooncakeLine
 from kvcache.simulate.passages import BlockNames
-
-
-@dataclass(frozen=True)
-class TraceLine:
-    """One request of a trace. `block_ids` names its blocks, including a partial last one.
-
-    The line has a `block_size` unless it is the readers' default, and `hints` if there are any.
-    """
-
-    timestamp_ms: int
-    input_length: int
-    output_length: int
-    block_ids: Sequence[int]
-    tenant: str | None = None
-    block_size: int = MOONCAKE_BLOCK_SIZE
-    hints: tuple[CacheHint, ...] = ()
-
-    def to_json(self) -> bytes:
-        """Return the line, with its line break."""
-        values: dict[str, object] = {
-            "timestamp": self.timestamp_ms,
-            "input_length": self.input_length,
-            "output_length": self.output_length,
-            "hash_ids": list(self.block_ids),
-        }
-        if self.block_size != MOONCAKE_BLOCK_SIZE:
-            values["block_size"] = self.block_size
-        if self.tenant is not None:
-            values["tenant"] = self.tenant
-        if self.hints:
-            values["hints"] = [_plain(hint) for hint in self.hints]
-        return json.dumps(values, separators=(",", ":")).encode() + b"\n"
-
-
-_NO_HINT = {field.name: field.default for field in fields(CacheHint)}
-
-
-def _plain(hint: CacheHint) -> dict[str, object]:
-    """Return the fields of a hint that it has."""
-    return {name: value for name, value in asdict(hint).items() if value != _NO_HINT[name]}
 
 
 def trace_lines(
     workload: SyntheticWorkload, block_size: int = MOONCAKE_BLOCK_SIZE
-) -> Iterator[TraceLine]:
+) -> Iterator[MooncakeLine]:
     """Yield the lines of a workload's trace."""
     names = BlockNames(block_size)
-    for request in workload.script():
-        yield TraceLine(
+    for number, request in enumerate(workload.script(), start=1):
+        yield MooncakeLine(
+            number,
             timestamp_ms=int(request.arrival_s * 1000),
             input_length=request.num_prompt_tokens,
             output_length=request.num_output_tokens,
-            block_ids=names.name(request.passages),
+            hash_ids=names.name(request.passages),
             block_size=block_size,
             hints=request.hints,
         )
@@ -87,7 +45,7 @@ def require_trace_name(path: Path) -> None:
         )
 
 
-def write_trace(path: Path, lines: Iterable[TraceLine]) -> int:
+def write_trace(path: Path, lines: Iterable[MooncakeLine]) -> int:
     """Write a trace and return its number of lines. Raises TraceError if that fails."""
     require_trace_name(path)
     try:

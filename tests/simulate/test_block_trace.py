@@ -9,10 +9,12 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import TraceError
-from kvcache.simulate import Conversations, ConversationShape, MooncakeTrace, write_trace
 from kvcache.simulate.block_trace import CompactTrace, TraceTokens, read_block_trace
+from kvcache.simulate.conversations import Conversations, ConversationShape
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
+from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.simulate.opening import open_block_trace
+from kvcache.simulate.trace_writing import write_trace
 from tests.simulate.traces import block_trace, trace_line, write_lines
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvcache.base.errors import TraceError
-from kvcache.simulate import Conversations, ConversationShape, LimitedWorkload
+from kvcache.simulate.conversations import Conversations, ConversationShape
 from kvcache.simulate.tokens import answer_token_ids
+from kvcache.simulate.workload import LimitedWorkload
 
 SHAPE = ConversationShape(num_conversations=6, num_turns=3, num_system_prompts=2)
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvcache.base.clock import SystemClock, VirtualClock
 from kvcache.base.errors import OutOfBlocksError
-from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
+from kvcache.simulate.mooncake import MooncakeTrace
 from tests.simulate.traces import CONVERSATION, SIZE, random_requests, trace_line, write_lines
 
 
@@ -69,7 +69,7 @@ def test_a_request_larger_than_the_cache_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutOfBlocksError) as caught:
         count_prefill_hits(trace, CountingOptions(2), VirtualClock())
     assert str(caught.value) == (
-        "request line-2 of trace.jsonl needs 3 blocks of 4 tokens, the cache has 2: count with "
+        "request line-2 of trace.jsonl needs 3 blocks of 4 tokens, the device has 2: count with "
         "more blocks"
     )
 

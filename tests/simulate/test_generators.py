@@ -11,15 +11,18 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import TraceError
-from kvcache.simulate import GENERATORS, MooncakeTrace, generate, open_workload
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.generators import (
+    GENERATORS,
     Agents,
     AgentShape,
     ChatShape,
     Length,
     SyntheticWorkload,
+    generate,
 )
+from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate.opening import open_workload
 from kvcache.simulate.passages import BlockNames, Passage, passage_tokens
 from kvcache.simulate.trace_writing import trace_lines, write_trace
 
@@ -66,8 +69,8 @@ def test_tokens_are_as_many_as_said_and_share_exactly_the_blocks_that_ids_share(
     for request, line in zip(workload, trace_lines(workload, size), strict=True):
         tokens = request.token_ids
         assert len(tokens) == request.num_prompt_tokens == line.input_length
-        assert len(line.block_ids) == -(-len(tokens) // size)
-        for i, block_id in enumerate(line.block_ids):
+        assert len(line.hash_ids) == -(-len(tokens) // size)
+        for i, block_id in enumerate(line.hash_ids):
             content = tokens[: (i + 1) * size].tobytes()
             num_shared += content in ids_of_content
             assert ids_of_content.setdefault(content, block_id) == block_id
@@ -120,7 +123,7 @@ def test_names_tell_apart_what_stands_before_and_how_much_is_there() -> None:
 def test_agents_read_long_contexts_again_and_again() -> None:
     """Helpers and tasks of a burst share their context: references far outnumber blocks."""
     lines = list(trace_lines(generate("agents", num_requests=1_000)))
-    references = Counter(block for line in lines for block in line.block_ids)
+    references = Counter(block for line in lines for block in line.hash_ids)
     assert references.total() > 10 * len(references)
     workload = generate("agents", num_requests=1_000)
     helpers = [r for r in workload.script() if "-helper-" in r.request_id]

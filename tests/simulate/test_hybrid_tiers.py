@@ -16,10 +16,9 @@ from kvcache.offload.options import HierarchyOptions
 from kvcache.protocol.commands import Label
 from kvcache.requests.request import Request
 from kvcache.simulate.block_trace import BlockTrace, TraceTokens
-from kvcache.simulate.counting import CountingOptions, counted_config
+from kvcache.simulate.counting import CountingOptions, PrefillCounter, counted_config
 from kvcache.simulate.simulated_cache import SimulatedCache, window_groups
 from kvcache.simulate.simulation import SimulationResult, simulate
-from kvcache.simulate.tier_counting import TierCounter
 from kvcache.simulate.tier_traffic import Brought, TierSizes, TierTraffic
 from kvcache.specs import KVCacheGroupSpec, MambaSpec
 from tests.simulate.models import MODELS
@@ -51,7 +50,7 @@ def test_with_room_below_everything_ever_seen_is_a_hit(trace: BlockTrace, model:
 @pytest.mark.parametrize("model", ["window", "window of other blocks", "chunks"])
 def test_small_tiers_hit_more_than_the_device_alone(trace: BlockTrace, model: str) -> None:
     device = CountingOptions(120, groups=MODELS[model])
-    counter = TierCounter(TraceTokens(trace), device, TierSizes(100, 150), VirtualClock())
+    counter = PrefillCounter(TraceTokens(trace), device, VirtualClock(), TierSizes(100, 150))
     alone, plenty = (run(trace, MODELS[model], num_blocks) for num_blocks in (120, None))
     count = counter.count()
     assert alone.num_hit_tokens < count.num_hit_tokens < plenty.num_hit_tokens
@@ -118,10 +117,10 @@ def test_what_cannot_be_fetched_at_once_comes_in_pieces(tmp_path: Path) -> None:
     requests = [(40, list(range(10))), (40, list(range(20, 30))), (40, list(range(10)))]
     trace = block_trace(tmp_path / "trace.jsonl", requests)
     sizes = TierSizes(12, 40, movement=HierarchyOptions(max_fetching_blocks=3))
-    counter = TierCounter(TraceTokens(trace), CountingOptions(10), sizes, VirtualClock())
+    counter = PrefillCounter(TraceTokens(trace), CountingOptions(10), VirtualClock(), sizes)
     count = counter.count()
-    assert (count.num_device_hit_tokens, count.num_hit_tokens) == (0, 36)
-    assert count.num_disk_hit_tokens > 3 * SIZE
+    assert counter.brought.num_tokens == count.num_hit_tokens == 36
+    assert counter.brought.num_disk_tokens > 3 * SIZE
     counter.traffic.check()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvcache.base.errors import TraceError
-from kvcache.simulate import MooncakeTrace, mooncake
+from kvcache.simulate import mooncake
+from kvcache.simulate.mooncake import MooncakeTrace
 
 GOOD = {"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [3, 4, 9]}
 

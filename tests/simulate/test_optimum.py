@@ -11,8 +11,8 @@ import pytest
 
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import OutOfBlocksError
-from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
+from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.simulate.optimum import count_optimal_hits
 from kvcache.simulate.simulated_cache import SimulatedCache, all_policies
 from kvcache.simulate.simulation import simulate

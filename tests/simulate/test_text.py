@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.base.errors import TraceError
-from kvcache.simulate import ReadingOptions, TextDocuments, open_workload
+from kvcache.simulate.opening import open_workload
+from kvcache.simulate.text import ReadingOptions, TextDocuments
 
 OPTIONS = ReadingOptions(part_tokens=10, instruction="Read.", questions=("Who?", "When?"))
 

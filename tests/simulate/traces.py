@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.block_trace import BlockTrace, read_block_trace
+from kvcache.simulate.mooncake import MooncakeTrace
 
 SIZE = 4
 CONVERSATION = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
