@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
-from kvcache.memory_service.service import HostMemoryService, MemoryServiceStatistics
+from kvcache.memory_service.service import MemoryServiceStatistics
 
 __all__ = [
-    "HostMemoryService",
-    "MemoryServiceAddress",
-    "MemoryServiceClient",
     "MemoryServiceStatistics",
 ]

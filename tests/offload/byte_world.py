@@ -11,7 +11,9 @@ import random
 from dataclasses import dataclass, field
 
 from kvcache.base.arrays import Int32Array
-from kvcache.offload import Discards, JobKind, OffloadKey, TransferJob
+from kvcache.offload import OffloadKey
+from kvcache.offload.hierarchy import Discards
+from kvcache.offload.jobs import JobKind, TransferJob
 
 READING = (JobKind.LOAD, JobKind.SPILL)
 GARBAGE = OffloadKey(b"garbage")

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from kvcache.base.errors import InvalidInputError
-from kvcache.offload import (
-    FileLoadStoreSpec,
-    GPULoadStoreSpec,
-    HostLoadStoreSpec,
-    OffloadKey,
-    ReqContext,
-    make_offload_key,
-)
+from kvcache.offload import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
+from kvcache.offload.specs import FileLoadStoreSpec, HostLoadStoreSpec
 
 
 def test_without_sizes_all_blocks_are_of_one_group() -> None:

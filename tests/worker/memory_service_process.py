@@ -9,7 +9,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
+from kvcache.memory_service.client import MemoryServiceAddress
+from kvcache.memory_service.service import HostMemoryService
 
 PAYLOADS = {2: b"\x11" * 96, 5: b"\x77" * 96}
 """The content that `fill` seals, by slot."""

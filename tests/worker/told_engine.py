@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvcache.base.arrays import Int32Array
-from kvcache.worker import CpuCopyEngine, PendingCopy
+from kvcache.worker import CpuCopyEngine
+from kvcache.worker.copies.engine import PendingCopy
 
 
 class ToldCopy:

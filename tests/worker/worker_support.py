@@ -21,7 +21,8 @@ from kvcache.specs import (
     Layout,
     SlidingWindowSpec,
 )
-from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
+from kvcache.worker import KVCacheWorker, WorkerSettings
+from kvcache.worker.copies.engine import CopyEngine
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4, dtype="float16")
 WINDOW = SlidingWindowSpec(
