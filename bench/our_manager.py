@@ -23,7 +23,7 @@ from kvcache.protocol.step import (
 )
 from kvcache.requests.digests import PackedDigests
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.requests.request import Request
+from kvcache.requests.request import Request, as_token_ids
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -140,7 +140,8 @@ class OurManager:
             finished=tuple(finished),
             running=one_token_each(slots, tokens),
             new=tuple(
-                NewRequest(name, np.asarray(prompt, np.int32), len(prompt)) for name, prompt in new
+                NewRequest(name, as_token_ids(prompt, "token id"), len(prompt))
+                for name, prompt in new
             ),
         )
         if result.no_room or (len(slots) and not result.running_scheduled.all()):
