@@ -54,9 +54,17 @@ def ensure_service(address: str, idle_s: float) -> None:
         "--idle-s",
         str(idle_s),
     ]
-    nothing = subprocess.DEVNULL
+    nothing, environment = subprocess.DEVNULL, dict(os.environ)
+    if path := environment.get("PYTHONPATH"):  # the service runs in another directory
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
     started = subprocess.Popen(
-        command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, cwd="/"
+        command,
+        stdin=nothing,
+        stdout=nothing,
+        stderr=nothing,
+        start_new_session=True,
+        cwd="/",
+        env=environment,
     )
     # Waited for, so that it does not become a zombie if it ends before this process.
     threading.Thread(target=started.wait, name="kvcache-memory-service", daemon=True).start()

@@ -87,6 +87,19 @@ def test_a_process_that_dies_leaves_its_memory_to_the_next(
     segment.close()
 
 
+def test_a_relative_path_of_modules_means_the_directory_of_the_starter(
+    address: MemoryServiceAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}tests")
+    ensure_service(address.address, 600.0)
+    with make_socket(5.0) as asking:
+        asking.connect(socket_name(address.address))
+        number = peer_process(asking)
+    found = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+    assert f"PYTHONPATH={ROOT}{os.pathsep}{ROOT / 'tests'}".encode() in found
+
+
 def test_memory_that_a_living_process_has_taken_is_known(address: MemoryServiceAddress) -> None:
     ensure_service(address.address, 600.0)
     segment = open_segment(SHAPE, address)
