@@ -18,11 +18,12 @@ from kvcache.config import (
     MambaLayer,
     layer_specs,
     load_config,
+    parse_bytes,
     parse_config,
 )
 from kvcache.config.deadlines import ENDING_S
 from kvcache.config.loading import prepared_names
-from kvcache.config.sections import Location, parse_bytes
+from kvcache.config.sections import Location
 from kvcache.planner import plan_cluster
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvcache.base.errors import ConfigurationError, MalformedMessageError
 from kvcache.specs import (
+    SPEC_KINDS,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -25,8 +26,8 @@ from kvcache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
     dtype_size_bytes,
+    spec_from_dict,
 )
-from kvcache.specs.cache_config import SPEC_KINDS, spec_from_dict
 
 
 def full(**changes: Any) -> FullAttentionSpec:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from kvcache.memory_service.service import MemoryServiceStatistics
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
+from kvcache.memory_service.service import HostMemoryService, MemoryServiceStatistics
 
 __all__ = [
+    "HostMemoryService",
+    "MemoryServiceAddress",
+    "MemoryServiceClient",
     "MemoryServiceStatistics",
 ]

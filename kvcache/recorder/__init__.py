@@ -15,12 +15,16 @@ from __future__ import annotations
 from kvcache.recorder.manager_config import ManagerConfig
 from kvcache.recorder.recorder import FileStepRecorder, RecorderLimits, RecordingOrigin
 from kvcache.recorder.recording import Recording, open_recording
-from kvcache.recorder.replay import RecordReplay, RecordReplayReport
+from kvcache.recorder.replay import RecordReplay, RecordReplayReport, ReplayDifference
 from kvcache.recorder.request_tracer import (
     SALT_BYTES,
     RecordedBatch,
+    RecordedRequest,
     RequestTracer,
+    SeenRequest,
+    SeenRequests,
     TracedRecorder,
+    TracerLimits,
     record_request,
 )
 
@@ -31,11 +35,16 @@ __all__ = [
     "RecordReplay",
     "RecordReplayReport",
     "RecordedBatch",
+    "RecordedRequest",
     "RecorderLimits",
     "Recording",
     "RecordingOrigin",
+    "ReplayDifference",
     "RequestTracer",
+    "SeenRequest",
+    "SeenRequests",
     "TracedRecorder",
+    "TracerLimits",
     "open_recording",
     "record_request",
 ]

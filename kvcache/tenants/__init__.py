@@ -8,13 +8,15 @@ TenantsConfig ─▶ TierShares ─▶ TenantLedger ◀── pools and tiers re
 from __future__ import annotations
 
 from kvcache.tenants.ledger import TenantAccount, TenantLedger, TenantStatistics
-from kvcache.tenants.policy import TenantPolicy
-from kvcache.tenants.shares import TierShares
+from kvcache.tenants.policy import TenantEntryTable, TenantPolicy
+from kvcache.tenants.shares import TenantShare, TierShares
 
 __all__ = [
     "TenantAccount",
+    "TenantEntryTable",
     "TenantLedger",
     "TenantPolicy",
+    "TenantShare",
     "TenantStatistics",
     "TierShares",
 ]

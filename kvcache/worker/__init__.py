@@ -15,14 +15,25 @@ This package and `integrations` are the only ones that import torch. Start with 
 
 from __future__ import annotations
 
-from kvcache.worker.copies.engine import CpuCopyEngine
+from kvcache.worker.copies.cuda import CudaCopyEngine
+from kvcache.worker.copies.engine import CopyEngine, CpuCopyEngine, PendingCopy
+from kvcache.worker.copies.measurement import make_copy_engine
 from kvcache.worker.host_memory.host_pool import HostPool
+from kvcache.worker.kv_cache_pool import KVCachePool, PoolLayout
 from kvcache.worker.settings import WorkerSettings
+from kvcache.worker.statistics import WorkerStatistics
 from kvcache.worker.worker import KVCacheWorker
 
 __all__ = [
+    "CopyEngine",
     "CpuCopyEngine",
+    "CudaCopyEngine",
     "HostPool",
+    "KVCachePool",
     "KVCacheWorker",
+    "PendingCopy",
+    "PoolLayout",
     "WorkerSettings",
+    "WorkerStatistics",
+    "make_copy_engine",
 ]

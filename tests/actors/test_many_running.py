@@ -13,9 +13,8 @@ from actors.cli.playground import ClientStepper
 from actors.step_client import StepClient
 from kvcache.base.clock import SystemClock
 from kvcache.protocol.step import StepRequest
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.replay import EngineLimits, ReplayEngine
+from kvcache.simulate import Conversations, ConversationShape
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 

@@ -19,9 +19,7 @@ from actors.reports import MemoryServiceStatus, NodeAddress, WorkerReport
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import AlreadyRunningError
 from kvcache.base.serving_loop import LoopStatistics
-from kvcache.memory_service import MemoryServiceStatistics
-from kvcache.memory_service.client import MemoryServiceClient
-from kvcache.memory_service.service import HostMemoryService
+from kvcache.memory_service import HostMemoryService, MemoryServiceClient, MemoryServiceStatistics
 from kvcache.planner import RankMemory
 
 DEADLINE_S = 30.0

@@ -12,7 +12,7 @@ import ray
 from actors import KVCacheCluster
 from kvcache import NewRequest, StepRequest
 from kvcache.base.arrays import int32_array
-from kvcache.metrics.declarations import METRICS
+from kvcache.metrics import METRICS
 from kvcache.metrics.step_meter import STRIDE
 from tests.metrics.exposition import Series, parse_exposition
 from tests.metrics.table import exposed_series

@@ -21,8 +21,8 @@ from kvcache.base.clock import SystemClock, VirtualClock
 from kvcache.base.errors import AlreadyRunningError
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordedBatch
+from kvcache.replay import EngineLimits
 from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits
 from kvcache.requests.hints import CacheHint
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.passages import Passage, passage_tokens

@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcache.config import ClusterConfig, layer_specs, load_config, parse_config
+from kvcache.config import (
+    ClusterConfig,
+    DiskConfig,
+    layer_specs,
+    load_config,
+    parse_config,
+)
 from kvcache.config.layer_kinds import LAYER_KINDS
 from kvcache.config.models import WorkersConfig
-from kvcache.config.offload import DiskConfig
 from kvcache.config.sections import Section
 from kvcache.config.tenants import TenantConfig, TenantsConfig, TierAmounts
 from tests.attack.argument_kinds import (

@@ -11,19 +11,21 @@ from kvcache import BlocksStored, KVCacheGroupSpec, Namespace
 from kvcache.base.curve import CurveKeys, generate_curve_keys
 from kvcache.events import (
     AsyncKVEventSubscriber,
+    CacheMirror,
     EventBatch,
     EventCodec,
+    EventPublisher,
     KVEventSubscriber,
     PrefixIndex,
+    PublisherSettings,
     RemovedEvent,
     StoredEvent,
     Subscription,
     SubscriptionSettings,
     Update,
+    decode_batch,
 )
-from kvcache.events.decoding import decode_batch
-from kvcache.events.mirror import CacheMirror
-from kvcache.events.publisher import SEQUENCE, EventPublisher, PublisherSettings
+from kvcache.events.publisher import SEQUENCE
 from kvcache.events.translation import GroupKind
 from kvcache.requests.hash_algorithms import BlockHash
 from tests.attack.argument_kinds import (

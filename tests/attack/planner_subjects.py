@@ -44,28 +44,28 @@ from kvcache import (
 )
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.planner import (
-    plan_cluster,
-    plan_options,
-    rank_layout_fingerprint,
-    rank_memory,
-    report_plan,
-)
-from kvcache.planner.grouping import (
+    RankCoordinates,
     get_kv_cache_groups,
     layer_order,
     merge_rank_specs,
+    plan_cluster,
+    plan_options,
     project_groups,
+    rank_coordinates,
+    rank_layout_fingerprint,
+    rank_memory,
+    report_plan,
+    unify_page_sizes,
 )
-from kvcache.planner.pages import unify_page_sizes
-from kvcache.planner.plan import RankCoordinates, rank_coordinates
 from kvcache.specs import (
+    SPEC_KINDS,
     KVCacheSpec,
     can_cache_prefixes,
     dtype_size_bytes,
     first_difference,
     require_eagle_support,
+    spec_from_dict,
 )
-from kvcache.specs.cache_config import SPEC_KINDS, spec_from_dict
 from kvcache.tables.single_type_managers import MANAGERS
 from tests.attack.argument_kinds import (
     BOOL,

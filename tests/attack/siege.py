@@ -25,7 +25,7 @@ from actors.reports import ClusterStatus, MemoryServiceStatus
 from kvcache.config import ClusterConfig
 from kvcache.coordinator.settings import OffloadStatistics
 from kvcache.events.subscriber import KVEventSubscriber
-from kvcache.memory_service.client import MemoryServiceClient
+from kvcache.memory_service import MemoryServiceClient
 from tests.actors.tier_driver import FOUND, play, play_all, tier_config
 from tests.attack.sockets import Attacker, tcp_connector, unix_connector
 from tests.fuzz.targets import make_targets

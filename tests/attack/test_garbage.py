@@ -26,8 +26,7 @@ from actors.transport.zmq_server import network_address
 from kvcache.base.clock import SystemClock
 from kvcache.coordinator import Coordinator
 from kvcache.events.subscriber import KVEventSubscriber
-from kvcache.memory_service.client import MemoryServiceClient
-from kvcache.memory_service.service import HostMemoryService
+from kvcache.memory_service import HostMemoryService, MemoryServiceClient
 from kvcache.protocol.messages import (
     Address,
     Attach,

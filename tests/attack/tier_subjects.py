@@ -7,34 +7,34 @@ import itertools
 from kvcache import Namespace
 from kvcache.config.tenants import TenantsConfig
 from kvcache.offload import (
+    TIERS,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    Deadlines,
+    FileLoadStoreSpec,
     GPULoadStoreSpec,
     HierarchyOptions,
+    HostLoadStoreSpec,
+    JobKind,
+    LabelShape,
     OffloadingEvent,
     ReqContext,
     TierHierarchy,
+    TierManager,
     TierOptions,
+    cache_events,
     get_offload_block_hash,
     get_offload_group_idx,
-    make_offload_key,
-    make_tier,
-)
-from kvcache.offload.contents import LabelShape
-from kvcache.offload.disk_use import DiskUse
-from kvcache.offload.events import cache_events
-from kvcache.offload.jobs import Deadlines, JobKind
-from kvcache.offload.keys import (
     label_keys,
+    make_offload_key,
     make_offload_keys,
+    make_tier,
     namespaced_digest,
     pack_keys,
     unpack_keys,
 )
-from kvcache.offload.registry import TIERS
-from kvcache.offload.specs import FileLoadStoreSpec, HostLoadStoreSpec
-from kvcache.offload.tier_manager import TierManager
+from kvcache.offload.disk_use import DiskUse
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.commands import Label
 from tests.attack.argument_kinds import (

@@ -11,10 +11,9 @@ from kvcache.base.clock import SystemClock
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
 from kvcache.protocol.step import StepRequest, StepResult
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits, ModelTraits
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.replay.report import ReplayReport
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.simulate import Conversations, ConversationShape
 from kvcache.simulate.workload import Workload, WorkloadRequest
 
 OnMoment = Callable[[int], None]

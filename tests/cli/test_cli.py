@@ -30,8 +30,7 @@ from kvcache.base.errors import (
 )
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.messages import FailedForward
-from kvcache.replay.limits import EngineLimits
-from kvcache.replay.stepper import ForwardProgress
+from kvcache.replay import EngineLimits, ForwardProgress
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from tests.cli.commands import KVCACHE, run
 from tests.replay.manager_stepper import ManagerStepper

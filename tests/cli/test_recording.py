@@ -17,8 +17,7 @@ from actors.cli.command import handling
 from actors.cli.record import RecordingFollower, RecordingLimits, RecordingSummary
 from kvcache.base.clock import VirtualClock
 from kvcache.base.errors import DeadlineError, TraceError
-from kvcache.recorder import RecordedBatch
-from kvcache.recorder.request_tracer import RecordedRequest
+from kvcache.recorder import RecordedBatch, RecordedRequest
 from kvcache.requests.hints import CacheHint
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.request_recording import RecordingOptions, RequestRecording

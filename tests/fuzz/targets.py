@@ -32,8 +32,7 @@ from kvcache.base.errors import (
 from kvcache.config import load_config
 from kvcache.coordinator.remote_calls import METHODS, RemoteCalls
 from kvcache.core import BlocksRemoved, BlocksStored
-from kvcache.events import EventCodec
-from kvcache.events.decoding import decode_batch
+from kvcache.events import EventCodec, decode_batch
 from kvcache.events.feed_frames import FeedReader, pack_frame
 from kvcache.events.subscription import Subscription
 from kvcache.manager import KVCacheManager

@@ -11,8 +11,7 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.config.events import EventsConfig
-from kvcache.events import KVEventSubscriber, StoredEvent
-from kvcache.events.mirror import CacheMirror
+from kvcache.events import CacheMirror, KVEventSubscriber, StoredEvent
 from kvcache.events.translation import EventTranslator, GroupKind, short_hash
 from kvcache.integrations.vllm.block_contents import BlockContents
 from kvcache.integrations.vllm.block_store import BlockStore

@@ -11,9 +11,8 @@ from actors.cli.playground import ClientStepper
 from kvcache.base.clock import SystemClock
 from kvcache.config import layer_specs, load_config
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits, ModelTraits
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
+from kvcache.simulate import Conversations, ConversationShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL = sorted(path.name for path in CONFIGS.glob("cpu_*.yaml"))

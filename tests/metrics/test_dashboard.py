@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.metrics import Kind
-from kvcache.metrics.declarations import METRICS
+from kvcache.metrics import METRICS, Kind
 from tests.metrics.table import exposed_series
 
 DASHBOARD: dict[str, Any] = json.loads(

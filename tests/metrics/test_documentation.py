@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.metrics.declarations import METRICS
+from kvcache.metrics import METRICS
 from tests.metrics.table import markdown_table
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"

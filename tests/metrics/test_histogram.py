@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.metrics import Kind, Metric
-from kvcache.metrics.metric import Histogram
+from kvcache.metrics import Histogram, Kind, Metric
 
 AGE = Metric("kvcache_age_seconds", Kind.HISTOGRAM, "Ages.", ("cluster",))
 

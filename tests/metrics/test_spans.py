@@ -7,7 +7,7 @@ import time
 import pytest
 
 from actors.coordinator_metrics import span_maker
-from kvcache.metrics.step_meter import StepTimes
+from kvcache.metrics import StepTimes
 
 
 def test_a_span_lasts_from_arrival_until_every_rank_has_applied_the_step() -> None:

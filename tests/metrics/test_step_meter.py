@@ -10,16 +10,17 @@ from kvcache.metrics import (
     AgeMeter,
     CoordinatorMeters,
     CounterGrowth,
+    Histogram,
     Kind,
     MeteredCoordinator,
     Metric,
     Sample,
     StepMeter,
+    StepTimes,
     coordinator_samples,
 )
 from kvcache.metrics import declarations as known
-from kvcache.metrics.metric import Histogram
-from kvcache.metrics.step_meter import STRIDE, StepTimes
+from kvcache.metrics.step_meter import STRIDE
 from kvcache.protocol.messages import Ack, Acknowledge, Detach
 from kvcache.protocol.step import StepRequest
 from tests.protocol.test_coordinator import Bench, new

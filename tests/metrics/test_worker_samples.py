@@ -6,9 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcache.metrics import RankTraffic, worker_samples
+from kvcache.metrics import WORKER_METRICS, RankTraffic, worker_samples
 from kvcache.metrics import declarations as known
-from kvcache.metrics.declarations import WORKER_METRICS
 from kvcache.protocol.delivery import ReceiverStatistics
 from kvcache.worker.statistics import JobTally, TransferStatistics, WorkerStatistics
 

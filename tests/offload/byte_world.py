@@ -11,9 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvcache.base.arrays import Int32Array
-from kvcache.offload import OffloadKey
-from kvcache.offload.hierarchy import Discards
-from kvcache.offload.jobs import JobKind, TransferJob
+from kvcache.offload import Discards, JobKind, OffloadKey, TransferJob
 
 READING = (JobKind.LOAD, JobKind.SPILL)
 GARBAGE = OffloadKey(b"garbage")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.offload import HierarchyOptions, OffloadKey, TierHierarchy
+from kvcache.offload import HierarchyOptions, OffloadKey, Place, TierHierarchy
 from kvcache.offload.disk_use import FIRST_REST_S, LONGEST_REST_S
-from kvcache.offload.hierarchy import Place
 from tests.offload.test_hierarchy import NOW_S, make_hierarchy, make_keys, places, spill, store
 
 

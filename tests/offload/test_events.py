@@ -9,11 +9,16 @@ import pytest
 
 from kvcache.base.errors import InvalidInputError
 from kvcache.core import BlocksRemoved, BlocksStored
-from kvcache.offload import OffloadingEvent, TierOptions, make_offload_key
-from kvcache.offload.contents import LabelShape, label_rows
-from kvcache.offload.events import cache_events
-from kvcache.offload.keys import label_keys
-from kvcache.offload.tier_manager import TierManager
+from kvcache.offload import (
+    LabelShape,
+    OffloadingEvent,
+    TierManager,
+    TierOptions,
+    cache_events,
+    label_keys,
+    make_offload_key,
+)
+from kvcache.offload.contents import label_rows
 from kvcache.requests.request import Namespace
 from tests.offload.label_chains import NONE_HASH, SIZE, chain_label
 

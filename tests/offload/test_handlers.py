@@ -11,24 +11,24 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.offload import (
+    ByteRows,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     HandlerRoute,
+    HostLoadStoreSpec,
     OffloadAnswer,
     OffloadingHandler,
     OffloadingManager,
     OffloadingSpec,
     ReqContext,
+    TierManager,
     TierOptions,
     TransferResult,
     TransferSpec,
     make_offload_key,
 )
-from kvcache.offload.canonical import ByteRows
-from kvcache.offload.specs import HostLoadStoreSpec
-from kvcache.offload.tier_manager import TierManager
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,19 +12,21 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.offload import (
+    Deadlines,
     HierarchyOptions,
+    JobKind,
+    LabelShape,
     OffloadKey,
+    Place,
     TierHierarchy,
+    TierManager,
     TierOptions,
+    label_keys,
     make_offload_key,
     make_tier,
 )
-from kvcache.offload.contents import LabelShape, label_rows
-from kvcache.offload.hierarchy import Place
-from kvcache.offload.jobs import Deadlines, JobKind
-from kvcache.offload.keys import label_keys
+from kvcache.offload.contents import label_rows
 from kvcache.offload.slots import NOTHING, READY
-from kvcache.offload.tier_manager import TierManager
 from kvcache.policies import hinted
 from kvcache.policies.hinted import HintedPolicy
 from kvcache.protocol.commands import Label

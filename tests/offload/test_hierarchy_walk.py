@@ -12,15 +12,16 @@ import pytest
 from kvcache.base.errors import InvalidInputError
 from kvcache.config.tenants import TenantConfig, TenantsConfig, TierAmounts
 from kvcache.offload import (
+    Deadlines,
     HierarchyOptions,
+    JobKind,
     OffloadKey,
+    Place,
     TierHierarchy,
     TierOptions,
     make_offload_key,
     make_tier,
 )
-from kvcache.offload.hierarchy import Place
-from kvcache.offload.jobs import Deadlines, JobKind
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request_content import Namespace

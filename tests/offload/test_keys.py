@@ -11,10 +11,8 @@ from kvcache.offload import (
     OffloadKey,
     get_offload_block_hash,
     get_offload_group_idx,
-    make_offload_key,
-)
-from kvcache.offload.keys import (
     label_keys,
+    make_offload_key,
     make_offload_keys,
     namespaced_digest,
     pack_keys,

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 import pytest
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.offload import HierarchyOptions, TierOptions, make_offload_key, make_tier
-from kvcache.offload.contents import LabelShape
-from kvcache.offload.jobs import Deadlines
-from kvcache.offload.registry import TIERS
-from kvcache.offload.specs import HostLoadStoreSpec
-from kvcache.offload.tier_manager import TierManager
+from kvcache.offload import (
+    TIERS,
+    Deadlines,
+    HierarchyOptions,
+    HostLoadStoreSpec,
+    LabelShape,
+    TierManager,
+    TierOptions,
+    make_offload_key,
+    make_tier,
+)
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 
 KEY = make_offload_key(b"digest", 0)

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from kvcache.base.errors import InvalidInputError
-from kvcache.offload import GPULoadStoreSpec, OffloadKey, ReqContext, make_offload_key
-from kvcache.offload.specs import FileLoadStoreSpec, HostLoadStoreSpec
+from kvcache.offload import (
+    FileLoadStoreSpec,
+    GPULoadStoreSpec,
+    HostLoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
 
 
 def test_without_sizes_all_blocks_are_of_one_group() -> None:

@@ -7,10 +7,9 @@ import random
 import pytest
 
 from kvcache.base.errors import InvalidInputError
-from kvcache.offload import OffloadAnswer, OffloadKey, TierOptions, make_offload_key
+from kvcache.offload import OffloadAnswer, OffloadKey, TierManager, TierOptions, make_offload_key
 from kvcache.offload.slots import NOTHING, READY, STORING
 from kvcache.offload.spills import SpillQueue
-from kvcache.offload.tier_manager import TierManager
 from tests.offload.tier_model import ModelTier
 from tests.walks import random_walk
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvcache.config import layer_specs
 from kvcache.planner import HFChoices, cluster_from_hf_config, model_from_hf_config
-from kvcache.planner.hf_config.architectures import ARCHITECTURES
+from kvcache.planner.hf_config import ARCHITECTURES
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

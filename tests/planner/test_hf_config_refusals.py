@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.base.errors import ConfigurationError
 from kvcache.planner import HFChoices, cluster_from_hf_config, model_from_hf_config
-from kvcache.planner.hf_config.architectures import ARCHITECTURES
+from kvcache.planner.hf_config import ARCHITECTURES
 from tests.planner import public_models as public
 
 

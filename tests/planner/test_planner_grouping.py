@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.planner import (
     create_kv_cache_group_specs,
+    get_kv_cache_groups,
     get_uniform_page_size,
     is_kv_cache_page_size_uniform,
     is_kv_cache_type_attention_free,
     is_kv_cache_type_uniform,
-    unify_hybrid_kv_cache_specs,
-)
-from kvcache.planner.grouping import (
-    get_kv_cache_groups,
     layer_order,
     merge_rank_specs,
     project_groups,
+    unify_hybrid_kv_cache_specs,
+    unify_page_sizes,
 )
-from kvcache.planner.pages import unify_page_sizes
 from kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64)

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.base.errors import ConfigurationError
-from kvcache.planner import get_uniform_page_size
-from kvcache.planner.grouping import get_kv_cache_groups
-from kvcache.planner.pages import unify_page_sizes
+from kvcache.planner import get_kv_cache_groups, get_uniform_page_size, unify_page_sizes
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

@@ -16,16 +16,17 @@ from kvcache.base.errors import ConfigurationError, PlanMismatchError
 from kvcache.config import parse_config
 from kvcache.planner import (
     PlanOptions,
+    RankCoordinates,
     get_kv_cache_config,
     get_kv_cache_configs,
     layout_fingerprint,
     plan_cluster,
     plan_fingerprint,
     plan_kv_cache,
+    rank_coordinates,
     report_plan,
     unify_kv_cache_configs,
 )
-from kvcache.planner.plan import RankCoordinates, rank_coordinates
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,

@@ -12,10 +12,9 @@ from kvcache.base.clock import VirtualClock
 from kvcache.policies import EVICTION_POLICIES, orders
 from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.orders import DELAYS
+from kvcache.simulate import MooncakeTrace, Workload, generate
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-from kvcache.simulate.generators import generate
-from kvcache.simulate.mooncake import MooncakeTrace
-from kvcache.simulate.workload import LimitedWorkload, Workload
+from kvcache.simulate.workload import LimitedWorkload
 from tests.policies.cache import Cache
 from tests.policies.slow_adaptive import SlowAdaptive
 from tests.policies.tables import WrittenTable, evict

@@ -18,8 +18,8 @@ from kvcache.core.flat_core import FlatCore
 from kvcache.policies import EVICTION_POLICIES, hinted
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
+from kvcache.simulate import MooncakeTrace
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
-from kvcache.simulate.mooncake import MooncakeTrace
 from kvcache.simulate.workload import LimitedWorkload
 from tests.agreement.configurations import Family, configuration_named
 from tests.agreement.walk import Walk

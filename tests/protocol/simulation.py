@@ -32,8 +32,7 @@ from kvcache.coordinator.settings import (
 )
 from kvcache.coordinator.step_recorder import StepRecorder
 from kvcache.coordinator.tier_hits import TierHitFinder
-from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.memory_service.service import HostMemoryService
+from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.jobs import Deadlines
 from kvcache.offload.options import HierarchyOptions, TierOptions
@@ -54,8 +53,7 @@ from kvcache.protocol.state_store import MemoryStateStore
 from kvcache.protocol.wire import decode, encode
 from kvcache.recorder import FileStepRecorder, ManagerConfig
 from kvcache.specs import KVCacheConfig
-from kvcache.worker import KVCacheWorker, WorkerSettings
-from kvcache.worker.copies.engine import CopyEngine
+from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
 from kvcache.worker.files.tier import FileTierSettings
 from tests.protocol.engine import Engine, Sequence, WeightChanger
 from tests.protocol.network import FaultyNetwork, NetworkFaults

@@ -35,8 +35,7 @@ from kvcache.protocol.messages import Call
 from kvcache.protocol.step import NewRequest, StepRequest, StepResult
 from kvcache.recorder import FileStepRecorder, ManagerConfig, RecorderLimits, RecordingOrigin
 from kvcache.recorder.segments import OpenFile, SegmentLimits, create_file
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits, ModelTraits
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from tests.protocol.scenario import config_of

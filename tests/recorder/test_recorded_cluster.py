@@ -16,11 +16,9 @@ from kvcache.config import ClusterConfig
 from kvcache.protocol.state_store import MemoryStateStore, SmallState
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.recorder import RecordReplay, RecordReplayReport, open_recording
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits, ModelTraits
-from kvcache.replay.report import ReplayReport
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine, ReplayReport
 from kvcache.requests.request import Request
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.simulate import Conversations, ConversationShape
 from tests.actors.conftest import build_config
 
 SHAPE = ConversationShape(

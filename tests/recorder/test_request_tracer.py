@@ -20,8 +20,8 @@ from kvcache.protocol.step import (
     RunningRow,
     StepRequest,
 )
-from kvcache.recorder import RequestTracer, TracedRecorder, record_request
-from kvcache.recorder.request_tracer import DIGEST_BYTES, SeenRequest, TracerLimits, block_digests
+from kvcache.recorder import RequestTracer, TracedRecorder, TracerLimits, record_request
+from kvcache.recorder.request_tracer import DIGEST_BYTES, SeenRequest, block_digests
 from kvcache.requests.hints import CacheHint
 from kvcache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.step import NO_STEP, StepRequest, StepResult
-from kvcache.replay.stepper import CacheCounters, ForwardProgress
+from kvcache.replay import CacheCounters, ForwardProgress
 
 
 class ManagerStepper:

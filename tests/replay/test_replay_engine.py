@@ -17,12 +17,9 @@ from kvcache.base.errors import OutOfBlocksError, RequestError, WrongBytesError
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.messages import FailedForward
 from kvcache.protocol.step import StepRequest, StepResult
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits
-from kvcache.replay.stepper import ForwardProgress
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.replay import EngineLimits, ForwardProgress, ReplayEngine
+from kvcache.simulate import Conversations, ConversationShape, WorkloadRequest
 from kvcache.simulate.tokens import answer_token_ids
-from kvcache.simulate.workload import WorkloadRequest
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,

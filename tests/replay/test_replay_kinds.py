@@ -13,13 +13,10 @@ from actors.cli.playground import ClientStepper
 from actors.local import LocalCluster
 from kvcache.base.clock import VirtualClock
 from kvcache.config import ClusterConfig, load_config
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits, ModelTraits
-from kvcache.replay.report import ReplayReport
+from kvcache.replay import EngineLimits, ModelTraits, ReplayEngine, ReplayReport
 from kvcache.replay.rows import ReplayedRequest, ReplayedRows
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.simulate import Conversations, ConversationShape, WorkloadRequest
 from kvcache.simulate.tokens import answer_token_ids
-from kvcache.simulate.workload import WorkloadRequest
 from kvcache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,

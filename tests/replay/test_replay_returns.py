@@ -9,10 +9,9 @@ from actors.cli.playground import ClientStepper
 from kvcache.base.clock import SystemClock
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.protocol.step import StepRequest
-from kvcache.replay.engine import ReplayEngine
-from kvcache.replay.limits import EngineLimits
+from kvcache.replay import EngineLimits, ReplayEngine
 from kvcache.replay.report import ReplayReport
-from kvcache.simulate.conversations import Conversations, ConversationShape
+from kvcache.simulate import Conversations, ConversationShape
 
 SHAPE = ConversationShape(
     num_conversations=24,

@@ -9,8 +9,7 @@ import pytest
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.core import BlocksStored
 from kvcache.manager import KVCacheManager
-from kvcache.offload import TierHierarchy, TierOptions, make_tier
-from kvcache.offload.hierarchy import Place
+from kvcache.offload import Place, TierHierarchy, TierOptions, make_tier
 from kvcache.offload.keys import make_offload_keys
 from kvcache.requests.request import Request
 from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager

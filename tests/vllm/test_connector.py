@@ -15,7 +15,7 @@ import pytest
 
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.metrics.engine_socket import ask_engine
-from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate import MooncakeTrace
 from tests.cli.commands import KVCACHE
 from tests.vllm.conftest import (
     Answer,

@@ -14,11 +14,9 @@ from typer.testing import CliRunner
 
 from actors.cli import app
 from actors.cli.engines import clear_engine, show_status
-from kvcache.events import ClearedEvent, KVEventSubscriber, StoredEvent
-from kvcache.events.decoding import decode_batch
-from kvcache.events.mirror import CacheMirror
+from kvcache.events import CacheMirror, ClearedEvent, KVEventSubscriber, StoredEvent, decode_batch
 from kvcache.events.publisher import END_MARK
-from kvcache.simulate.mooncake import MooncakeTrace
+from kvcache.simulate import MooncakeTrace
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import BLOCK, PROMPTS
 

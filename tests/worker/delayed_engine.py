@@ -11,8 +11,7 @@ import random
 import torch
 
 from kvcache.base.arrays import Int32Array
-from kvcache.worker import CpuCopyEngine
-from kvcache.worker.copies.engine import PendingCopy
+from kvcache.worker import CpuCopyEngine, PendingCopy
 
 
 class DelayedCopy:

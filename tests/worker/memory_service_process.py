@@ -9,8 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.memory_service.service import HostMemoryService
+from kvcache.memory_service import HostMemoryService, MemoryServiceAddress
 
 PAYLOADS = {2: b"\x11" * 96, 5: b"\x77" * 96}
 """The content that `fill` seals, by slot."""

@@ -26,8 +26,8 @@ from kvcache.protocol.commands import (
     Zero,
 )
 from kvcache.protocol.messages import Ack
+from kvcache.worker import PendingCopy
 from kvcache.worker.copies import task as copy_task
-from kvcache.worker.copies.engine import PendingCopy
 from kvcache.worker.files.tier import FileTierSettings
 from tests.worker.told_engine import ToldEngine
 from tests.worker.worker_support import (

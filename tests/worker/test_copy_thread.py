@@ -16,11 +16,10 @@ from kvcache.base.errors import ConfigurationError, DeadlineError
 from kvcache.offload.keys import label_keys
 from kvcache.protocol.commands import Fetch, Load, SealSlots, Spill, Store, Unlabel
 from kvcache.protocol.messages import Ack, JobReport
-from kvcache.worker import CpuCopyEngine, KVCacheWorker, transfers
+from kvcache.worker import CpuCopyEngine, KVCacheWorker, PendingCopy, transfers
 from kvcache.worker.copies import copy_pool
 from kvcache.worker.copies.checksums import ChecksumRule, checksum_of
 from kvcache.worker.copies.copy_pool import LONGEST_PAUSE_S, PAUSE_S, CopyPool
-from kvcache.worker.copies.engine import PendingCopy
 from kvcache.worker.copies.runner import CopyThread
 from kvcache.worker.copies.task import CopyTask
 from kvcache.worker.files.tier import FileTierSettings

@@ -13,20 +13,14 @@ import pytest
 import torch
 
 from kvcache.base.arrays import int32_array
+from kvcache.worker import CudaCopyEngine, make_copy_engine
 from kvcache.worker.copies import cuda as cuda_engine_module
-from kvcache.worker.copies.cuda import (
-    CudaCopyEngine,
-    KernelChoice,
-    Pieces,
-    SourceOrder,
-    loaded_cuda_runtime,
-)
+from kvcache.worker.copies.cuda import KernelChoice, Pieces, SourceOrder, loaded_cuda_runtime
 from kvcache.worker.copies.measurement import (
     NEVER_BYTES,
     MeasureLimits,
     chosen,
     find_kernel,
-    make_copy_engine,
     measure_cuda,
 )
 from kvcache.worker.host_memory import host_pool as host_pool_module

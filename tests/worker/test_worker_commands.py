@@ -14,8 +14,7 @@ from kvcache.base.errors import ClusterError, StaleEpochError
 from kvcache.protocol.commands import Command, Copy, Fence, Label, Load, Reset, Store, Unlabel, Zero
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import Ack, Finished, Rejected
-from kvcache.worker import CpuCopyEngine
-from kvcache.worker.copies.engine import PendingCopy
+from kvcache.worker import CpuCopyEngine, PendingCopy
 from kvcache.worker.execution import CommandExecutor
 from kvcache.worker.validation import CommandValidator
 from tests.worker.told_engine import ToldEngine

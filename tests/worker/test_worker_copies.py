@@ -9,11 +9,8 @@ import torch
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import BlockError, ConfigurationError, MalformedMessageError
 from kvcache.protocol.commands import BlockTablePatch
-from kvcache.worker import CpuCopyEngine
+from kvcache.worker import CopyEngine, CpuCopyEngine, CudaCopyEngine, make_copy_engine
 from kvcache.worker.block_tables import BlockTables
-from kvcache.worker.copies.cuda import CudaCopyEngine
-from kvcache.worker.copies.engine import CopyEngine
-from kvcache.worker.copies.measurement import make_copy_engine
 from tests.worker.worker_support import ids, patch, random_bytes
 
 TIMEOUT_S = 60.0

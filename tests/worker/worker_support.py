@@ -21,8 +21,7 @@ from kvcache.specs import (
     Layout,
     SlidingWindowSpec,
 )
-from kvcache.worker import KVCacheWorker, WorkerSettings
-from kvcache.worker.copies.engine import CopyEngine
+from kvcache.worker import CopyEngine, KVCacheWorker, WorkerSettings
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=4, dtype="float16")
 WINDOW = SlidingWindowSpec(
