@@ -508,7 +508,11 @@ def test_all_problems_are_named_at_once() -> None:
     )
 
 
-@pytest.mark.parametrize("data", [None, [], "model", 3])
+def test_an_empty_file_is_called_so() -> None:
+    assert complaint(None) == "c.yaml: is empty: start with a section such as model:"
+
+
+@pytest.mark.parametrize("data", [[], "model", 3])
 def test_a_file_without_sections_is_refused(data: object) -> None:
     assert complaint(data) == (
         f"c.yaml: holds {type(data).__name__}, not sections: start with a section such as model:"

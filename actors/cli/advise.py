@@ -63,7 +63,7 @@ def advise(
     trace: Annotated[str, typer.Argument(help="A trace, as `simulate` reads or makes it.")],
     *,
     device_price: Annotated[float, typer.Option(help="Price of a GiB of device memory.")],
-    budget: Annotated[float, typer.Option(help="Money to spend.")],
+    budget: Annotated[float, typer.Option(help="Money to spend, in the currency of the prices.")],
     host_price: Annotated[
         float | None, typer.Option(help="Price of a GiB of host memory (default: no such tier).")
     ] = None,
@@ -74,11 +74,14 @@ def advise(
         str | None, typer.Option(help="Bytes of a token on all ranks, such as 128KiB.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Take them from this configuration.")
+        Path | None,
+        typer.Option("--config", "-c", help="Take the bytes of a token from this configuration."),
     ] = None,
     prefill_speed: Annotated[float, typer.Option(help="Tokens computed per second.")] = 10_000,
-    host_bandwidth: Annotated[float, typer.Option(help="GiB per second, all ranks.")] = 25,
-    disk_bandwidth: Annotated[float, typer.Option(help="GiB per second, all ranks.")] = 5,
+    host_bandwidth: Annotated[
+        float, typer.Option(help="GiB per second from host memory, all ranks.")
+    ] = 25,
+    disk_bandwidth: Annotated[float, typer.Option(help="GiB per second from disk, all ranks.")] = 5,
     policy: Annotated[
         list[str] | None, typer.Option("--policy", "-p", help="Consider only these (default: all).")
     ] = None,
@@ -222,10 +225,12 @@ def _bytes_per_token(token_size: str | None, config: Path | None) -> float:
     from kvcache.config import load_config
     from kvcache.planner import plan_cluster, report_plan
 
-    if (token_size is None) == (config is None):
+    if token_size is not None and config is not None:
+        raise ConfigurationError("--token-size and --config both size a token: give one of them")
+    if token_size is None and config is None:
         raise ConfigurationError(
             "the size of a token on all ranks is unknown: give --token-size, such as "
-            "128KiB, or --config, but not both"
+            "128KiB, or --config"
         )
     if token_size is not None:
         return float(parse_size("--token-size", token_size, "128KiB"))
@@ -372,7 +377,7 @@ def _print(console: Console, advice: _Advice) -> None:
     trace, memory = advice.trace, advice.memory
     title = (
         f"{trace.name}: {trace.num_requests:,} requests, {trace.num_distinct_blocks:,} different "
-        f"blocks ({memory.gib(trace.num_distinct_blocks):,.1f} GiB)"
+        f"blocks ({_gib_text(memory.gib(trace.num_distinct_blocks))} GiB)"
     )
     print_table(console, title, _candidate_table(advice))
     print_note(console, _sentence(advice))
@@ -405,7 +410,7 @@ def _candidate_table(advice: _Advice) -> Table:
         sizes = (cache.num_blocks or 0, cache.host_blocks, cache.disk_blocks)
         table.add_row(
             "advised" if one is advice.best else "",
-            *(f"{memory.gib(n):,.1f}" if n else "-" for n in sizes),
+            *(_gib_text(memory.gib(n)) if n else "-" for n in sizes),
             f"{one.candidate.cost:,.2f}",
             cache.policy,
             f"{result.hit_rate:.1%} ({parts})",
@@ -414,14 +419,19 @@ def _candidate_table(advice: _Advice) -> Table:
     return table
 
 
+def _gib_text(gib: float) -> str:
+    """Return a number of GiB with one decimal, or three digits of a part of one."""
+    return f"{gib:,.1f}" if gib >= 1 else f"{gib:.3g}"
+
+
 def _sentence(advice: _Advice) -> str:
     best, memory = advice.best, advice.memory
     cache = best.result.cache
-    sizes = [f"{memory.gib(cache.num_blocks or 0):,.1f} GiB of device memory"]
+    sizes = [f"{_gib_text(memory.gib(cache.num_blocks or 0))} GiB of device memory"]
     if cache.host_blocks:
-        sizes.append(f"{memory.gib(cache.host_blocks):,.1f} GiB of host memory")
+        sizes.append(f"{_gib_text(memory.gib(cache.host_blocks))} GiB of host memory")
     if cache.disk_blocks:
-        sizes.append(f"{memory.gib(cache.disk_blocks):,.1f} GiB of disk")
+        sizes.append(f"{_gib_text(memory.gib(cache.disk_blocks))} GiB of disk")
     left = memory.budget - best.candidate.cost
     rest = f", {left:,.2f} of it not needed" if left > memory.budget / 100 else ""
     return (
@@ -492,7 +502,7 @@ def _curve_table(advice: _Advice) -> Table:
         added_gib = memory.gib(num_blocks - before[0])
         table.add_row(
             f"{num_blocks:,}",
-            f"{memory.gib(num_blocks):,.1f}",
+            _gib_text(memory.gib(num_blocks)),
             f"{rate:.2%}",
             f"{100 * (rate - before[1]) / added_gib:,.3f}",
             f"{optimum.rate(num_blocks):.2%}",

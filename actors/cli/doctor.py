@@ -440,8 +440,13 @@ def _print(found: Examination) -> None:
     print_facts(console, "memory", _memory_facts(found))
     print_facts(console, "Ray", _ray_facts(found))
     for measurement in found.measurements:
-        title = f"copies on {measurement.device}, GB/s: pages here and there, plain in one piece"
+        title = f"copies on {measurement.device}, GB/s, by the size of a page"
         print_table(console, title, _copies(measurement, found.page_bytes))
+        print_note(
+            console,
+            "*: how workers copy scattered pages of this size; plain: one piece of memory; share: "
+            "* of plain",
+        )
         for note in (*_choices(measurement), *measurement.notes):
             print_note(console, note)
     for problem in found.problems:

@@ -25,7 +25,7 @@ from actors.cli.command import (
     print_facts,
     print_json,
 )
-from actors.cli.simulate import parse_capacity
+from actors.cli.simulate import UNLIMITED, parse_capacity
 from kvcache.base.errors import ConfigurationError, TraceError, WrongBytesError
 
 if TYPE_CHECKING:
@@ -64,8 +64,11 @@ def replay(
         ),
     ] = False,
     blocks: Annotated[
-        str, typer.Option(help="With --prefill-only: capacity in blocks, or unlimited.")
-    ] = "unlimited",
+        str | None,
+        typer.Option(
+            help="With --prefill-only: capacity in blocks, or unlimited (default: unlimited)."
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(help="With --prefill-only: tokens per block.", min=1)
     ] = None,
@@ -86,7 +89,18 @@ def replay(
     from kvcache.replay.engine import ReplayEngine
     from kvcache.simulate.opening import open_workload
 
-    counting = _counting_options(blocks, block_size, skip_too_long) if prefill_only else None
+    if prefill_only:
+        options = (("--config", config), ("--name", name), ("--local", local))
+        if given := [option for option, value in options if value]:
+            raise ConfigurationError(f"--prefill-only plays on no cluster: omit {', '.join(given)}")
+    elif blocks is not None or block_size is not None:
+        raise ConfigurationError(
+            "--blocks and --block-size are for --prefill-only: add it, or set the sizes in the "
+            "configuration"
+        )
+    counting = (
+        _counting_options(blocks or UNLIMITED, block_size, skip_too_long) if prefill_only else None
+    )
     opened = open_workload(workload, limit=limit, seed=seed)
     size = measure_workload(opened)
     if counting is not None:
@@ -239,7 +253,7 @@ def _playable(
 
 
 def _print_count(count: PrefillCount) -> None:
-    capacity = "unlimited" if count.num_blocks is None else f"{count.num_blocks:,} blocks"
+    capacity = "unlimited, blocks" if count.num_blocks is None else f"{count.num_blocks:,} blocks"
     print_facts(
         Console(),
         f"{count.workload}, prompts only",
@@ -249,8 +263,8 @@ def _print_count(count: PrefillCount) -> None:
             "tokens": f"{count.num_input_tokens:,}",
             "block references": f"{count.num_block_references:,}",
             "hit blocks": f"{count.num_hit_blocks:,}",
-            "hit rate": f"{count.hit_rate:.4f}",
-            "evictions": f"{count.num_evictions:,}",
+            "hit rate": f"{count.hit_rate:.2%} of blocks",
+            "evictions": f"{count.num_evictions:,} blocks",
             "time": f"{count.wall_time_s:.1f} s",
         },
     )

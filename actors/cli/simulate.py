@@ -44,6 +44,8 @@ UNLIMITED = "unlimited"
 ALL = "all"
 
 _DEFAULT_POLICY = "lru"
+_PREFILL_SPEED = 10_000
+_DECODE_SPEED = 40
 _STEPS = (1, 2, 5)
 _MOST_CAPACITIES = 9
 _ENDS = (".svg", ".png", ".pdf")
@@ -113,11 +115,12 @@ def simulate(
         ),
     ] = False,
     prefill_speed: Annotated[
-        float, typer.Option(help="With --running: prompt tokens per second.")
-    ] = 10_000,
+        float | None,
+        typer.Option(help="With --running: prompt tokens per second (default: 10000)."),
+    ] = None,
     decode_speed: Annotated[
-        float, typer.Option(help="With --running: answer tokens per second.")
-    ] = 40,
+        float | None, typer.Option(help="With --running: answer tokens per second (default: 40).")
+    ] = None,
     hints: Annotated[
         list[str] | None,
         typer.Option(
@@ -167,7 +170,17 @@ def simulate(
         write_lines(write_trace, trace.to_lines())
         print(f"{write_trace}: {_summary(trace)}")
         return
-    pace = Pace(prefill_speed, decode_speed) if running else None
+    pace = None
+    if running:
+        pace = Pace(
+            _PREFILL_SPEED if prefill_speed is None else prefill_speed,
+            _DECODE_SPEED if decode_speed is None else decode_speed,
+        )
+    elif prefill_speed is not None or decode_speed is not None:
+        raise ConfigurationError(
+            "--prefill-speed and --decode-speed are for requests that overlap: add --running, or "
+            "omit them"
+        )
     if plot is not None:
         require_plots(plot)
     policies = parse_policies(policy or ())
@@ -297,7 +310,8 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
         )
         print_note(console, note)
     if cache.groups:
-        kinds = ", ".join(group.kv_cache_spec.kind for group in cache.groups)
+        specs = [group.kv_cache_spec for group in cache.groups]
+        kinds = ", ".join(f"{spec.kind} ({spec.block_size:,} tokens a block)" for spec in specs)
         note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
         if OPTIMUM in cells:
             note += f"; {OPTIMUM}: a bound that may be out of reach"

@@ -88,10 +88,8 @@ def parse_config(data: object, source: str = "configuration") -> ClusterConfig:
     """
     source = as_text("source", source, ConfigurationError)
     if not isinstance(data, dict):
-        raise ConfigurationError(
-            f"{source}: holds {type(data).__name__}, not sections: start with a section such as "
-            "model:"
-        )
+        what = "is empty" if data is None else f"holds {type(data).__name__}, not sections"
+        raise ConfigurationError(f"{source}: {what}: start with a section such as model:")
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -49,6 +50,12 @@ def test_advice_is_within_the_budget_and_says_what_it_rests_on() -> None:
     ):
         assert text in shown
     assert "…" not in shown  # a narrow terminal cuts no number
+
+
+def test_a_small_memory_is_not_rounded_to_nothing() -> None:
+    shown, _ = run(*LOAD, *PRICES, "--token-size", "128B", "--budget", "1")
+    assert re.search(r"Advice: 0\.0*[1-9]\d* GiB of device memory", shown)
+    assert " 0.0 " not in shown
 
 
 def test_json_has_the_curves_and_all_that_was_compared(tmp_path: Path) -> None:
@@ -137,6 +144,9 @@ def test_invalid_options_are_refused_with_a_remedy() -> None:
         "a budget of 20 buys 16 blocks of the device, the longest request needs "
     )
     assert refused(*LOAD, *PRICES, "--budget", "20").startswith("the size of a token on all ranks")
+    assert refused(*LOAD, *PRICES, *SIZE, "--budget", "20", "--config", "cpu_tp2") == (
+        "--token-size and --config both size a token: give one of them"
+    )
     assert refused(*LOAD, *PRICES, "--budget", "20", "--token-size", "big").startswith(
         "--token-size 'big': 'big' is no"
     )

@@ -207,8 +207,8 @@ def test_prefill_only_counts_without_a_cluster(trace: Path) -> None:
 
 def test_prefill_only_shows_a_table(trace: Path) -> None:
     shown, _ = run("replay", trace, "--prefill-only")
-    assert "unlimited of 512 tokens" in shown
-    assert "0.3333" in shown
+    assert "unlimited, blocks of 512 tokens" in shown
+    assert "33.33% of blocks" in shown
 
 
 def test_a_capacity_that_is_no_number_is_refused(trace: Path) -> None:
@@ -257,6 +257,16 @@ def test_a_count_has_nothing_to_skip(trace: Path) -> None:
     assert error == (
         "kvcache: --prefill-only has no model, so no request is too long: omit --skip-too-long\n"
     )
+
+
+def test_options_that_a_replay_would_not_follow_are_refused(small: Path, trace: Path) -> None:
+    _, error = run("replay", trace, "--config", small, "--local", "--blocks", "9", exit_code=2)
+    assert error == (
+        "kvcache: --blocks and --block-size are for --prefill-only: add it, or set the sizes in "
+        "the configuration\n"
+    )
+    _, error = run("replay", trace, "--prefill-only", "--config", small, exit_code=2)
+    assert error == "kvcache: --prefill-only plays on no cluster: omit --config\n"
 
 
 def test_a_local_replay_checks_every_byte(small: Path, trace: Path) -> None:

@@ -131,6 +131,7 @@ def test_the_way_that_is_chosen_has_a_star(small: Path) -> None:
     lines = [line for line in shown.splitlines() if "host to host │" in line]
     assert [line.count("*") for line in lines] == [1] * len(lines)
     assert sum("(plan)" in line for line in lines) == 1
+    assert "*: how workers copy scattered pages of this size" in shown
 
 
 def test_a_problem_that_prevents_a_launch_is_exit_code_1(small: Path) -> None:

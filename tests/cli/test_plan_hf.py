@@ -166,6 +166,11 @@ def test_what_cannot_be_planned_is_one_line(
     assert error == f"kvcache: {message.replace('LLAMA', str(llama))}\n"
 
 
+def test_the_directory_of_a_model_is_not_its_file(tmp_path: Path) -> None:
+    _, error = run("--hf-config", str(tmp_path), "--memory", "1GiB", exit_code=2)
+    assert error == f"kvcache: {tmp_path}: cannot be read (Is a directory): give its config.json\n"
+
+
 def test_an_unknown_model_is_one_line_with_the_missing_fields(tmp_path: Path) -> None:
     path = write(tmp_path, {"model_type": "novel", "num_hidden_layers": 3})
     _, error = run("--hf-config", path, "--memory", "1GiB", exit_code=2)

@@ -84,10 +84,11 @@ def test_tiers_and_where_hits_were_found(trace: Path) -> None:
 def test_a_window_and_a_configuration_are_hybrids_with_a_bound(trace: Path) -> None:
     shown, _ = run(trace, "--window", "600", "-b", "60", "-j", "1")
     assert (
-        "hit tokens of prompt tokens; blocks are shared by groups: full, sliding_window; optimum: "
-        "a bound that may be out of reach" in shown
+        "hit tokens of prompt tokens; blocks are shared by groups: full (512 tokens a block), "
+        "sliding_window (512 tokens a block); optimum: a bound that may be out of reach" in shown
     )
     config = ROOT / "configs" / "cpu_tp2.yaml"
+    assert "full (16 tokens a block)" in run(trace, "--config", config, "-j", "1")[0]
     lru, best = json.loads(run(trace, "--config", config, "--json", "-j", "1")[0])
     assert (lru["policy"], best["policy"]) == ("lru", "optimum")
     assert lru["num_blocks"] == 131_071
@@ -254,6 +255,10 @@ def test_invalid_options_are_refused_with_a_remedy(trace: Path, tmp_path: Path) 
         "5 blocks on disk, none in host memory"
     )
     assert refused(trace, "--window", "64").startswith("--window needs --blocks: ")
+    assert refused(trace, "--prefill-speed", "64") == (
+        "--prefill-speed and --decode-speed are for requests that overlap: add --running, or omit "
+        "them"
+    )
     assert refused(trace, "--plot", "a.bmp") == (
         "--plot a.bmp: pictures end with .svg, .png or .pdf: choose one"
     )

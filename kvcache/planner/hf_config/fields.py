@@ -48,8 +48,9 @@ class HFFields:
             text = Path(source).read_text(encoding="utf-8")
             data = json.loads(text, object_pairs_hook=_unrepeated)
         except OSError as error:
+            remedy = "give its config.json" if Path(source).is_dir() else "check the path"
             raise ConfigurationError(
-                f"{source}: cannot be read ({error.strerror}): check the path"
+                f"{source}: cannot be read ({error.strerror}): {remedy}"
             ) from error
         except ConfigurationError as error:
             raise ConfigurationError(f"{source}: {error}") from error
