@@ -438,3 +438,14 @@ def test_nothing_is_left_to_hash_when_all_digests_are_known(hash_fn):
     hasher = get_request_block_hasher(4, hash_fn)
     request = Request("r1", range(8), block_hasher=hasher)
     assert hasher(request, request.block_hashes) == []
+
+
+def test_equal_arguments_give_one_hasher():
+    """A manager recognises the hasher of a request that its caller made."""
+
+    def made(size=16, name="sha256", seed="s"):
+        return get_request_block_hasher(size, get_hash_fn(name), seed)
+
+    assert made() is made() is made(int(np.int64(16)))
+    others = [made(8), made(name="xxh3_128"), made(name="sha256_cbor"), made(seed="t")]
+    assert len({made(), *others}) == 5

@@ -2,15 +2,16 @@
 
 A request calls its hasher only when digests are needed; look-ups by tokens never need them. A
 digest covers the parent's digest, the block's tokens and its extra keys, so equal digests mean
-equal prefixes. There is no module state: the none hash, the parent of every first block, follows
-from the algorithm and a seed, and is passed around. Digests do not cover the model epoch and the
-tenant: look-ups separate them by namespace.
+equal prefixes. The none hash, the parent of every first block, follows from the algorithm and a
+seed, and is passed around. Digests do not cover the model epoch and the tenant: look-ups separate
+them by namespace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NewType
 
 from kvcache.base.arguments import as_bytes, as_int, as_text, as_tuple, check_kind
@@ -112,12 +113,17 @@ def get_request_block_hasher(
 ) -> RequestBlockHasher:
     """Return a `block_hasher` for requests, with one digest per `block_size` tokens.
 
+    Equal arguments give the same object, which managers recognise faster than an equal one.
+
     Raises:
         ConfigurationError: the block size is not a positive integer, `hash_fn` no algorithm, or
             the seed no text.
     """
     block_size = as_int("block_size", block_size, 1, error=ConfigurationError)
-    return RequestBlockHasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
+    return _request_block_hasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
+
+
+_request_block_hasher = lru_cache(RequestBlockHasher)
 
 
 def hash_block_tokens(
