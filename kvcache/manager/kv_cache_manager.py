@@ -448,7 +448,11 @@ class KVCacheManager:
         control = self.control
         if self._changed_columns:
             self._changed_columns.pop(known.slot, None)
-        self._executor.forget((known,))
+        if request.hints or self.tiers.hooks is not None:
+            self._executor.forget((known,))
+        else:
+            self._core.free(request)
+            self._table.forget(known)
         if control.is_draining or control.pinned:
             control.refresh()
 

@@ -197,12 +197,11 @@ class RequestTable:
         self._vacate(known)
         known.request.num_computed_tokens = 0
 
-    def forget(self, gone: Sequence[KnownRequest]) -> None:
-        """Remove requests from the table, without bringing their objects up to date."""
-        for known in gone:
-            if known.slot != NO_SLOT:
-                self._vacate(known)
-            del self.known[known.request.request_id]
+    def forget(self, known: KnownRequest) -> None:
+        """Remove a request from the table, without bringing its object up to date."""
+        if known.slot != NO_SLOT:
+            self._vacate(known)
+        del self.known[known.request.request_id]
 
     def owned_by_caller(self, request: Request) -> KnownRequest | None:
         """Return the entry of a request for a per-request call; None if it is not known.

@@ -154,7 +154,8 @@ class StepExecutor:
             self._core.free(gone[0].request)
         else:
             self._core.free_all([known.request for known in gone])
-        self._table.forget(gone)
+        for known in gone:
+            self._table.forget(known)
         if self._tiers.hooks is not None:
             for known in gone:
                 self._tiers.hooks.on_request_finished(known.request.request_id)

@@ -101,7 +101,7 @@ def test_callers_append_behind_the_back_of_the_table() -> None:
     request.truncate_tokens(5)
     assert table.request_in(slot) is request
     table.check(no_blocks)
-    table.forget([table.known["a"]])
+    table.forget(table.known["a"])
     assert table.num_free_slots == 2
     table.check(no_blocks)
 
