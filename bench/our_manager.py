@@ -23,7 +23,7 @@ from kvcache.protocol.step import (
 )
 from kvcache.requests.digests import PackedDigests
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
-from kvcache.requests.request import Request, as_token_ids
+from kvcache.requests.request import Request
 from kvcache.specs import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -139,10 +139,7 @@ class OurManager:
         result = self._run(
             finished=tuple(finished),
             running=one_token_each(slots, tokens),
-            new=tuple(
-                NewRequest(name, as_token_ids(prompt, "token id"), len(prompt))
-                for name, prompt in new
-            ),
+            new=tuple(NewRequest(name, prompt, len(prompt)) for name, prompt in new),
         )
         if result.no_room or (len(slots) and not result.running_scheduled.all()):
             raise RuntimeError("our manager found no room")

