@@ -12,10 +12,16 @@ WORKLOAD ?= conversations
 CONFIG ?= configs/cpu_tp2.yaml
 # Processes that share the tests; those that need Ray come afterwards, alone.
 JOBS ?= 2
+# Tests that need no cluster of Ray and no other environment, and end soon.
+QUICK := 'not ray and not faults and not multinode and not launches and not long and not chaos and not interop and not vllm'
+# The files with tests of a marker: to collect all tests takes as long as many tests.
+marked = $(sort $(shell grep -rlw --include='test_*.py' 'mark.$(1)' tests))
 # Which part of the tests that take long or end processes: 1/3 is the first of three.
 SHARE ?= 1/1
 
 export PYTHONUNBUFFERED := 1
+# Tests start many processes, and rewrite their own assertions: compile each module once.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-long test-interop test-vllm test-launches test-faults test-chaos test-multinode test-fast check format bench bench-smoke bench-peer docs audit clean
 
@@ -32,8 +38,8 @@ demo: setup
 
 test: setup
 	$(BIN)/python -c 'import kvcache.core.flat_core'  # compiled once, not by each test process
-	$(BIN)/python -m pytest tests -n $(JOBS) -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm'
-	$(BIN)/python -m pytest tests -m 'ray and not faults and not launches'
+	$(BIN)/python -m pytest tests -n $(JOBS) -m $(QUICK)
+	$(BIN)/python -m pytest $(call marked,ray) -m 'ray and not faults and not launches'
 
 test-long: setup
 	$(BIN)/python -m pytest tests -n $(JOBS) -m long --share $(SHARE)
@@ -55,7 +61,7 @@ test-launches: setup
 	$(BIN)/python -m pytest tests/engine tests/dashboard tests/actors tests/docs -m launches
 
 test-faults: setup
-	$(BIN)/python -m pytest tests -m 'faults and not chaos' --share $(SHARE)
+	$(BIN)/python -m pytest $(call marked,faults) -m 'faults and not chaos' --share $(SHARE)
 
 # Longer: python -m tests.chaos processes --seeds 0:200 (or ray, or simulated).
 test-chaos: setup
@@ -65,13 +71,13 @@ test-multinode: setup
 	$(BIN)/python -m pytest tests/multinode
 
 test-fast: setup
-	$(BIN)/python -m pytest tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm' -x -q
+	$(BIN)/python -m pytest tests -m $(QUICK) -x -q
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests -m 'not ray and not multinode and not launches and not long and not chaos and not interop and not vllm'
+	$(BIN)/python -m pytest -q tests -m $(QUICK)
 
 format: setup
 	$(BIN)/ruff format .

@@ -6,6 +6,7 @@ Ray reads its settings from the environment at its import, so they are set here,
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import secrets
@@ -36,7 +37,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "act
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # Otherwise any call of Ray without a cluster starts one. If a thread starts it, it dies with
 # that thread; a minute later Ray ends this process, whatever test is running.
-# thread ends; a minute later Ray ends this process, whatever test runs by then.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
@@ -84,6 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what stays until the end from garbage collections, some of which tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 LAST_WORDS: list[str] = []

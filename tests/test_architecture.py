@@ -37,11 +37,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("adaptive", "hinted", "outside_policy", "ranked_policies"),
         ("registry",),
     ),
-    "tenants": (
-        ("shares",),
-        ("ledger",),
-        ("policy",),
-    ),
+    "tenants": (("shares",), ("ledger",), ("policy",)),
     "manager": (
         ("cache_blocks", "pins"),
         ("settings", "statistics", "model_limits"),
@@ -128,12 +124,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engine_socket", "inspection"),
     ),
     "recorder": (
-        (
-            "frames",
-            "manager_config",
-            "outcomes",
-            "request_tracer",
-        ),
+        ("frames", "manager_config", "outcomes", "request_tracer"),
         ("records",),
         ("segments",),
         ("recorder", "recording"),

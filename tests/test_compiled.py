@@ -82,7 +82,6 @@ def make(directory: Path, added: int) -> Callable[[int], int]:
         f"    return value + {added}\n"
     )
     spec = importlib.util.spec_from_file_location("adding", source)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     exec(compile(source.read_text(), source, "exec"), module.__dict__)
@@ -136,6 +135,7 @@ def test_a_full_disk_and_half_a_file_cost_a_compilation(
         assert not caplog.text  # it is whole again
 
 
+@pytest.mark.long  # compiles the whole core
 def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None:
     source, cache = tmp_path / "source", tmp_path / "cache"
     source.mkdir()

@@ -66,7 +66,6 @@ class Driver:
 
     def order(self, order: str) -> None:
         """Send a command, without waiting."""
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{order}\n")
         self.process.stdin.flush()
 
@@ -89,7 +88,6 @@ class Driver:
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(START_S)
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
 
@@ -158,7 +156,6 @@ def test_steps_of_an_embedded_coordinator_are_computed_hit_and_checked(
         assert status.coordinator_process_id == os.getpid()
         statistics = cluster.statistics()
         assert [worker is not None and worker.epoch for worker in statistics.workers] == [1, 1]
-        assert statistics.coordinator is not None
         assert statistics.coordinator.num_clients == 2
     cluster.stop()
     cluster.stop()
@@ -206,7 +203,6 @@ def test_a_killed_driver_is_taken_over_warm(drive: Any, make_config: Any, traces
         assert client.epoch == cluster.status().epoch == 2
         require_warm(client, "second")
         statistics = cluster.statistics().coordinator
-        assert statistics is not None
         assert (statistics.num_kept_blocks, statistics.cold_reason) == (2, "")
     traces.check(config.name)
     require_no_threads()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig, load_config, parse_config
 from kvcache.events.prefix_index import PrefixIndex
 from kvcache.events.subscriber import KVEventSubscriber
+from tests import waiting
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -70,11 +70,7 @@ def play(client: KVCacheClient, name: str, first_token: int, salt: str | None = 
 
 
 def wait_until(cluster: LocalCluster, holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s, statistics(cluster)
-        cluster.pump()
-        time.sleep(0.01)
+    waiting.wait_until(holds, lambda: statistics(cluster), meanwhile=cluster.pump)
 
 
 def is_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> bool:
@@ -89,7 +85,6 @@ def is_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> bool:
 
 def become_exact(cluster: LocalCluster, subscriber: KVEventSubscriber) -> None:
     wait_until(cluster, lambda: is_exact(cluster, subscriber))
-    assert cluster.coordinator.manager is not None
     cluster.coordinator.manager.check()
 
 
@@ -105,7 +100,6 @@ def test_a_follower_knows_cached_and_evicted_blocks(cluster: LocalCluster) -> No
             index.follow("a", update)
         assert late.statistics().num_blocks == subscriber.statistics().num_blocks
         late.close()
-    assert cluster.coordinator.manager is not None
     num_cached = cluster.coordinator.manager.statistics().core.num_sealed_blocks
     assert subscriber.statistics().num_blocks == {"GPU": num_cached}
     assert num_cached < 6 * 30

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.actors.conftest import Launch, MakeConfig
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -32,7 +32,4 @@ def test_the_log_of_a_cluster_is_in_the_file_that_its_status_names(
 
 
 def await_line(path: Path, part: str) -> None:
-    give_up_s = time.monotonic() + DEADLINE_S
-    while part not in (text := path.read_text()):
-        assert time.monotonic() < give_up_s, text
-        time.sleep(0.05)
+    wait_until(lambda: part in path.read_text(), path.read_text, limit_s=DEADLINE_S)

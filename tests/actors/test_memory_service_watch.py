@@ -4,8 +4,7 @@ the status reports both."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from kvcache.base.errors import AlreadyRunningError
 from kvcache.base.serving_loop import LoopStatistics
 from kvcache.memory_service import HostMemoryService, MemoryServiceClient, MemoryServiceStatistics
 from kvcache.planner import RankMemory
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 NODE = NodeAddress("node-1", "10.0.0.7")
@@ -81,13 +81,6 @@ def watch(site: Site, make_config: Any) -> Iterator[MemoryServiceWatch]:
     yield made
     made.stop()
     assert made.loop.join(DEADLINE_S)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.001)
 
 
 def look_again(site: Site) -> None:
@@ -183,8 +176,6 @@ def test_an_actor_that_is_made_again_waits_until_it_can_serve(
     assert report.problem.startswith(f"no memory service can listen at {address} ")
     before.close()
     report = actor.report()
-    assert report.statistics is not None
     assert (report.statistics.names, report.problem) == ((), "")
     assert MemoryServiceClient(address).attach("a") is None
-    assert actor._service is not None
     actor._service.close()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.faults
 SOON_S = 300.0
 """Time that a busy machine may take for an action of a few seconds."""
 
-RAY_WAITS_S = 40
+RAY_WAITS_S = 15
 """How long Ray lets a replay run without the control service."""
 
 HEAD = """

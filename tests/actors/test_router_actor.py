@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from actors.routing.router import start_router
 from actors.routing.scores import RouterSettings
 from kvcache import NewRequest, StepRequest
 from tests.cli.commands import KVCACHE
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -39,13 +39,6 @@ def play(client: KVCacheClient, name: str, first_token: int) -> np.ndarray:
         client.wait_finished(step)
         completed = step
     return prompt
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
 
 
 def kvcache(

@@ -7,9 +7,8 @@ import importlib.util
 import itertools
 import os
 import signal
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -20,6 +19,7 @@ from actors.routing.event_endpoints import EventEndpoints, endpoints_in
 from kvcache import NewRequest, StepRequest
 from kvcache.base.curve import generate_curve_keys
 from kvcache.base.errors import ConfigurationError
+from tests.waiting import wait_until
 
 if importlib.util.find_spec("starlette") is None:
     pytest.skip("the extra `serve` is not installed", allow_module_level=True)
@@ -99,13 +99,6 @@ def handle(ray_cluster: str) -> Iterator[DeploymentHandle]:
     serve.shutdown()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.1)
-
-
 def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
     def ask(first_token: int) -> tuple[int, int]:
         prompt = list(range(first_token, first_token + PROMPT_TOKENS))
@@ -125,7 +118,7 @@ def test_requests_go_where_their_prefix_is(handle: DeploymentHandle) -> None:
         return len(homes) == 2
 
     fresh = itertools.count(step=1000)
-    wait_until(finds_homes)
+    wait_until(finds_homes, limit_s=PATIENCE_S)
 
     seen = set()
     for request in ({}, {"token_ids": None}) * 10:

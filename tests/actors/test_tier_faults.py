@@ -61,7 +61,6 @@ class Player:
 
     def problems(self, rank: int) -> dict[str, int]:
         files = self.cluster.workers[rank].worker.statistics().transfers.files
-        assert files is not None
         return dict(files.problems)
 
     def pool(self, rank: int) -> FilePool:
@@ -170,17 +169,22 @@ def test_a_full_disk_stores_no_more_blocks_and_serves_those_it_has(tmp_path: Pat
         assert list(directory_of(tmp_path, 0).glob("??/.*")) == []
 
 
-def test_files_that_go_make_room_for_those_that_come(tmp_path: Path) -> None:
-    # A prompt is three quarters of the files' capacity; one thread works in order.
+@contextmanager
+def with_room_for(num_blocks: int, root: Path) -> Iterator[Player]:
+    """A cluster whose files have room for so many blocks; one thread writes them in order."""
     disk = {
-        "directory": str(tmp_path),
-        "capacity_per_rank": BLOCKS * 4 // 3 * BLOCK_BYTES,
+        "directory": str(root),
+        "capacity_per_rank": num_blocks * BLOCK_BYTES,
         "write": "on_store",
         "num_threads": 1,
     }
-    config = tier_config(tmp_path, offload={"disk": disk})
+    config = tier_config(root, offload={"disk": disk})
     with LocalCluster(config) as cluster, cluster.client() as client:
-        player = Player(cluster, client)
+        yield Player(cluster, client)
+
+
+def test_files_that_go_make_room_for_those_that_come(tmp_path: Path) -> None:
+    with with_room_for(BLOCKS * 4 // 3, tmp_path) as player:  # a prompt is three quarters of it
         player.play(*PROMPTS)
         assert player.disk.num_evicted >= (len(PROMPTS) - 2) * BLOCKS
         assert (player.statistics().num_failed_jobs, player.problems(0)) == (0, {})
@@ -222,17 +226,9 @@ def test_a_directory_that_is_removed_is_a_miss_and_is_made_again(tmp_path: Path)
 
 
 def test_a_cleaner_that_removes_files_does_not_stop_spills(tmp_path: Path) -> None:
-    # Files have room for two and a third prompts; files that others remove make room, too.
-    disk = {
-        "directory": str(tmp_path),
-        "capacity_per_rank": BLOCKS * 7 // 3 * BLOCK_BYTES,
-        "write": "on_store",
-        "num_threads": 1,
-    }
-    config = tier_config(tmp_path, offload={"disk": disk})
-    with LocalCluster(config) as cluster, cluster.client() as client:
-        player = Player(cluster, client)
-        for first in range(0, 60, 4):
+    # There is room for two and a third prompts; files that others remove make room, too.
+    with with_room_for(BLOCKS * 7 // 3, tmp_path) as player:
+        for first in range(0, 24, 4):
             player.play(*range(first, first + 4))
             for rank in (0, 1):
                 for path in files_of(tmp_path, rank):

@@ -88,7 +88,6 @@ class Player:
 
     def transfers(self, rank: int) -> Any:
         worker = self.cluster.statistics().workers[rank]
-        assert worker is not None
         return worker.transfers
 
     def kill_worker(self, rank: int) -> None:

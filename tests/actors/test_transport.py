@@ -225,8 +225,7 @@ def test_foreign_payloads_are_counted_and_the_next_message_arrives(cleanup: Exit
 
 
 def test_payloads_over_the_limit_are_counted_and_much_longer_ones_cost_the_connection(
-    cleanup: ExitStack,
-    near: MakeAddress,
+    cleanup: ExitStack, near: MakeAddress
 ) -> None:
     server = make_server(cleanup)
     endpoint = Endpoint(server.bind(near(), False))

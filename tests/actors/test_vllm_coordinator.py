@@ -91,7 +91,6 @@ def await_blocks(place: IndexPlace, num_blocks: int, *replicas: Replica) -> None
     while True:
         for replica in replicas:
             replica.settle()
-            assert replica.nodes is not None
             replica.nodes.look(time.monotonic())
         found = ask_status(place.address, place.keys, 10_000)["num_blocks"]
         asked = {replica.nodes._index for replica in replicas if replica.nodes is not None}

@@ -301,7 +301,4 @@ class _FakeDtype:
 
 DTYPE = NAME.also(_FakeDtype(), "complex64", int, float, np.float32)
 
-ANYTHING = Kind("anything", ())
-"""Every value is valid."""
-
 HASHABLE = Kind("hashable", ([1], {}, {1}, HOSTILE, np.array([1])))

@@ -44,11 +44,7 @@ from kvcache import (
 from kvcache.base.arrays import int32_array
 from kvcache.config import parse_config
 from kvcache.config.tenants import TenantsConfig
-from kvcache.core import (
-    CacheHit,
-    ReferenceKind,
-    Reservation,
-)
+from kvcache.core import CacheHit, ReferenceKind, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.policies import EVICTION_POLICIES
 from kvcache.protocol.labels import LabelSet

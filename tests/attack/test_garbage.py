@@ -42,7 +42,8 @@ from tests.actors.conftest import build_config
 from tests.attack.messages import Storm
 from tests.attack.sockets import Attacker, tcp_connector, unix_connector
 from tests.fuzz.targets import Target, make_targets
-from tests.routing.replica import Replica, wait_until
+from tests.routing.replica import Replica
+from tests.waiting import wait_until
 
 NUM_ATTACKS = 150
 DEADLINE_S = 60.0

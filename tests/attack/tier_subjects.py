@@ -282,7 +282,6 @@ def make_hierarchy() -> TierHierarchy:
     disk.complete_store(LABEL_KEYS[2:])
     assert tiers.plan_store(KEYS[4:], 0.0, is_private=True) is not None
     stored = tiers.plan_store(LABEL_KEYS[:2], 0.0, labels=_rows(2))
-    assert stored is not None
     tiers.end(stored.job_id, True)
     assert tiers.plan_spills(0.0) is not None
     assert tiers.plan_load(LABEL_KEYS[:1], 0.0) is not None

@@ -265,21 +265,17 @@ class Attack:
     @property
     def _tiers(self) -> TierHierarchy:
         epoch_state = self._cluster.coordinator._epoch_state
-        assert epoch_state is not None
-        assert epoch_state._offloading is not None
         return epoch_state._offloading.tiers
 
     def _check_promises(self, promised: Callable[[TierHierarchy], set[bytes]]) -> None:
         """Check that routers know exactly the coordinator's contents."""
         disk = self._tiers.disk
-        assert disk is not None
         told, there = promised(self._tiers), set(disk.slots.present_keys())
         assert told == there, f"{len(told - there)} promised, {len(there - told)} not"
 
     def _check_disks(self) -> None:
         """Check that every rank has the coordinator's contents, and knows their size."""
         disk = self._tiers.disk
-        assert disk is not None
         promised = set(disk.slots.present_keys())
         for rank, worker in enumerate(self._cluster.workers):
             pool = worker.worker._executor.tiers.files
@@ -297,7 +293,6 @@ class Attack:
         problems: Counter[str] = Counter()
         for worker in self._cluster.workers:
             files = worker.worker.statistics().transfers.files
-            assert files is not None
             problems.update(files.problems)
         return dict(problems)
 

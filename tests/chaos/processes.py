@@ -23,6 +23,7 @@ from tests.chaos.outcome import Outcome
 from tests.chaos.roles import FileDialer, plan_of
 from tests.chaos.schedule import Schedule, Strike, random_schedule
 from tests.chaos.supervisor import ChaosSupervisor
+from tests.waiting import wait_until
 
 HANG_S = 60.0
 """A schedule takes a second or two; after this time it hangs."""
@@ -131,10 +132,7 @@ def _broken(reports: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _await(is_done: Any, what: str) -> None:
-    give_up_s = time.monotonic() + QUIET_S
-    while not is_done():
-        assert time.monotonic() < give_up_s, f"it did not {what} within {QUIET_S} s"
-        time.sleep(POLL_S)
+    wait_until(is_done, f"it did not {what} within {QUIET_S} s", limit_s=QUIET_S, pause_s=POLL_S)
 
 
 @contextmanager

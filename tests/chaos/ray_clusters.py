@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from tests.chaos.game import Dealt, play_game
 from tests.chaos.outcome import Outcome
 from tests.chaos.processes import QUIET_S, shared_memory, time_limit
 from tests.chaos.schedule import MODELS, ray_config
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).absolute().parents[2]
 HANG_S = 300.0
@@ -150,10 +151,10 @@ def _play(address: str, schedule: RaySchedule, striker: Striker) -> Outcome:
             striker.go_on()
             if not schedule.other_is_killed_at:
                 await_driver(driver)
-        await_true(lambda: is_ready(cluster), SOON_S, "the cluster is not ready again")
+        wait_until(lambda: is_ready(cluster), "the cluster is not ready again", limit_s=SOON_S)
         with cluster.client("again") as client:
             outcome.count(play_game(schedule.config, length, client, schedule.game))
-        await_true(lambda: not unsettled(cluster), QUIET_S, "something never ends")
+        wait_until(lambda: not unsettled(cluster), "something never ends", limit_s=QUIET_S)
         outcome.num_epochs = cluster.status().epoch
     return outcome
 
@@ -246,7 +247,6 @@ def other_driver(address: str, schedule: RaySchedule) -> Iterator[subprocess.Pop
         text=True,
     )
     try:
-        assert driver.stdout is not None
         assert driver.stdout.readline() == "attached\n"
         yield driver
     finally:
@@ -296,14 +296,6 @@ def unsettled(cluster: Any) -> list[str]:
         elif worker.num_failed_jobs or worker.num_invalid_messages:
             wrong.append(f"rank {rank}: {worker}")
     return wrong
-
-
-def await_true(is_true: Callable[[], bool], limit_s: float, otherwise: str) -> None:
-    """Wait for a condition."""
-    give_up_s = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < give_up_s, otherwise
-        time.sleep(POLL_S)
 
 
 def look() -> dict[str, str]:

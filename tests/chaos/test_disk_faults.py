@@ -5,7 +5,6 @@ Every forward compares every byte it reads; statistics and the log say what happ
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from kvcache.coordinator.settings import OffloadStatistics
 from tests.actors.tier_driver import FOUND, play, play_all, play_until_found, settle, tier_config
 from tests.chaos.disk import Disk, NotHereError, cut, flip_a_bit, mounted
 from tests.conftest import SCRATCH
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.chaos]
 
@@ -81,7 +81,6 @@ class Player:
 
     def statistics(self) -> OffloadStatistics:
         told = self.cluster.statistics().coordinator
-        assert told is not None
         assert told.offload is not None
         found: OffloadStatistics = told.offload
         return found
@@ -127,14 +126,14 @@ def test_a_disk_that_fails_costs_hits_and_nothing_else(
         play_all(client, OTHERS, player.statistics)
         assert client.failures == ()
         coordinator = cluster.statistics().coordinator
-        assert coordinator is not None
         assert coordinator.num_wrong_blocks == 0
 
 
 def await_logged(words: str) -> None:
     """Wait until a process of the cluster has logged this."""
     logs = SCRATCH / "ray" / "session_latest" / "logs"
-    give_up_s = time.monotonic() + LOG_S
-    while not any(words in path.read_text(errors="replace") for path in logs.glob("worker-*")):
-        assert time.monotonic() < give_up_s, f"no log says {words!r}"
-        time.sleep(0.1)
+    wait_until(
+        lambda: any(words in path.read_text(errors="replace") for path in logs.glob("worker-*")),
+        f"no log says {words!r}",
+        limit_s=LOG_S,
+    )

@@ -87,33 +87,41 @@ def commands() -> list[str]:
     return sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
-def test_help_of_every_command_is_there_without_torch_or_ray() -> None:
-    script = f"""
-import sys
+IMPORTS = """
+import json, sys
 from typer.testing import CliRunner
 from actors.cli import app
-for arguments in [["--help"], *([name, "--help"] for name in {commands()!r})]:
-    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments
-loaded = {{"torch", "ray", "numpy"}} & set(sys.modules)
-assert not loaded, loaded
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
-
-
-def test_a_plan_is_made_without_torch_or_ray() -> None:
-    config = ROOT / "configs" / "cpu_tp2.yaml"
-    script = f"""
-import sys
-from typer.testing import CliRunner
-from actors.cli import app
-result = CliRunner().invoke(app, ["plan", "--config", {str(config)!r}, "--json"])
-assert result.exit_code == 0, result.output
+for commands, unwanted in json.loads(sys.argv[1]):
+    for arguments in commands:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, (arguments, result.output)
+    assert not {*unwanted} & {*sys.modules}, (commands, {*unwanted} & {*sys.modules})
 print(result.stdout)
-loaded = {{"torch", "ray"}} & set(sys.modules)
-assert not loaded, loaded
 """
+
+
+def test_commands_import_no_more_than_they_need() -> None:
+    heavy = ["torch", "ray", "matplotlib"]
+    load = ["agents", "-l", "40", "--json", "--no-progress", "-p", "lru"]
+    prices = ["--device-price", "20", "--budget", "1000", "--token-size", "128KiB"]
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
+        [
+            sys.executable,
+            "-c",
+            IMPORTS,
+            json.dumps(
+                [
+                    ([["--help"], *([name, "--help"] for name in commands())], [*heavy, "numpy"]),
+                    ([["simulate", *load, "-j", "2", "-b", "2000"]], heavy),
+                    ([["advise", *load, *prices, "-j", "1"]], heavy),
+                    ([["plan", "--config", "cpu_tp2", "--json"]], heavy),
+                ]
+            ),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert json.loads(done.stdout)["name"] == "cpu-tp2"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from tests.cli.commands import run as run_command
 from tests.simulate.traces import block_trace, random_requests
 
 ROOT = Path(__file__).resolve().parents[2]
-LOAD = ("agents", "-l", "150", "-p", "lru", "-p", "arc", "-j", "1", "--no-progress")
+LOAD = ("agents", "-l", "60", "-p", "lru", "-p", "arc", "-j", "1", "--no-progress")
 PRICES = ("--device-price", "20", "--host-price", "2", "--disk-price", "0.1")
 SIZE = ("--token-size", "128KiB")
 
@@ -44,7 +42,7 @@ def test_advice_is_within_the_budget_and_says_what_it_rests_on() -> None:
         "GiB of device memory",
         "points per GiB added",
         "How sure is this?",
-        "the trace has only 150 requests: record more",
+        "the trace has only 60 requests: record more",
         "Assumed:",
         "a token takes 128.0 KiB",
     ):
@@ -156,17 +154,3 @@ def test_invalid_options_are_refused_with_a_remedy() -> None:
     assert refused("none.jsonl", *PRICES, *SIZE, "--budget", "9").endswith(
         "(No such file or directory): name a Mooncake trace"
     )
-
-
-def test_neither_ray_nor_torch_is_imported() -> None:
-    arguments = [*LOAD, *PRICES, *SIZE, "--budget", "1000", "--json"]
-    program = (
-        "import sys\n"
-        "from typer.testing import CliRunner\n"
-        "from actors.cli import app\n"
-        f"assert CliRunner().invoke(app, {['advise', *arguments]!r}).exit_code == 0\n"
-        "print(sorted({'ray', 'torch', 'matplotlib'} & set(sys.modules)))\n"
-    )
-    command = [sys.executable, "-c", program]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n"

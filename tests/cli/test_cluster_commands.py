@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvcache.base.arrays import int32_array
 from kvcache.base.errors import NotRunningError
 from tests.actors.conftest import build_config
 from tests.cli.local_access import LocalAccess
+from tests.waiting import wait_until
 
 NAME = "test-admin"
 BLOCK = 16
@@ -158,15 +158,11 @@ def test_a_prefetch_raises_what_only_host_memory_holds(
 
 def until(engine: Engine, is_so: Callable[[], object]) -> None:
     """Run empty steps until something is so."""
-    give_up_s = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < give_up_s
-        engine.step()
+    wait_until(is_so, meanwhile=engine.step)
 
 
 def num_ready(cluster: LocalAccess) -> int:
     offload = cluster.coordinator_statistics().offload
-    assert offload is not None
     return offload.tiers.host.num_ready
 
 

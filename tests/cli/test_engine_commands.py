@@ -15,6 +15,7 @@ from actors.cli.command import EXIT_CLUSTER, EXIT_INPUT
 from actors.cli.engines import facts, rates
 from kvcache.memory_service.client import MemoryServiceClient, service_address
 from kvcache.memory_service.service import HostMemoryService
+from kvcache.metrics import engine_socket
 from kvcache.metrics.engine_samples import EngineStatistics, RequestStatistics
 from kvcache.worker.host_memory.shared_memory import SYSTEM_ROOT, make_memory
 from tests.integrations.test_vllm_block_store import request_of
@@ -22,7 +23,8 @@ from tests.integrations.test_vllm_control import Asked
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    monkeypatch.setattr(engine_socket, "_WAIT_S", 0.02)  # it ends as soon
     made = Asked(num_files=24)
     for name in ("r", "s"):
         made.cluster.run(request_of(name, 13))
@@ -58,7 +60,6 @@ def test_the_status_of_an_engine_that_shares_with_other_nodes(asked: Asked) -> N
     }
     requests = RequestStatistics(num_asked_tokens=100, num_loaded_tokens=60, num_remote_tokens=45)
     tiers = found.tiers
-    assert tiers is not None
     tiers = replace(tiers, host=replace(tiers.host, num_copies=2))
     told = facts(replace(found, requests=requests, nodes=nodes, tiers=tiers))
     assert "2 copies" in told[f"{tiers.host.medium} tier"]

@@ -27,6 +27,7 @@ from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.wire_events import ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 from tests.cli.commands import KVCACHE, run
 from tests.cli.local_access import LocalAccess
+from tests.waiting import wait_until
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BLOCKS = 6
@@ -70,7 +71,6 @@ def play(client: KVCacheClient, name: str, first_token: int, salt: str | None = 
 
 def addresses(cluster: LocalCluster) -> list[str]:
     there = cluster.coordinator.statistics().events
-    assert there is not None
     return ["--endpoint", there["endpoint"], "--replay-endpoint", there["replay_endpoint"]]
 
 
@@ -107,10 +107,7 @@ def playing(client: KVCacheClient) -> Iterator[None]:
 def followed(cluster: LocalCluster) -> KVEventSubscriber:
     _, endpoint, _, replay_endpoint = addresses(cluster)
     subscriber = KVEventSubscriber(endpoint, replay_endpoint)
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not subscriber.is_exact:
-        assert time.monotonic() < give_up_s
-        subscriber.poll(0.05)
+    wait_until(lambda: subscriber.is_exact, meanwhile=lambda: subscriber.poll(0.05))
     return subscriber
 
 

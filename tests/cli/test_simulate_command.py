@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -306,22 +305,6 @@ def test_a_torn_file_is_refused_with_its_line(trace: Path, tmp_path: Path) -> No
     path = tmp_path / "torn.jsonl.gz"
     path.write_bytes(gzip.compress(trace.read_bytes())[:-9])
     assert refused(path).startswith(f"{path}, line ")
-
-
-def test_neither_ray_nor_torch_nor_matplotlib_is_imported(trace: Path) -> None:
-    program = (
-        "import sys\n"
-        "from typer.testing import CliRunner\n"
-        "from actors.cli import app\n"
-        "def run(*words):\n"
-        "    assert CliRunner().invoke(app, words).exit_code == 0\n"
-        "    return sorted({'ray', 'torch', 'numpy', 'matplotlib'} & set(sys.modules))\n"
-        "print(run('simulate', '--help'))\n"
-        f"print(run('simulate', {str(trace)!r}, '--json', '-j', '2', '-b', '20'))\n"
-    )
-    command = [sys.executable, "-c", program]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert shown.stdout == "[]\n['numpy']\n"
 
 
 def test_the_command_runs_with_several_processes(trace: Path) -> None:

@@ -7,11 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from actors.cli.status import (
-    refusal_lines,
-    tenant_table,
-    tenant_usage_table,
-)
+from actors.cli.status import refusal_lines, tenant_table, tenant_usage_table
 from kvcache.config.tenants import TenantConfig, TenantsConfig
 from kvcache.coordinator.settings import CoordinatorStatistics
 from kvcache.manager import KVCacheManager

@@ -24,7 +24,6 @@ def test_a_coordinator_makes_keys_serves_and_ends_when_it_is_told(tmp_path: Path
     publishing = ["--events", anywhere, "--events-replay", anywhere]
     process = subprocess.Popen([*served, *publishing], stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
         assert process.stderr.readline().startswith(f"made {keys}: copy it")
         assert process.stderr.readline().startswith("events are at tcp://127.0.0.1:")
         assert process.stderr.readline() == f"listening at {address}\n"

@@ -13,11 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.core import (
-    CacheHit,
-    NewestState,
-    Reservation,
-)
+from kvcache.core import CacheHit, NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.commands import BlockTablePatch, Label, Unlabel
 from kvcache.requests.hashing import get_hash_fn

@@ -406,7 +406,7 @@ def test_stored_events_say_all_that_a_router_needs() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
-@pytest.mark.seeds(10)
+@pytest.mark.seeds(5, long=20)
 def test_a_pool_does_what_counting_says(seed: int, policy: str) -> None:
     rng = random.Random(seed)
     pool = BlockPool(12, eviction_policy=policy, enable_kv_cache_events=True)

@@ -11,12 +11,7 @@ import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import BlockError, ConfigurationError, RequestError
-from kvcache.core import (
-    BlocksStored,
-    CacheHit,
-    NewestState,
-    Reservation,
-)
+from kvcache.core import BlocksStored, CacheHit, NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.protocol.commands import Label, Unlabel, Zero
 from kvcache.protocol.labels import LabelSet, LabelTable

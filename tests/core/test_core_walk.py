@@ -49,7 +49,7 @@ MORE_PLANS = {
 }
 
 
-@pytest.mark.seeds(14)
+@pytest.mark.seeds(7, long=28)
 @pytest.mark.parametrize("use_eagle", [False, True], ids=["plain", "eagle"])
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS.keys())
 def test_the_flat_core_does_what_the_slow_one_does(
@@ -68,7 +68,7 @@ def test_with_groups_of_any_kinds_it_does_so(groups: list[ModelGroup], seeds: ra
     assert any(walk.num_hits for walk in walks) == all(group.can_be_hit for group in groups)
 
 
-@pytest.mark.seeds(100, 110)
+@pytest.mark.seeds(100, 105, long=120)
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS.keys())
 def test_where_duplicates_are_merged_it_does_so(groups: list[ModelGroup], seeds: range) -> None:
     for seed in seeds:

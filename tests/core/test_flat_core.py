@@ -18,15 +18,7 @@ from kvcache.protocol.commands import Label
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.request import LoRARequest, Request
 from kvcache.specs import CrossAttentionSpec
-from tests.core.builders import (
-    full,
-    make_flat_core,
-    make_request,
-    mamba,
-    run,
-    run_request,
-    window,
-)
+from tests.core.builders import full, make_flat_core, make_request, mamba, run, run_request, window
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHMS = ("sha256", "sha256_cbor", "xxh3_128")

@@ -136,7 +136,7 @@ def test_a_request_ends_where_the_model_does() -> None:
         assert (len(told.token_ids), told.reason) == (6, "length")
 
 
-@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("is_pipelined", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_hundred_requests_in_any_order_say_what_each_says_alone(is_pipelined: bool) -> None:
     order = random.Random(3)
     system = tokens(0, 33)

@@ -7,7 +7,6 @@ import http.client
 import importlib.util
 import json
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 
 from examples.engine import ByteTokenizer, Engine, EngineConfig, SamplingParams
 from tests.engine.test_tiers import tiers
+from tests.waiting import wait_until
 
 if importlib.util.find_spec("starlette") is None:
     pytest.skip("NO SERVE: THE COMPLETIONS SERVER IS NOT TESTED", allow_module_level=True)
@@ -86,10 +86,7 @@ def server(ray_cluster: str) -> Iterator[Server]:
 
 
 def until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.05)
+    wait_until(holds, limit_s=PATIENCE_S)
 
 
 def expected(prompt: str, **params: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.engine.support import (
     run_one,
     tokens,
 )
+from tests.waiting import wait_until
 
 MODELS_WITH_TIERS = ("llama", "gemma-hybrid", "latent")
 """Models without states: tiers refuse those with states."""
@@ -31,19 +31,17 @@ PROMPTS = [tokens(seed, 60) for seed in range(10)]
 
 def tiers(engine: Engine) -> Any:
     statistics = coordinator(engine).statistics().offload
-    assert statistics is not None
     return statistics.tiers
 
 
 def store_all(engine: Engine) -> None:
     """Wait until all stores have ended: blocks evicted earlier would be computed again."""
     assert isinstance(engine.executor, LocalExecutor)
-    deadline_s = time.monotonic() + 60
-    while any(
-        tier is not None and tier.num_pending for tier in (tiers(engine).host, tiers(engine).disk)
-    ):
-        assert time.monotonic() < deadline_s
-        engine.executor.cluster.pump()
+
+    def is_pending() -> bool:
+        return any(tier and tier.num_pending for tier in (tiers(engine).host, tiers(engine).disk))
+
+    wait_until(lambda: not is_pending(), meanwhile=engine.executor.cluster.pump)
 
 
 @pytest.mark.parametrize("name", MODELS_WITH_TIERS)
@@ -67,10 +65,7 @@ def test_a_prefetched_prompt_is_on_the_device_before_its_request_comes() -> None
             run_one(engine, prompt, GREEDY)
             store_all(engine)
         assert engine.prefetch(PROMPTS[0]) == 56, "all its full blocks"
-        deadline_s = time.monotonic() + 60
-        while engine.prefetch(PROMPTS[0]):
-            assert time.monotonic() < deadline_s
-            engine.step()
+        wait_until(lambda: not engine.prefetch(PROMPTS[0]), meanwhile=engine.step)
         num_loaded = tiers(engine).host.num_loaded
         again = run_one(engine, PROMPTS[0], GREEDY)
         assert (again.num_cached, tiers(engine).host.num_loaded) == (56, num_loaded)
@@ -118,7 +113,6 @@ def test_a_swapped_request_goes_on_where_it_was(name: str, is_pipelined: bool) -
             assert told[request_id, 0].token_ids == expected(name, prompt, params)
         assert engine.statistics().num_preemptions > 0
         statistics = coordinator(engine).statistics().offload
-        assert statistics is not None
         assert statistics.num_swapped_in > 0
         require_nothing_is_held(engine)
 

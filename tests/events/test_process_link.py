@@ -26,6 +26,7 @@ from kvcache.events.subscription import SubscriptionSettings
 from kvcache.events.translation import GroupKind
 from kvcache.requests.digests import PackedDigests
 from kvcache.requests.request_content import Namespace
+from tests import waiting
 
 ANYWHERE = "tcp://127.0.0.1:0"
 PATIENCE_S = 30.0
@@ -58,12 +59,15 @@ def batch(low: int) -> bytes:
     return pack_frame("batch", 0.0, pack_events([event]))
 
 
+def follow_until(subscriber: KVEventSubscriber, num_blocks: int) -> None:
+    waiting.wait_until(
+        lambda: subscriber.statistics().num_blocks == {"GPU": num_blocks},
+        meanwhile=lambda: subscriber.poll(0.1),
+    )
+
+
 def wait_until(link: ProcessLink, holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s, link.statistics()
-        link.poll()
-        time.sleep(0.005)
+    waiting.wait_until(holds, link.statistics, meanwhile=link.poll)
 
 
 def follow(link: ProcessLink, settings: SubscriptionSettings | None = None) -> KVEventSubscriber:
@@ -98,7 +102,14 @@ def test_a_publisher_that_cannot_be_started_is_tried_again(
     wait_until(link, lambda: link.needs_state)
 
 
-@pytest.mark.parametrize("said", [[["ready"]], [["statistics", 7]], [["statistics", {}]]])
+@pytest.mark.parametrize(
+    "said",
+    [
+        [["statistics", {}]],
+        pytest.param([["ready"]], marks=pytest.mark.long),
+        pytest.param([["statistics", 7]], marks=pytest.mark.long),
+    ],
+)
 def test_a_publisher_that_talks_nonsense_is_made_again(
     link: ProcessLink, monkeypatch: pytest.MonkeyPatch, said: list[list[Any]]
 ) -> None:
@@ -147,10 +158,7 @@ def test_what_was_said_last_is_published_before_the_end() -> None:
         assert seq is not None
         link.send(batch(1))
         link.close()
-        give_up_s = time.monotonic() + PATIENCE_S
-        while subscriber.statistics().num_blocks != {"GPU": 1}:
-            assert time.monotonic() < give_up_s
-            subscriber.poll(0.1)
+        follow_until(subscriber, 1)
 
 
 def test_an_interrupt_of_the_terminal_ends_nothing(link: ProcessLink) -> None:
@@ -169,13 +177,9 @@ def test_a_publisher_ends_with_its_coordinator_however_that_ends() -> None:
         "print(opened().statistics()['process_id'], flush=True); time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
         process_id = int(owner.stdout.readline())
         owner.kill()
-    give_up_s = time.monotonic() + PATIENCE_S
-    while is_running(process_id):
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)
+    waiting.wait_until(lambda: not is_running(process_id))
 
 
 def is_running(process_id: int) -> bool:
@@ -222,10 +226,7 @@ def test_answers_do_not_delay_what_happens(link: ProcessLink) -> None:
             for _ in range(50):
                 client.send_multipart([b"", SEQUENCE.pack(100)])
         link.send(batch(5000))
-        give_up_s = time.monotonic() + PATIENCE_S
-        while subscriber.statistics().num_blocks != {"GPU": 2001}:
-            assert time.monotonic() < give_up_s
-            subscriber.poll(0.1)
+        follow_until(subscriber, 2001)
     for client in clients:
         client.close(0)
     context.term()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvcache.events.stream_proxy import StreamProxy
 from kvcache.events.translation import GroupKind
 from kvcache.requests.digests import PackedDigests
 from kvcache.requests.request_content import DEFAULT_NAMESPACE
+from tests.waiting import wait_until
 
 KEYS = generate_curve_keys()
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -103,7 +104,7 @@ class World:
                     wrong.append(topic)
             return wrong
 
-        wait_until(lambda: not differences())
+        wait_until(lambda: not differences(), differences)
 
     def close(self) -> None:
         self.proxy.close()
@@ -127,13 +128,6 @@ def hashes_of(follower: KVEventSubscriber) -> set[int]:
         if isinstance(event, StoredEvent) and event.medium == "CPU"
         for value in event.block_hashes.tolist()
     }
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < give_up_s, "followers do not agree with their nodes"
-        time.sleep(0.01)
 
 
 def test_followers_know_each_node_apart_through_joins_ends_and_restarts(world: World) -> None:

@@ -18,7 +18,9 @@ def models() -> dict[str, Any]:
     return {kind: make_model(kind) for kind in KINDS}
 
 
-@pytest.fixture(params=["llama", pytest.param("mistral", marks=pytest.mark.long), "gemma3"])
+@pytest.fixture(
+    params=[*(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[:2]), KINDS[2]]
+)
 def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
     return models[request.param]
 

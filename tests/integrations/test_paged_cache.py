@@ -19,13 +19,7 @@ from kvcache.base.errors import (
     RequestError,
 )
 from kvcache.integrations.transformers import MemorySizes, PagedCacheStore
-from tests.integrations.stock_models import (
-    BLOCK_SIZE,
-    VOCABULARY,
-    make_model,
-    padded,
-    prompt,
-)
+from tests.integrations.stock_models import BLOCK_SIZE, VOCABULARY, make_model, padded, prompt
 
 
 def make_store(model: Any, **options: Any) -> PagedCacheStore:
@@ -99,10 +93,7 @@ class Walk:
 def test_random_operations_give_what_the_own_cache_gives(
     model: Any, seed: int, records: bool
 ) -> None:
-    with make_store(
-        model,
-        num_blocks=120,
-    ) as store:
+    with make_store(model, num_blocks=120) as store:
         for part in range(3):
             walk = Walk(model, store, seed * 10 + part, records)
             for _ in range(12):

@@ -14,12 +14,7 @@ import torch
 
 from kvcache.base.errors import OutOfBlocksError
 from kvcache.integrations.transformers import MemorySizes, PagedCacheStore
-from tests.integrations.stock_models import (
-    BLOCK_SIZE,
-    make_model,
-    padded,
-    prompt,
-)
+from tests.integrations.stock_models import BLOCK_SIZE, make_model, padded, prompt
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 MODES: dict[str, dict[str, Any]] = {

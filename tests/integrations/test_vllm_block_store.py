@@ -245,6 +245,12 @@ class Cluster:
         self.store.finished(request.request_id)
         return found
 
+    def run_all(self, contents: str, num_tokens: int = 21) -> None:
+        """Run one request of each content, and settle after each."""
+        for content in contents:
+            self.run(request_of(content, num_tokens, content))
+            self.settle()
+
     def sealed_keys(self) -> list[set[bytes]]:
         return [set(rank.inventory().slot_keys.values()) for rank in self.ranks]
 
@@ -275,7 +281,6 @@ def test_a_token_that_is_no_hashed_block_is_not_stored() -> None:
     request.num_computed_tokens, request.num_tokens = 9, 17  # drafts were accepted
     request.block_hashes = request_of("r", 17).block_hashes
     commands = cluster.store.commands({"r": 8}, lambda _: TABLES)
-    assert commands.store is not None
     assert commands.store.keys == keys_of_hashes(request)[2:]
     assert commands.store.parents == tuple(request.block_hashes[1:3])
     assert commands.store.blocks == (12, 13)
@@ -356,7 +361,6 @@ def test_a_store_that_fails_on_one_rank_is_tried_again() -> None:
     request = request_of("r", 14)
     cluster.begin(request)
     first = cluster.commands(request)
-    assert first.store is not None
     job = first.store.job_id
     cluster.store.reported(RankReports(((0, JobReport(job, True)), (1, JobReport(job, False)))))
     assert cluster.store.num_matched(request_of("s", 14), 0) == 0
@@ -594,9 +598,7 @@ def test_what_has_left_memory_comes_back_from_files() -> None:
 
 def test_files_are_adopted_and_those_that_one_rank_lacks_are_removed() -> None:
     cluster = Cluster(num_files=NUM_FILES)
-    for content in "abcd":
-        cluster.run(request_of(content, 21, content))
-        cluster.settle()
+    cluster.run_all("abcd")
     files = dict(cluster.ranks[0].files)
     gone = next(iter(files))
     del cluster.ranks[1].files[gone]
@@ -609,9 +611,7 @@ def test_files_are_adopted_and_those_that_one_rank_lacks_are_removed() -> None:
 
 def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
     cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
-    for content in "abcd":
-        cluster.run(request_of(content, 21, content))
-        cluster.settle()
+    cluster.run_all("abcd")
     request = request_of("again", 21, "a")
     assert cluster.begin(request) is None
     commands = cluster.commands()
@@ -629,36 +629,24 @@ def test_a_request_waits_for_files_no_longer_than_it_is_said() -> None:
 
 def test_preemptions_of_a_request_share_its_time_for_files() -> None:
     cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
-
-    def run(contents: str) -> None:
-        for content in contents:
-            cluster.run(request_of(content, 21, content))
-            cluster.settle()
-
-    run("abcd")
+    cluster.run_all("abcd")
     request = request_of("again", 21, "a")
     assert cluster.begin(request) is None
     cluster.time_s = 1.5
     assert cluster.wait(request) == 20
     cluster.settle()
-    run("efgh")
+    cluster.run_all("efgh")
     for time_s, found in ((10.0, None), (10.4, None), (10.5, 0)):  # it was preempted
         cluster.time_s = time_s
         assert cluster.begin(request) == found
     cluster.settle()
-    run("efgh")
+    cluster.run_all("efgh")
     assert cluster.begin(request) == 0
 
 
 def test_only_waits_for_files_take_of_a_requests_time_for_them() -> None:
     cluster = Cluster(num_files=NUM_FILES, wait_s=2.0)
-
-    def run(contents: str) -> None:
-        for content in contents:
-            cluster.run(request_of(content, 21, content))
-            cluster.settle()
-
-    run("abcd")
+    cluster.run_all("abcd")
     request = request_of("again", 21, "a")
     assert cluster.begin(request) is None
     cluster.time_s = 1.5
@@ -666,7 +654,7 @@ def test_only_waits_for_files_take_of_a_requests_time_for_them() -> None:
         cluster.settle()
     cluster.time_s = 5.0  # vLLM has looked it up, and has no room for it
     assert cluster.store.num_matched(request, 0) == 20
-    run("efgh")
+    cluster.run_all("efgh")
     for time_s, found in ((10.0, None), (10.4, None), (10.5, 0)):
         cluster.time_s = time_s
         assert cluster.store.num_matched(request, 0) == found
@@ -677,9 +665,7 @@ def test_only_waits_for_files_take_of_a_requests_time_for_them() -> None:
 
 def test_for_a_request_that_reads_no_cache_nothing_is_read_or_counted() -> None:
     cluster = Cluster(num_files=24)
-    for content in "abcdefgh":  # the first goes to files
-        cluster.run(request_of(content, 13, content))
-        cluster.settle()
+    cluster.run_all("abcdefgh", 13)  # the first goes to files
     counted = hits_and_misses(cluster)
     request = request_of("again", 13, "a")
     request.skip_reading_prefix_cache = True  # as for the log probabilities of its prompt
@@ -731,9 +717,7 @@ def test_of_a_prefetch_only_the_token_behind_what_is_held_is_computed(num_held: 
     cluster = Cluster(num_files=24)
     cluster.run(request_of("r", num_held + 1))
     cluster.settle()
-    for content in "bcdefgh":  # the first goes to files
-        cluster.run(request_of(content, 13, content))
-        cluster.settle()
+    cluster.run_all("bcdefgh", 13)  # the first goes to files
     given = (request := prefetch_of("p", 20)).prompt_token_ids
     asked = 0
     while (found := cluster.store.num_matched(request, 0)) is None:
@@ -791,7 +775,7 @@ def test_a_request_with_bad_hints_is_served_and_warned_of_once(
     assert all(message in each for each in warned)
 
 
-@pytest.mark.seeds(20)
+@pytest.mark.seeds(8, long=40)
 def test_whatever_happens_a_hit_is_on_every_rank(seed: int) -> None:
     draw = random.Random(seed)
     cluster = Cluster(

@@ -18,7 +18,7 @@ from kvcache.integrations.vllm.control import EngineControl
 from kvcache.integrations.vllm.engine_recording import EngineRecordings
 from kvcache.integrations.vllm.request_counts import RequestCounts
 from kvcache.integrations.vllm.step_messages import RankReports
-from kvcache.metrics import Sample
+from kvcache.metrics import Sample, engine_socket
 from kvcache.metrics.declarations import HIT_TOKENS, QUERIED_TOKENS
 from kvcache.metrics.engine_samples import EngineStatistics, engine_samples, exposition
 from kvcache.metrics.engine_socket import EngineSocket, ask_engine, running_engines
@@ -49,7 +49,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked() -> Iterator[Asked]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    monkeypatch.setattr(engine_socket, "_WAIT_S", 0.02)  # it ends as soon
     made = Asked(num_files=24)
     yield made
     made.socket.close()

@@ -51,14 +51,12 @@ def claim(setting: EngineSetting, rank: int = 0, layers: str = LAYERS) -> None:
     owner, fingerprint = owner_of(setting), setting.fingerprint(layers)
     owner.require(rank, fingerprint)
     owner.claim(rank, fingerprint)
-    assert setting.options.offload.disk is not None
     place = Path(setting.options.offload.disk.directory) / "chat" / fingerprint / f"rank{rank}"
     place.mkdir(parents=True, exist_ok=True)
 
 
 def refusal_of(setting: EngineSetting, rank: int = 0, layers: str = LAYERS) -> str:
     """Return why the rank does not start; nothing has changed in the directory."""
-    assert setting.options.offload.disk is not None
     directory = Path(setting.options.offload.disk.directory)
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
     owner, fingerprint = owner_of(setting), setting.fingerprint(layers)
@@ -305,12 +303,13 @@ def start_at_once(told: Connection, directory: Path, revision: str, rank: int) -
         told.send(False)
 
 
+@pytest.mark.seeds(3, long=20)
 @pytest.mark.parametrize("is_open", [False, True], ids=["fresh", "opened"])
 def test_of_two_revisions_that_start_at_once_one_gets_all_ranks(
-    tmp_path: Path, is_open: bool
+    tmp_path: Path, is_open: bool, seeds: range
 ) -> None:
     fork = get_context("fork")
-    for attempt in range(10):
+    for attempt in seeds:
         directory = tmp_path / str(attempt)
         directory.mkdir()
         if is_open:

@@ -39,7 +39,7 @@ from kvcache.memory_service.client import service_address
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.offload.keys import OffloadKey, make_offload_key
 from kvcache.requests.request_content import DEFAULT_NAMESPACE, namespace_name
-from kvcache.sharing import block_index
+from kvcache.sharing import block_index, index_server
 from kvcache.sharing.access import IndexPlace, make_keys, read_keys
 from kvcache.sharing.index_server import IndexServer
 from kvcache.sharing.index_updates import REPEAT_S
@@ -48,6 +48,7 @@ from kvcache.worker.files.format import FileHead, FileTierError, pack_head
 from kvcache.worker.host_memory.segment import SegmentShape
 from tests.integrations.test_vllm_replicas import DEADLINE_S, Replica, request_of
 from tests.sharing.test_index import free_port
+from tests.waiting import wait_until
 
 Start = Callable[..., Replica]
 
@@ -89,7 +90,8 @@ class ServerThread:
 
 
 @pytest.fixture
-def coordinator() -> Iterator[IndexServer]:
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[IndexServer]:
+    monkeypatch.setattr(index_server, "LOOK_S", 0.02)  # it ends as soon
     made = IndexServer(f"tcp://127.0.0.1:{free_port()}")
     made.start()
     yield made
@@ -138,8 +140,17 @@ def await_index(coordinator: IndexServer, *replicas: Replica) -> None:
         time.sleep(0.02)
 
 
+def pair(
+    start: Start, index: IndexServer, first: dict[str, Any] | None = None, **second: Any
+) -> tuple[Replica, Replica]:
+    """Two nodes with these options: the first has computed `a`, and the second can ask for it."""
+    made = start(**(first or {})), start(**second)
+    made[0].run("a", 17)
+    await_index(index, *made)
+    return made
+
+
 def server_of(replica: Replica) -> ServerThread:
-    assert replica.nodes is not None
     server: Any = replica.nodes._server
     assert isinstance(server, ServerThread)
     return server
@@ -153,9 +164,9 @@ def num_remote(replica: Replica) -> int:
 def test_what_one_node_computes_another_one_copies_and_loads(
     start: Start, coordinator: IndexServer, is_asynchronous: bool
 ) -> None:
-    first, second = (start(is_asynchronous=is_asynchronous) for _ in range(2))
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(
+        start, coordinator, {"is_asynchronous": is_asynchronous}, is_asynchronous=is_asynchronous
+    )
     assert second.run("a", 25) == 16
     assert num_remote(second) == 16
     await_index(coordinator, first, second)
@@ -190,7 +201,6 @@ def test_without_a_coordinator_everything_is_computed_after_one_deadline(
     assert alone.run("a", 17) == 0
     assert alone.run("b", 17) == 0
     assert alone.run("a", 17) == 16  # its own
-    assert alone.nodes is not None
     statistics = alone.nodes.statistics()
     assert (statistics["num_questions"], statistics["num_unanswered_questions"]) == (1, 1)
 
@@ -198,9 +208,7 @@ def test_without_a_coordinator_everything_is_computed_after_one_deadline(
 def test_a_coordinator_that_starts_again_knows_everything_soon(
     start: Start, coordinator: IndexServer
 ) -> None:
-    first, second = start(), start()
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator)
     coordinator.close()
     again = IndexServer(coordinator.endpoint)
     again.start()
@@ -213,9 +221,7 @@ def test_a_node_that_is_gone_costs_one_silence_and_its_blocks_are_computed(
     start: Start, coordinator: IndexServer
 ) -> None:
     options = {"address": coordinator.endpoint, "answer_s": 10, "silence_s": 0.2}
-    first, second = start(), start(coordinator=options)
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator, coordinator=options)
     server_of(first).close()
     assert second.run("a", 17) == 0
     assert second.run("a", 17) == 16
@@ -225,18 +231,14 @@ def test_a_node_that_is_gone_costs_one_silence_and_its_blocks_are_computed(
 def test_a_block_that_was_evicted_meanwhile_is_computed(
     start: Start, coordinator: IndexServer
 ) -> None:
-    first, second = start(), start()
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator)
     first.memories[1]._host.labels.withdraw(np.array([2], np.int32))  # of one rank only
     assert second.run("a", 17) == 8
     assert first.run("b", 9) == 0
 
 
 def test_a_changed_byte_is_computed_again(start: Start, coordinator: IndexServer) -> None:
-    first, second = start(), start(offload={"verify": "sample"})
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator, offload={"verify": "sample"})
     first.memories[0]._host.segment.tensors[1][1, 9] ^= 1
     assert second.run("a", 17) == 4
     second.settle()
@@ -247,7 +249,6 @@ def test_nodes_with_another_model_do_not_share(start: Start, coordinator: IndexS
     first = start()
     first.run("a", 17)
     shape = first.memories[0].inventory().shape
-    assert shape is not None
     other = SegmentShape("x" * 64, 0, 8, shape.widths, 32, 1)
     assert memory_of([shape]) != memory_of([other])
     fewer = SegmentShape(shape.layout_fingerprint, 0, 5, shape.widths, 32, 1)
@@ -258,9 +259,7 @@ def test_imported_blocks_are_not_written_to_files(
     start: Start, coordinator: IndexServer, tmp_path: Any
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB", "write": "on_store"}
-    first, second = start(), start(offload={"disk": disk})
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    _, second = pair(start, coordinator, offload={"disk": disk})
     assert second.run("a", 25) == 16
     second.settle()
     assert second.store.statistics is not None and second.store.statistics.disk is not None
@@ -270,9 +269,7 @@ def test_imported_blocks_are_not_written_to_files(
 def test_what_came_from_another_node_is_evicted_before_what_is_only_here(
     start: Start, coordinator: IndexServer
 ) -> None:
-    first, second = start(), start(num_slots=6)
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    _, second = pair(start, coordinator, num_slots=6)
     second.run("b", 9)
     assert second.run("a", 17) == 16
     second.settle()
@@ -287,26 +284,22 @@ def test_what_came_from_another_node_is_evicted_before_what_is_only_here(
 def await_marks(coordinator: IndexServer, *replicas: Replica) -> None:
     """Return when the engines know, too, which of their blocks are copies."""
     await_index(coordinator, *replicas)
-    deadline_s = time.monotonic() + DEADLINE_S
     expected = coordinator.statistics()["num_copies"]
-    while sum(map(num_copies, replicas)) != expected:
-        assert time.monotonic() < deadline_s, [num_copies(each) for each in replicas]
-        for replica in replicas:
-            replica.step()
-        time.sleep(0.02)
+    wait_until(
+        lambda: sum(map(num_copies, replicas)) == expected,
+        lambda: [num_copies(each) for each in replicas],
+        meanwhile=lambda: [each.step() for each in replicas],
+    )
 
 
 def num_copies(replica: Replica) -> int:
-    assert replica.store.statistics is not None
     return replica.store.statistics.host.num_copies
 
 
 def test_of_what_two_nodes_have_computed_one_evicts_its_own_first(
     start: Start, coordinator: IndexServer
 ) -> None:
-    first, second = start(), start(num_slots=6)
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator, num_slots=6)
     with asking_nobody(second):
         second.run("b", 9)
         assert second.run("a", 17) == 0  # computed, and now the last one used
@@ -328,11 +321,7 @@ def test_of_what_two_nodes_have_computed_one_evicts_its_own_first(
 
 def await_originals(replica: Replica) -> None:
     """Return when an engine knows that none of its blocks is a copy."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while num_copies(replica):
-        assert time.monotonic() < deadline_s, f"{num_copies(replica)} are copies"
-        replica.step()
-        time.sleep(0.02)
+    wait_until(lambda: not num_copies(replica), "some are copies", meanwhile=replica.step)
 
 
 @contextmanager
@@ -347,9 +336,7 @@ def test_a_copy_on_its_way_to_a_file_is_not_written_and_the_last_one_is(
     start: Start, coordinator: IndexServer, tmp_path: Path
 ) -> None:
     disk = {"directory": str(tmp_path), "capacity_per_rank": "1MiB", "write": "on_evict"}
-    first, second = start(), start(num_slots=4, offload={"disk": disk})
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator, num_slots=4, offload={"disk": disk})
     with asking_nobody(second):
         second.run("a", 17)
         await_marks(coordinator, first, second)
@@ -394,9 +381,7 @@ def test_an_engine_that_starts_again_has_no_copies_of_what_it_held_before(
 ) -> None:
     monkeypatch.setattr(block_index, "SILENCE_S", 1000.0)
     options = {"address": coordinator.endpoint, "answer_s": 10, "silence_s": 20}
-    first, second = start(coordinator=options), start(coordinator=options)
-    first.run("a", 17)
-    await_index(coordinator, first, second)
+    first, second = pair(start, coordinator, {"coordinator": options}, coordinator=options)
     with asking_nobody(second):
         second.run("a", 9)
         second.run("b", 9)
@@ -422,11 +407,11 @@ def on_disk(directory: Path, **more: Any) -> dict[str, Any]:
 
 def await_files(coordinator: IndexServer, replica: Replica, num_blocks: int) -> None:
     """Return when the coordinator knows so many blocks of memory and files together."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while coordinator.statistics()["num_blocks"] != num_blocks:
-        replica.settle()
-        assert time.monotonic() < deadline_s, f"{coordinator.statistics()['num_blocks']} are known"
-        time.sleep(0.02)
+    wait_until(
+        lambda: coordinator.statistics()["num_blocks"] == num_blocks,
+        coordinator.statistics,
+        meanwhile=replica.settle,
+    )
 
 
 @pytest.fixture
@@ -447,7 +432,6 @@ def test_blocks_that_are_in_files_only_come_from_there(
     first, second = with_files
     assert second.run("a", 17) == 16
     assert num_remote(second) == 16
-    assert first.nodes is not None
     assert first.nodes.statistics()["given_blocks"] == {"given_from_files": 8}  # 4 of each rank
     second.run("b", 17)
     assert first.nodes.statistics()["given_blocks"] == {"given_from_files": 8, "given": 8}
@@ -469,7 +453,6 @@ def test_a_damaged_or_missing_file_is_computed_and_left_to_its_engine(
     second.settle()
     second.store.reset(keeps_weights=True)
     assert second.run("a", 17) == 0
-    assert first.nodes is not None
     assert first.nodes.statistics()["given_blocks"]["missing"] == 3
 
 
@@ -550,14 +533,11 @@ def test_a_walk_over_small_nodes_with_damage_never_loads_a_wrong_byte(
     await_index(coordinator, *engines)
     held = Counter(digest for engine in engines for digest in engine.held())
     assert held.total() > len(held)
-    deadline_s = time.monotonic() + DEADLINE_S
-    while Counter(each for engine in engines for each in originals_of(engine)) != Counter(
-        held.keys()
-    ):
-        assert time.monotonic() < deadline_s, "not each block has one original"
-        for engine in engines:
-            engine.step()
-        time.sleep(0.02)
+    wait_until(
+        lambda: Counter(x for each in engines for x in originals_of(each)) == Counter(set(held)),
+        "not each block has one original",
+        meanwhile=lambda: [each.step() for each in engines],
+    )
     for engine in engines:
         engine.store.check()
 
@@ -565,7 +545,6 @@ def test_a_walk_over_small_nodes_with_damage_never_loads_a_wrong_byte(
 def originals_of(replica: Replica) -> set[bytes]:
     """The blocks that an engine does not take for copies."""
     tiers = replica.store._tiers
-    assert tiers is not None
     slots = tiers.host.slots
     keys = list(slots.index)
     are_copies = tiers.host.eviction.are_copies(slots.addresses_of(keys)).tolist()
@@ -602,7 +581,6 @@ def test_the_process_announces_and_gives_and_ends_with_its_input(
         time.sleep(0.05)
     assert beliefs == dict.fromkeys(given, False)
     process = first.nodes._server._process
-    assert process is not None
     process.kill()
     process.wait()
     now_s = time.monotonic()
@@ -659,7 +637,6 @@ def test_a_file_that_is_given_counts_as_used_too(
     monkeypatch.setattr(block_server, "TELL_S", 0.0)
     first, second = with_files
     assert second.run("a", 17) == 16
-    assert first.nodes is not None
     given = first.nodes.take_given()
     assert sorted(key[:32] for key in given) == sorted(request_of(0, 17, "a").block_hashes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -43,6 +42,7 @@ from tests.integrations.test_vllm_rank_tiers import (
     setting_of,
     store,
 )
+from tests.waiting import wait_until
 
 KEYS = tuple(OffloadKey(digest + bytes(4)) for digest in DIGESTS)
 DEADLINE_S = 60.0
@@ -434,10 +434,7 @@ def test_errors_that_no_one_expects_do_not_end_the_look_at_peers(
     peers.begin([shape])
     await_peers(peers)
     errors += [RuntimeError("another bug")] * 3
-    give_up_s = time.monotonic() + DEADLINE_S
-    while errors:
-        assert time.monotonic() < give_up_s, "peers are not looked at any more"
-        time.sleep(0.01)
+    wait_until(lambda: not errors, "peers are not looked at any more")
     await_peers(peers)
     peers.close()
     assert caplog.text.count("memory failed; the engine goes on, later errors") == 1
@@ -445,10 +442,7 @@ def test_errors_that_no_one_expects_do_not_end_the_look_at_peers(
 
 def await_peers(peers: Peers) -> None:
     """Wait until blocks of a peer are known."""
-    give_up_s = time.monotonic() + DEADLINE_S
-    while not any(len(index) for index in peers.indexes):
-        assert time.monotonic() < give_up_s, "no peer is found"
-        time.sleep(0.01)
+    wait_until(lambda: any(len(index) for index in peers.indexes), "no peer is found")
 
 
 def test_each_peer_that_cannot_be_read_is_asked_now_and_then() -> None:

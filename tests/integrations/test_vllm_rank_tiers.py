@@ -44,6 +44,7 @@ from kvcache.specs import FullAttentionSpec, SlidingWindowSpec
 from kvcache.worker.copies.runner import CopyThread
 from kvcache.worker.files import shared
 from kvcache.worker.host_memory import segment
+from tests.waiting import wait_until
 from tests.worker.delayed_engine import DelayedEngine
 from tests.worker.told_engine import ToldEngine
 
@@ -345,11 +346,7 @@ def test_jobs_begin_behind_the_forward_and_end_with_their_last_byte(
 
 
 def await_copies(memory: RankTiers, engine: ToldEngine, count: int) -> None:
-    give_up_s = time.monotonic() + 20
-    while len(engine.copies) < count:
-        assert time.monotonic() < give_up_s, "no copy begins"
-        memory.take_reports()
-        time.sleep(0.001)
+    wait_until(lambda: len(engine.copies) >= count, "no copy begins", meanwhile=memory.take_reports)
 
 
 def test_a_block_is_not_used_again_while_the_device_reads_it(name: str) -> None:
@@ -507,10 +504,7 @@ def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_re
     after = RankTiers(setting_of(name, "2", disk=disk), 0, caches())
     inventory = after.inventory()
     assert (inventory.slot_keys, inventory.file_keys) == ({}, ())
-    give_up_s = time.monotonic() + 20
-    while len(list(tmp_path.glob("*/*/rank0"))) > 1:
-        assert time.monotonic() < give_up_s, "old files stay"
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("*/*/rank0"))) == 1, "old files stay")
     assert not list(tmp_path.rglob("*.kvb"))
     after.close()
     with pytest.raises(ConfigurationError, match="weight_revision '2'"):
@@ -579,7 +573,6 @@ def engine_of_another_process(name: str) -> Iterator[subprocess.Popen[bytes]]:
         stdout=subprocess.PIPE,
         cwd=ROOT,
     ) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         yield other
         other.communicate()
@@ -661,10 +654,7 @@ def test_memory_that_is_kept_no_more_is_registered_again(
         with make_socket(5.0) as connected:
             connected.connect(socket_name(address.address))
             os.kill(peer_process(connected), signal.SIGKILL)
-    give_up_s = time.monotonic() + 30
-    while list_of(client, name) != before:
-        assert time.monotonic() < give_up_s, "the memory is not kept"
-        time.sleep(0.02)
+    wait_until(lambda: list_of(client, name) == before, "the memory is not kept")
     memory.close()
     after = RankTiers(setting_of(name), 0, caches())
     assert after.origin == "attached"
@@ -714,9 +704,17 @@ def test_without_a_size_ranks_share_an_eighth_of_the_memory_that_there_is(
 
 def test_memory_that_is_too_small_or_too_large_is_refused(name: str) -> None:
     small = setting_of(name, host_memory_per_rank="1KiB")
-    with pytest.raises(ConfigurationError, match="is 1000 bytes, a block of this model has 1024 "):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^offload\.host_memory_per_rank is 1000 bytes, a block of this model has 1024 on "
+        "each rank: set it to many times that$",
+    ):
         RankTiers(setting_of(name, host_memory_per_rank="1000B"), 0, caches())
-    with pytest.raises(NotEnoughMemoryError, match=r"lower offload\.host_memory_per_rank"):
+    with pytest.raises(
+        NotEnoughMemoryError,
+        match=r"^rank 0 has no room for its host memory: .* needs \d+ bytes of memory, \d+ are "
+        r"available: lower offload\.host_memory_per_rank, or raise the limit of the container$",
+    ):
         RankTiers(setting_of(name, host_memory_per_rank="900TiB"), 0, caches())
     RankTiers(small, 0, caches()).close()
 

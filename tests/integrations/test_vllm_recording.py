@@ -18,11 +18,7 @@ from typer.testing import CliRunner
 from actors.cli import app
 from kvcache.base.errors import ClusterError, ConfigurationError, TraceError
 from kvcache.integrations.vllm import engine_recording
-from kvcache.integrations.vllm.engine_recording import (
-    EngineRecording,
-    EngineRecordings,
-    new_path,
-)
+from kvcache.integrations.vllm.engine_recording import EngineRecording, EngineRecordings, new_path
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.transfer_params import TransferParams
 from kvcache.metrics.engine_socket import EngineSocket, ask_engine, running_engines
@@ -129,21 +125,12 @@ def test_simulate_and_advise_take_a_recording(tmp_path: Path) -> None:
     requests = [served(f"r{i}", 10 + i % 7, "abc"[i % 3], float(i)) for i in range(60)]
     record(tmp_path, *requests)
     (path,) = tmp_path.glob("chat-0-*.jsonl")
+    prices = ["--device-price", "10", "--budget", "100", "--token-size", "1KiB"]
     for command in (
-        ["simulate", str(path), "--blocks", "8", "--json"],
-        [
-            "advise",
-            str(path),
-            "--device-price",
-            "10",
-            "--budget",
-            "100",
-            "--token-size",
-            "1KiB",
-            "--json",
-        ],
+        ["simulate", str(path), "--blocks", "8"],
+        ["advise", str(path), *prices, "-p", "lru"],
     ):
-        result = CliRunner().invoke(app, [*command, "--no-progress"])
+        result = CliRunner().invoke(app, [*command, "-j", "1", "--json", "--no-progress"])
         assert result.exit_code == 0, result.output
 
 
@@ -372,7 +359,6 @@ def test_a_silent_command_loses_its_recording(
     monkeypatch.setattr(engine_recording, "_LOOK_S", 0.01)
     engine.begin(tmp_path / "load.jsonl")
     recording = engine.recordings._recording
-    assert recording is not None
     recording._thread.join(60)
     assert recording.statistics()["ended_by"] == "silence"
     recording.admitted(served("r", 10))
@@ -385,7 +371,6 @@ def test_a_busy_engine_notices_a_silent_command_and_writes_what_has_ended(
     monkeypatch.setattr(engine_recording, "_LOOK_S", 600.0)  # the queue is never found empty
     engine.begin(tmp_path / "load.jsonl")
     recording = engine.recordings._recording
-    assert recording is not None
     append = recording._recording.append
 
     def falls_silent(request: Any, block_size: int) -> bool:

@@ -32,13 +32,7 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.offload.tier_manager import TierManager
 from kvcache.worker.files import shared
 from kvcache.worker.files.format import FileHead, FileTierError
-from kvcache.worker.files.shared import (
-    RING,
-    ChangeLog,
-    DirectoryFollower,
-    SharedFiles,
-    position_in,
-)
+from kvcache.worker.files.shared import RING, ChangeLog, DirectoryFollower, SharedFiles, position_in
 from kvcache.worker.files.store import FileStore, StoreLimits
 from kvcache.worker.files.system import DirectoryFiles
 from kvcache.worker.files.tier import FileTier, FileTierSettings
@@ -464,7 +458,6 @@ class TwoRanks:
         self.now_s += 1
         self.directory.follow(self.tiers, self.now_s)
         first, second = (keys_in(rank.directory) for rank in self.ranks)
-        assert self.tiers.disk is not None
         assert set(self.tiers.disk.slots.present_keys()) == first & second
         self.num_ready += len(first & second)
         self.tiers.check()

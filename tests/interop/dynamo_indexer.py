@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Protocol
 
 from tests.interop.published_cluster import MODEL, PATIENCE_S, Answer, Prompt, free_endpoint
@@ -60,12 +59,7 @@ class DynamoIndexer:
     def __enter__(self) -> DynamoIndexer:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
 

@@ -6,7 +6,6 @@ Two bare sockets: nothing is decoded, reordered or repaired.
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 import zmq
 
@@ -31,12 +30,7 @@ class FrameRecorder:
     def __enter__(self) -> FrameRecorder:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.close(0)
         self._replay.close(0)
         self._context.term()

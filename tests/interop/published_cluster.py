@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -148,12 +147,7 @@ class PublishedCluster:
     def __enter__(self) -> PublishedCluster:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.subscriber.close()
         self.client.close()
         self.cluster.close()
@@ -289,7 +283,6 @@ class PublishedCluster:
     def num_cached(self) -> dict[str, int]:
         """Return the number of blocks in each medium by the coordinator's own state."""
         manager = self.cluster.coordinator.manager
-        assert manager is not None
         counts = {"GPU": manager.statistics().core.num_sealed_blocks}
         offload = self.cluster.coordinator.statistics().offload
         if offload is not None:

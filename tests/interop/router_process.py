@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 HOST = Path(__file__).with_name("router_host.py")
@@ -26,18 +25,12 @@ class RouterProcess:
     def __enter__(self) -> RouterProcess:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
 
     def ask(self, command: str, **arguments: Any) -> Any:
         """Return the answer; raises AssertionError if there is none."""
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([command, arguments]).encode() + b"\n")
         self._process.stdin.flush()
         found = self._read()
@@ -49,7 +42,6 @@ class RouterProcess:
         return self._log.read_text(errors="replace")[-4000:]
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the host has ended: {self.said()}"
         return json.loads(line)

@@ -56,7 +56,7 @@ def vectors() -> dict[str, Any]:
     ("seed", "encoding", "one_block", "num_host_blocks"),
     [
         (30, "map", False, 120),
-        (31, "array", True, 0),
+        pytest.param(31, "array", True, 0, marks=pytest.mark.long),
         *(
             pytest.param(seed, encoding, one_block, num_host_blocks, marks=pytest.mark.long)
             for seed in (32, 33)

@@ -45,30 +45,12 @@ class ClearedMap(msgspec.Struct, tag="AllBlocksCleared"):
     """`AllBlocksCleared`, as a map."""
 
 
-class StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True):
+class StoredArray(StoredMap, tag="BlockStored", array_like=True):
     """`BlockStored`, by position."""
 
-    block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: ExtraKeys | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
 
-
-class RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True):
+class RemovedArray(RemovedMap, tag="BlockRemoved", array_like=True):
     """`BlockRemoved`, by position."""
-
-    block_hashes: list[BlockHash]
-    medium: str | None
-    group_idx: int | None = None
-    locality: str | None = None
 
 
 class ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True):

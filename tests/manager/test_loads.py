@@ -62,7 +62,6 @@ def test_what_was_loaded_is_hit_and_labelled_as_if_it_had_been_computed(shape: S
     manager = make_manager(shape)
     num_free = manager.statistics().core.num_free_blocks
     load = manager.tiers.loads.begin(request_of(tokens), wanted)
-    assert load is not None
     assert load.num_tokens == wanted
     assert load.num_device_tokens == (40 if shape is CHUNKED else 0)
     assert hit_tokens(manager, tokens) == load.num_device_tokens
@@ -93,7 +92,6 @@ def test_only_what_the_device_does_not_have_is_loaded() -> None:
     manager.allocate_slots(first, 20)
     manager.free(first)
     load = manager.tiers.loads.begin(request_of(TOKENS), 48)
-    assert load is not None
     assert load.num_device_tokens == 20
     assert load.columns[0].tolist() == list(range(5, 12))
     assert load.columns[1].tolist() == [10, 11]  # read by a window of 9 after 48 tokens
@@ -103,7 +101,6 @@ def test_an_abandoned_load_leaves_nothing() -> None:
     manager = make_manager(HYBRID)
     before = manager.statistics().core
     load = manager.tiers.loads.begin(request_of(TOKENS), 24)
-    assert load is not None
     manager.tiers.loads.release(load.load_id)
     manager.check()
     assert manager.statistics().core.num_free_blocks == before.num_free_blocks
@@ -113,10 +110,7 @@ def test_an_abandoned_load_leaves_nothing() -> None:
 
 
 def test_without_room_or_while_draining_nothing_is_begun() -> None:
-    manager = make_manager(
-        FULL,
-        10,
-    )
+    manager = make_manager(FULL, 10)
     assert manager.tiers.loads.begin(request_of(TOKENS), 40) is None
     assert manager.tiers.loads.begin(request_of(TOKENS), 36) is not None
     manager.reset_prefix_cache(drain=True)
@@ -137,14 +131,10 @@ def test_a_drain_outlives_a_load_and_keeps_nothing_of_it() -> None:
 
 
 def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays() -> None:
-    manager = make_manager(
-        FULL,
-        10,
-    )
+    manager = make_manager(FULL, 10)
     loads = manager.tiers.loads
     request = request_of(TOKENS[:30])
     load = loads.begin(request, 22, has_tail=True)
-    assert load is not None
     assert load.columns[0].tolist() == list(range(6))
     assert loads.held_for(request, 0) is None
     loads.finish(load.load_id)
@@ -182,7 +172,6 @@ def test_a_tail_that_is_not_taken_is_free_again() -> None:
     request = request_of(TOKENS[:22])
     request.append_output_token_ids(TOKENS[22:30])
     load = loads.begin(request, 22, has_tail=True)
-    assert load is not None
     loads.finish(load.load_id)
     request.truncate_tokens(22)  # its last token is always computed: the load is of no use
     assert loads.held_for(request, 20) is None
@@ -206,7 +195,6 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
         manager.tiers.loads.release(7)
     assert manager.dump_state() == before
     load = manager.tiers.loads.begin(request_of(TOKENS), 16)
-    assert load is not None
     manager.tiers.loads.finish(load.load_id)
     with pytest.raises(RequestError, match="is finished already"):
         manager.tiers.loads.finish(load.load_id)
@@ -217,10 +205,7 @@ def test_wrong_numbers_are_refused_and_change_nothing() -> None:
 def test_loads_among_running_requests_keep_counts_right(shape: Shape, seed: int) -> None:
     """Random loads between steps: consistent state, and hits only of finished loads."""
     dice = random.Random(f"loads {seed} {shape.name}")
-    manager = make_manager(
-        shape,
-        48,
-    )
+    manager = make_manager(shape, 48)
     engine = Engine(manager)
     size = max(group.block_size for group in shape.groups)
     families = [[dice.randrange(50) for _ in range(60)] for _ in range(3)]

@@ -175,7 +175,6 @@ def test_a_drain_ends_hits_at_once_and_the_epoch_when_the_last_block_is_free() -
     result = engine.step(resumed=(resume("r2"),), completed_step=4)
     assert result.num_hit_tokens.tolist() == [0]
     held = manager.get_request("r2")
-    assert held is not None
     assert (held.namespace.model_epoch, held.num_preemptions) == (1, 1)
     assert hit(manager, [2] * 8) == 0
     engine.step(completed_step=5)
@@ -223,7 +222,6 @@ def test_a_request_that_is_resumed_with_new_weights_is_computed_again(
     result = engine.step(resumed=(resume("a"),))
     assert (result.num_hit_tokens.tolist(), result.num_scheduled_tokens.tolist()) == ([0], [24])
     request = manager.get_request("a")
-    assert request is not None
     assert (request.namespace.model_epoch, request.num_preemptions) == (1, 1)
     engine.step(completed_step=3)
     assert hit(manager, tokens) == 24

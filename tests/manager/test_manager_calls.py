@@ -14,12 +14,7 @@ from kvcache.protocol.commands import BlockTablePatch
 from kvcache.requests.hashing import get_hash_fn, get_request_block_hasher
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
-from tests.manager.managers_under_test import (
-    FULL,
-    HYBRID,
-    Shape,
-    make_manager,
-)
+from tests.manager.managers_under_test import FULL, HYBRID, Shape, make_manager
 from tests.manager.steps import Engine, new
 
 
@@ -41,7 +36,6 @@ def test_a_second_request_shares_the_full_blocks_of_the_first() -> None:
     assert num_hit == 8
     assert found.get_block_ids() == ([*manager.get_block_ids("a")[0][:2]],)
     new_blocks = manager.allocate_slots(second, 2, num_hit, found)
-    assert new_blocks is not None
     assert len(new_blocks.get_block_ids()[0]) == 1
     assert new_blocks.get_unhashed_block_ids() == new_blocks.get_block_ids()
     assert manager.get_num_common_prefix_blocks(second, 2) == [2]
@@ -137,7 +131,6 @@ def test_drafts_and_lookahead_get_slots_but_are_never_hittable() -> None:
     manager = make_manager()
     request = Request("a", list(range(7)))
     blocks = manager.allocate_slots(request, 10, num_draft_tokens=3, num_lookahead_tokens=4)
-    assert blocks is not None
     assert len(blocks.get_block_ids()[0]) == 4
     assert blocks.get_unhashed_block_ids() == (blocks.get_block_ids()[0][1:],)
     assert manager.get_computed_blocks(Request("b", list(range(9))))[1] == 4
@@ -147,7 +140,6 @@ def test_slots_end_with_the_length_of_the_model() -> None:
     manager = make_manager()
     request = Request("a", [1] * FULL.max_model_len)
     blocks = manager.allocate_slots(request, FULL.max_model_len, num_lookahead_tokens=50)
-    assert blocks is not None
     assert len(blocks.get_block_ids()[0]) == FULL.max_model_len // 4
 
 

@@ -36,7 +36,6 @@ def test_a_row_with_states_is_preempted_when_a_step_it_ran_in_fails(shape: Shape
     assert result.withdrawn == ("a",)
     assert result.rolled_back_slots.tolist() == []
     request = manager.get_request("a")
-    assert request is not None
     assert request.all_token_ids.tolist() == list(range(9))
     assert (request.num_computed_tokens, request.num_preemptions) == (0, 1)
     assert manager.slot_of("a") is None
@@ -66,7 +65,6 @@ def test_an_earlier_step_that_fails_later_takes_its_tokens_back_as_well() -> Non
     result = engine.step(failed_step=2)
     assert result.withdrawn == ("a",)
     request = manager.get_request("a")
-    assert request is not None
     assert request.num_tokens == 9
 
 
@@ -290,7 +288,6 @@ def test_new_blocks_say_which_states_have_a_hash() -> None:
     manager = make_manager(STATES)
     request = Request("a", list(range(12)))
     blocks = manager.allocate_slots(request, 8)
-    assert blocks is not None
     (ids,) = blocks.get_block_ids()
     assert [int(b > 0) for b in ids] == [0, 1, 1, 1]
     assert blocks.get_unhashed_block_ids() == (ids[2:],)

@@ -19,7 +19,6 @@ NUM_LONG_STEPS = 700  # more than rows hold back before their requests are broug
 
 def tokens_of(manager: KVCacheManager, request_id: str) -> list[int]:
     request = manager.get_request(request_id)
-    assert request is not None
     tokens: list[int] = request.all_token_ids.tolist()
     return tokens
 

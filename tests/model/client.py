@@ -14,8 +14,6 @@ from tests.model.sizes import Model
 from tests.model.state import (
     ENDED,
     FAILED,
-    RUNNING,
-    RUNNING_WRONG,
     WAITING,
     WRONG,
     Answer,
@@ -248,11 +246,6 @@ def can_abandon(model: Model, state: State, i: int) -> bool:
     if FAILED in [rank.forwards[i] for rank in state.ranks]:
         return True
     return _owner(model, state, step) is None
-
-
-def is_under_way(state: State, i: int) -> bool:
-    """Return whether a forward of `steps[i]` is open on a rank."""
-    return any(rank.forwards[i] in (RUNNING, RUNNING_WRONG) for rank in state.ranks)
 
 
 def _owner(model: Model, state: State, step: Step) -> int | None:

@@ -21,7 +21,6 @@ def on_disk(num_keys: int) -> tuple[TierHierarchy, list[OffloadKey]]:
 def test_unread_files_are_kept_and_only_lost_ones_are_dropped() -> None:
     tiers, keys = on_disk(3)
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     lost = int(fetch.addresses[1])
     assert not len(tiers.end(fetch.job_id, ok=False, lost=[lost]))
     assert places(tiers, keys) == [Place.DISK, Place.NOWHERE, Place.DISK]
@@ -32,7 +31,6 @@ def test_unread_files_are_kept_and_only_lost_ones_are_dropped() -> None:
 def test_what_arrived_is_not_forgotten_by_a_report_that_names_it_lost() -> None:
     tiers, keys = on_disk(2)
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     first, second = fetch.addresses.tolist()
     tiers.end(fetch.job_id, ok=False, failed=[first], lost=[first, second, 99])
     assert places(tiers, keys) == [Place.NOWHERE, Place.HOST]
@@ -68,7 +66,6 @@ def test_rests_grow_up_to_a_bound_until_the_disk_serves() -> None:
     lengths = [rests(tiers, NOW_S) for _ in range(9)]
     assert lengths == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_REST_S, LONGEST_REST_S]
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     tiers.end(fetch.job_id, ok=True)
     assert rests(tiers, NOW_S) == FIRST_REST_S
 
@@ -78,7 +75,6 @@ def test_a_disk_that_reports_the_problem_of_a_file_serves(num_lost: int, does_se
     tiers, keys = on_disk(2)
     assert rests(tiers, NOW_S) == FIRST_REST_S
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     bad = fetch.addresses[:1].tolist()
     tiers.end(fetch.job_id, ok=False, failed=bad, lost=bad[:num_lost])
     assert rests(tiers, NOW_S) == (FIRST_REST_S if does_serve else 2 * FIRST_REST_S)

@@ -95,7 +95,6 @@ def test_a_tier_can_say_all_that_it_holds_again() -> None:
     assert isinstance(stored, BlocksStored)
     assert b"".join(stored.digests) == label.digests
     found = tier.contents.labels_at(tier.slots.addresses_of(keys[1:]))
-    assert found is not None
     assert found.token_ids.tolist() == label.token_ids[SIZE:].tolist()
 
 

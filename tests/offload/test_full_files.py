@@ -12,7 +12,7 @@ def test_small_blocks_fill_every_slot_and_no_write_is_refused(tmp_path: Path) ->
     with PublishedCluster(
         5, num_host_blocks=16, directory=str(tmp_path), num_disk_blocks=40
     ) as published:
-        for _ in range(20):
+        for _ in range(12):
             published.play(published.random_prompt())
             published.settle()
         offload = published.cluster.coordinator.statistics().offload

@@ -80,7 +80,6 @@ def spill(tiers: TierHierarchy) -> list[OffloadKey]:
 def fetch(tiers: TierHierarchy, keys: list[OffloadKey]) -> list[OffloadKey]:
     """Fetch keys from files; return those that were."""
     job = tiers.plan_fetch(keys, NOW_S)
-    assert job is not None
     tiers.end(job.job_id, ok=True)
     return list(job.keys)
 
@@ -115,7 +114,6 @@ def test_a_request_finds_what_was_stored_and_loads_it() -> None:
     tiers.end(job.job_id, ok=True)
     assert places(tiers, keys) == [Place.HOST, Place.HOST, Place.NOWHERE]
     load = tiers.plan_load(keys, NOW_S)
-    assert load is not None
     assert load.keys == tuple(keys[:2])
     assert load.addresses.tolist() == job.addresses.tolist()
     tiers.end(load.job_id, ok=True)
@@ -170,7 +168,6 @@ def test_files_follow_hints_too() -> None:
 
 def files(tiers: TierHierarchy) -> list[OffloadKey]:
     """Return the keys on disk, the next victim first."""
-    assert tiers.disk is not None
     slots = tiers.disk.slots
     return [
         slots.keys_at(slots.addresses_in(np.array([s])))[0] for s in tiers.disk.eviction.order()
@@ -220,7 +217,6 @@ def test_returns_go_down_to_files_with_the_time_at_which_they_were_said(
     hint(tiers, [b], ALL, CacheHint(returns_in_s=4.0), NOW_S + 1.0)
     store(tiers, make_keys(4, 50))
     assert sorted(spill(tiers)) == [a, b, c, d]
-    assert tiers.disk is not None
     policy = tiers.disk.eviction._policy
     assert isinstance(policy, HintedPolicy)
     tiers.expire(NOW_S + 4.5)
@@ -308,7 +304,6 @@ def test_hints_do_not_move_what_a_tenant_has_guaranteed() -> None:
     keys = make_keys(6)
     for chosen, tenant in ((keys[:2], "a"), (keys[2:4], "b"), (keys[4:], "b")):
         job = tiers.plan_store(chosen, NOW_S, namespace=Namespace(0, None, None, tenant))
-        assert job is not None
         tiers.end(job.job_id, ok=True)
         hint(tiers, keys[:2], ALL, CacheHint(priority=0))
         hint(tiers, chosen if tenant == "b" else [], ALL, CacheHint(priority=100))
@@ -339,7 +334,6 @@ def test_what_no_file_has_is_spilled_before_it_is_evicted() -> None:
     assert tiers.plan_store(new, NOW_S) is None
     assert places(tiers, new) == [Place.NOWHERE] * 3
     job = tiers.plan_spills(NOW_S)
-    assert job is not None
     # The tail of a chain goes first, as much as the store lacked, in the order of the chain.
     assert list(job.keys) == old[1:]
     assert tiers.plan_store(new, NOW_S) is None
@@ -373,14 +367,12 @@ def test_no_more_is_spilled_or_fetched_at_once_than_allowed() -> None:
     tiers, keys = make_hierarchy(options=options), make_keys(3)
     store(tiers, keys)
     first = tiers.plan_spills(NOW_S)
-    assert first is not None
     assert len(first.keys) == 2
     assert tiers.plan_spills(NOW_S) is None
     tiers.end(first.job_id, ok=True)
     assert spill(tiers) == [keys[2]]
     tiers.host.forget(keys)
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     assert fetch.keys == (keys[0],)
     assert tiers.plan_fetch(keys, NOW_S) is None
 
@@ -422,7 +414,6 @@ def test_a_damaged_file_is_forgotten_and_the_others_are_not() -> None:
     spill(tiers)
     tiers.host.forget(keys)
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     bad = int(fetch.addresses[1])
     sealed = tiers.end(fetch.job_id, ok=False, failed=[bad])
     assert sealed.tolist() == [a for a in fetch.addresses.tolist() if a != bad]
@@ -436,7 +427,6 @@ def test_a_failure_that_names_nothing_is_a_failure_of_all() -> None:
     tiers, keys = make_hierarchy(num_disk=0), make_keys(3)
     store(tiers, keys)
     load = tiers.plan_load(keys, NOW_S)
-    assert load is not None
     tiers.end(load.job_id, ok=False)
     assert places(tiers, keys) == [Place.NOWHERE] * 3
     assert tiers.discards.take().addresses.tolist() == load.addresses.tolist()
@@ -448,7 +438,6 @@ def test_a_spill_that_fails_is_not_tried_again() -> None:
     store(tiers, keys)
     assert tiers.plan_store(make_keys(4, first=10), NOW_S) is None
     job = tiers.plan_spills(NOW_S)
-    assert job is not None
     tiers.end(job.job_id, ok=False, failed=[int(job.addresses[0])])
     assert tiers.discards.take().keys == (job.keys[0],)
     assert places(tiers, keys) == [Place.HOST] * 4
@@ -529,7 +518,6 @@ def test_rare_content_is_stored_when_it_was_seen_often_enough() -> None:
 def test_swapped_content_is_stored_at_once_and_never_spilled() -> None:
     tiers, keys = make_hierarchy(num_host=2, store_after=2), make_keys(2)
     job = tiers.plan_store(keys, NOW_S, is_private=True)
-    assert job is not None
     assert len(tiers.end(job.job_id, ok=True)) == 0
     assert spill(tiers) == []
     tiers.forget(keys)
@@ -555,7 +543,6 @@ def test_labels_move_with_content_and_are_told_by_tier() -> None:
     spill(tiers)
     tiers.host.forget(keys)
     fetch = tiers.plan_fetch(keys, NOW_S)
-    assert fetch is not None
     tiers.end(fetch.job_id, ok=True)
     told = [(event.medium, event.removed, event.keys) for event in tiers.take_events()]
     both = tuple(keys)
@@ -566,7 +553,6 @@ def test_labels_move_with_content_and_are_told_by_tier() -> None:
         ("file", False, both),
     ]
     found = tiers.host.contents.labels_at(tiers.host.slots.addresses_of(keys))
-    assert found is not None
     assert (found.digests, found.parent_digests) == (label.digests, label.parent_digests)
     assert found.token_ids.tolist() == label.token_ids.tolist()
 
@@ -612,7 +598,6 @@ def test_only_empty_tiers_adopt() -> None:
 def test_a_job_ends_once() -> None:
     tiers, keys = make_hierarchy(), make_keys(1)
     job = tiers.plan_store(keys, NOW_S)
-    assert job is not None
     tiers.end(job.job_id, ok=True)
     with pytest.raises(InvalidInputError, match=f"job {job.job_id} is not open"):
         tiers.end(job.job_id, ok=True)
@@ -642,11 +627,9 @@ def test_what_another_node_has_is_evicted_first_until_it_is_used_again() -> None
     tiers, own, copied = make_hierarchy(num_host=4, num_disk=0), make_keys(2), make_keys(2, 50)
     store(tiers, own)
     job = tiers.plan_import(copied, NOW_S)
-    assert job is not None
     tiers.end(job.job_id, ok=True)
     for keys in (copied, copied[1:]):  # for its request; then for another one
         load = tiers.plan_load(keys, NOW_S)
-        assert load is not None
         tiers.end(load.job_id, ok=True)
     store(tiers, make_keys(1, first=60))
     assert places(tiers, [*own, *copied]) == [Place.HOST, Place.HOST, Place.NOWHERE, Place.HOST]
@@ -681,7 +664,6 @@ def test_what_is_loaded_here_keeps_its_place_even_if_another_node_keeps_it() -> 
     store(tiers, keys)
     tiers.mark_copies(keys, are_copies=True)
     load = tiers.plan_load(keys[:1], NOW_S)
-    assert load is not None
     tiers.end(load.job_id, ok=True)
     for are_copies in (False, True):  # said again
         tiers.mark_copies(keys[:1], are_copies=are_copies)
@@ -694,7 +676,6 @@ def test_with_write_through_the_last_one_goes_to_disk_at_once() -> None:
     options = HierarchyOptions(disk_write="on_store", spare_share=0.0)
     tiers, keys = make_hierarchy(options=options), make_keys(2)
     job = tiers.plan_import(keys, NOW_S)
-    assert job is not None
     tiers.end(job.job_id, ok=True)
     assert spill(tiers) == []
     tiers.mark_copies(keys, are_copies=False)

@@ -59,7 +59,6 @@ def test_host_and_files_say_in_their_own_way_where_keys_lie() -> None:
     for medium in ("host", "file"):
         tier = make_tier(TierOptions(medium, 2))
         prepared = tier.prepare_store([KEY])
-        assert prepared is not None
         assert prepared.keys_to_store == (KEY,)
         assert prepared.store_spec.medium() == medium
         assert isinstance(prepared.store_spec, HostLoadStoreSpec) == (medium == "host")

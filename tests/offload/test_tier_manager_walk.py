@@ -221,7 +221,7 @@ class Walk:
         assert self.tier.statistics().num_free_slots == self.model.num_slots
 
 
-@pytest.mark.seeds(20)
+@pytest.mark.seeds(10, long=40)
 def test_a_tier_does_what_its_slow_model_does(seed: int) -> None:
     walk = Walk(seed)
     operations = {

@@ -82,7 +82,6 @@ class ModelTier:
 
     def get(self, key: OffloadKey) -> ModelKey:
         found = self.find(key)
-        assert found is not None
         return found[2]
 
     def state(self, key: OffloadKey) -> str:

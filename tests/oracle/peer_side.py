@@ -30,15 +30,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request, RequestStatus
-from walk import (
-    CHUNK_TOKENS,
-    MAX_MODEL_LEN,
-    WINDOW_TOKENS,
-    Counts,
-    Replay,
-    Scenario,
-    block_size_of,
-)
+from walk import CHUNK_TOKENS, MAX_MODEL_LEN, WINDOW_TOKENS, Counts, Replay, Scenario, block_size_of
 
 
 def make_spec(kind: str) -> KVCacheSpec:

@@ -26,8 +26,6 @@ from kvcache.protocol.step import (
     StepResult,
 )
 
-MAX_IDLE_STEPS = 2
-
 
 @dataclass
 class Sequence:

@@ -78,13 +78,12 @@ MODELS_IN_TIERS = frozenset(
 class Scenario:
     """The events of a schedule, in addition to network faults.
 
-    `core` names the manager's core; by default the flat one. `num_host_blocks` adds a tier below
-    the device, `num_disk_blocks` a second one of files: `disk_fail_share` of its calls fail and
-    `disk_stall_share` are slow. `keeps_memory`: host memory outlives its process. `swap_share` of
-    the preemptions ask for a swap. With `has_slow_copies`, transfers take time and overtake each
-    other. Connections of clients end `num_hang_ups` times, and soon return. `num_visitors` are
-    additional clients that leave with requests running: they say so, or are killed. The weights
-    change `num_weight_changes` times.
+    `num_host_blocks` adds a tier below the device, `num_disk_blocks` a second one of files:
+    `disk_fail_share` of its calls fail and `disk_stall_share` are slow. `keeps_memory`: host memory
+    outlives its process. `swap_share` of the preemptions ask for a swap. With `has_slow_copies`,
+    transfers take time and overtake each other. Connections of clients end `num_hang_ups` times,
+    and soon return. `num_visitors` are additional clients that leave with requests running: they
+    say so, or are killed. The weights change `num_weight_changes` times.
     """
 
     seed: int

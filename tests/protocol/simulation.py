@@ -640,7 +640,6 @@ class Cluster:
                 assert counts.num_failed_jobs == 0, counts
             assert counts.num_invalid_messages == 0, counts.last_invalid_reason
         manager = self.coordinator.manager
-        assert manager is not None
         statistics = manager.statistics()
         assert statistics.num_running_requests == statistics.num_preempted_requests == 0
         core = statistics.core
@@ -685,7 +684,6 @@ class Cluster:
 
     def _are_tiers_busy(self) -> bool:
         epoch_state, tiers = self.coordinator._epoch_state, self._tiers
-        assert epoch_state is not None
         assert epoch_state._offloading is not None
         assert tiers is not None
         is_adopting = epoch_state._offloading._adoption is not None
@@ -696,8 +694,6 @@ class Cluster:
 
     def _compare_files(self) -> None:
         tiers = self._tiers
-        assert tiers is not None
-        assert tiers.disk is not None
         expected = set(tiers.disk.slots.present_keys())
         for rank, disk in self.disks.items():
             pool = self.workers[rank]._executor.tiers.files
@@ -730,6 +726,16 @@ def simulate(scenario: Scenario) -> Cluster:
         finally:
             cluster.close()
     return cluster
+
+
+def any_is_red(scenarios: Iterable[Scenario]) -> bool:
+    """Return whether some schedule fails."""
+    for scenario in scenarios:
+        try:
+            simulate(scenario)
+        except AssertionError:
+            return True
+    return False
 
 
 def supports_eagle(config: KVCacheConfig) -> bool:

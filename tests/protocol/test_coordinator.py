@@ -543,7 +543,6 @@ def running(bench: Bench) -> int:
     for rank in (0, 1):
         bench.applied(rank, bench.coordinator.statistics().last_seq)
     manager = bench.coordinator.manager
-    assert manager is not None
     return manager.statistics().num_running_requests
 
 

@@ -166,6 +166,15 @@ class Bench:
         return [key for key in keys if len(key) != content]
 
 
+def swapped(**options: Any) -> Bench:
+    """A bench whose request of 30 tokens was preempted, with its tail in host memory."""
+    bench = Bench(**options)
+    bench.run()
+    bench.preempt()
+    bench.end_jobs()
+    return bench
+
+
 @pytest.mark.parametrize("is_evicted", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_a_request_goes_on_where_it_was_with_its_own_blocks(shape: Shape, is_evicted: bool) -> None:
@@ -213,28 +222,19 @@ def test_of_a_request_without_hashes_all_is_kept_that_is_read(
 
 
 def test_a_tail_is_worth_waiting_for_however_short_it_is() -> None:
-    bench = Bench(min_load_tokens=16)
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped(min_load_tokens=16)
     assert bench.resume() == 29
 
 
 def test_a_tail_is_for_its_request_only() -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     other = Request("r", TOKENS[:30])
     bench.manager.get_computed_blocks(other)  # it has a hasher now
     assert bench.offloading.look_up(other, 28).answer is OffloadAnswer.MISS
 
 
 def test_where_the_tail_is_gone_what_has_a_hash_is_loaded_alone() -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     bench.manager.evict_blocks(range(1, 64))
     bench.engine.step(resumed=(resume("r"),), completed_step=bench.engine.next_step - 1)
     bench.forget_tails()  # between the look-up, which has found it, and the load
@@ -315,7 +315,6 @@ def test_a_failed_step_takes_tokens_back_but_not_the_tail() -> None:
     bench.end_jobs()
     bench.step(failed_step=failing, completed_step=failing - 1)
     request = bench.manager.get_request("r")
-    assert request is not None
     assert request.num_tokens == 29
     # Its last token is computed in any case: there is no use in the tail.
     result = bench.step(resumed=(resume("r"),))
@@ -359,10 +358,7 @@ def test_a_store_that_ends_late_brings_nothing_back() -> None:
 
 @pytest.mark.parametrize("how", ["finish", "client", "reset"])
 def test_a_request_that_ends_leaves_nothing_in_host_memory(how: str) -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     assert bench.num_tail_blocks == 1
     if how == "finish":
         bench.step(finished=("r",))
@@ -379,10 +375,7 @@ def test_a_request_that_ends_leaves_nothing_in_host_memory(how: str) -> None:
 
 
 def test_a_tail_that_is_being_loaded_when_its_request_finishes_goes_when_the_load_ends() -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     bench.wait_for_load()
     bench.step(finished=("r",))
     bench.end_jobs()
@@ -392,10 +385,7 @@ def test_a_tail_that_is_being_loaded_when_its_request_finishes_goes_when_the_loa
 
 
 def test_a_tail_whose_request_has_ended_does_not_count() -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     bench.wait_for_load()
     bench.end_jobs()
     assert len(bench.manager.tiers.loads) == 1
@@ -404,32 +394,19 @@ def test_a_tail_whose_request_has_ended_does_not_count() -> None:
     assert bench.offloading.statistics().num_swapped_in == 0
 
 
-def test_no_more_than_a_share_of_host_memory_holds_tails() -> None:
-    bench = Bench(num_blocks=128, num_host_blocks=4 * MAX_HOST_SHARE)
+@pytest.mark.parametrize("ok", [True, False], ids=["stored", "failed"])
+@pytest.mark.parametrize(("blocks_per_slot", "num_tokens"), [(1, 6), (4, 3)])
+def test_no_more_than_a_share_of_host_memory_holds_tails_and_failed_stores_none(
+    blocks_per_slot: int, num_tokens: int, ok: bool
+) -> None:
+    slots = 4 * MAX_HOST_SHARE
+    bench = Bench(num_blocks=128, num_host_blocks=slots, blocks_per_slot=blocks_per_slot)
     for number in range(6):
-        bench.run(f"r{number}", [number, *TOKENS[:5]])
-        bench.preempt(f"r{number}")
-        bench.end_jobs()
-    assert bench.num_tail_blocks == 4
-    assert bench.offloading.statistics().num_swapped_out == 4
-
-
-def test_tails_whose_stores_failed_do_not_count() -> None:
-    bench = Bench(num_blocks=128, num_host_blocks=4 * MAX_HOST_SHARE)
-    for number in range(6):
-        bench.run(f"r{number}", [number, *TOKENS[:5]])
-        assert len(bench.preempt(f"r{number}")) == 1
-        bench.end_jobs(ok=False)
-    assert bench.num_tail_blocks == 0
-
-
-def test_tails_take_a_share_of_the_slots_however_large_these_are() -> None:
-    bench = Bench(num_blocks=128, num_host_blocks=4 * MAX_HOST_SHARE, blocks_per_slot=4)
-    for number in range(6):
-        bench.run(f"r{number}", [number, *TOKENS[:2]])
-        bench.preempt(f"r{number}")
-        bench.end_jobs()
-    assert bench.num_tail_blocks == 4
+        bench.run(f"r{number}", [number, *TOKENS[: num_tokens - 1]])
+        assert len(bench.preempt(f"r{number}")) == int(not ok or number < 4)
+        bench.end_jobs(ok=ok)
+    assert bench.num_tail_blocks == (4 if ok else 0)
+    assert bench.offloading.statistics().num_swapped_out == (4 if ok else 6)
 
 
 def test_two_tails_that_keep_each_other_out_are_given_up() -> None:
@@ -486,10 +463,7 @@ def test_ranks_wait_before_a_block_that_is_still_stored_is_written() -> None:
 
 
 def test_a_tail_without_a_request_is_noticed() -> None:
-    bench = Bench()
-    bench.run()
-    bench.preempt()
-    bench.end_jobs()
+    bench = swapped()
     bench.offloading._tails._tails.clear()
     with pytest.raises(InvariantError, match="1 of them of none of the 0 requests"):
         bench.offloading.check()

@@ -24,7 +24,7 @@ from kvcache.protocol.messages import (
 from kvcache.protocol.step import StepResult
 from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import Scenario
-from tests.protocol.simulation import simulate
+from tests.protocol.simulation import any_is_red, simulate
 from tests.protocol.test_coordinator import Bench, new, only
 
 ROUGH = NetworkFaults(
@@ -46,21 +46,12 @@ def test_another_coordinator_takes_the_workers_over_and_the_workload_ends() -> N
     assert num_voided > 25
 
 
-def turns_red() -> bool:
-    for seed in range(60):
-        try:
-            simulate(scenario(seed))
-        except AssertionError:
-            return True
-    return False
-
-
 def test_an_epoch_that_is_not_above_the_workers_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "on_refused", lambda self, refused, now_s: False)
     monkeypatch.setattr(Membership, "on_hello", lambda self, hello, now_s: False)
-    assert turns_red()
+    assert any_is_red(map(scenario, range(60)))
 
 
 def test_clients_that_trust_an_epoch_without_its_coordinator_turn_the_simulation_red(
@@ -73,7 +64,7 @@ def test_clients_that_trust_an_epoch_without_its_coordinator_turn_the_simulation
         return real(self, Attach(message.client_id, message.next_step) if is_attach else message)
 
     monkeypatch.setattr(Coordinator, "on_client_message", forgetful)
-    assert turns_red()
+    assert any_is_red(map(scenario, range(60)))
 
 
 # --- message by message

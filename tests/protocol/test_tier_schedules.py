@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from kvcache.worker.transfers import TransferJobs
 from tests.protocol import virtual_disk
 from tests.protocol.network import NetworkFaults
 from tests.protocol.scenario import MODELS, MODELS_IN_TIERS, Scenario
-from tests.protocol.simulation import Cluster, simulate
+from tests.protocol.simulation import Cluster, any_is_red, simulate
 from tests.worker.tier_support import is_scanning
 
 NUM_BLOCKS = {"mla": 8}
@@ -133,16 +132,6 @@ def test_disks_may_fail_and_hang_and_lie(first: int) -> None:
     assert sum(disk.num_failures for disk in disks) > 0
 
 
-def files_turn_red(scenario_of: Callable[[int], Scenario], num_seeds: int) -> bool:
-    """Return whether some schedule with files fails."""
-    for seed in range(num_seeds):
-        try:
-            simulate(scenario_of(seed))
-        except AssertionError:
-            return True
-    return False
-
-
 @pytest.mark.long
 def test_another_blocks_file_that_is_believed_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
@@ -152,16 +141,16 @@ def test_another_blocks_file_that_is_believed_turns_the_simulation_red(
 
     monkeypatch.setattr(virtual_disk, "DAMAGE", ("other file",))
     monkeypatch.setattr(virtual_disk.VirtualDisk, "may_fail", lambda self: None)
-    assert not files_turn_red(mixed_up, 4)
+    assert not any_is_red(map(mixed_up, range(4)))
     monkeypatch.setattr(FileStore, "_require_ours", lambda self, head, key: None)
-    assert files_turn_red(mixed_up, 40)
+    assert any_is_red(map(mixed_up, range(40)))
 
 
 def test_a_file_that_is_not_discarded_turns_the_simulation_red(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FilePool, "discard", lambda self, keys: None)
-    assert files_turn_red(with_files, 8)
+    assert any_is_red(map(with_files, range(8)))
 
 
 @pytest.mark.long
@@ -175,17 +164,11 @@ def test_a_scan_of_another_coordinator_starts_again(
             scan(self, *prefixes)
 
     monkeypatch.setattr(FilePool, "scan", go_on)
-    assert files_turn_red(lambda seed: with_files(seed, num_restarts=3), 40)
+    assert any_is_red(with_files(seed, num_restarts=3) for seed in range(40))
 
 
 def turns_red(num_seeds: int = 10) -> bool:
-    """Return whether some schedule fails."""
-    for seed in range(num_seeds):
-        try:
-            simulate(scenario_of(seed, "full, window"))
-        except AssertionError:
-            return True
-    return False
+    return any_is_red(scenario_of(seed, "full, window") for seed in range(num_seeds))
 
 
 def test_with_all_rules_the_schedules_are_green() -> None:

@@ -402,7 +402,7 @@ class LooseCluster(Cluster):
         return encode(message)
 
 
-@pytest.mark.seeds(8)
+@pytest.mark.seeds(4, long=20)
 def test_schedules_with_senders_that_check_nothing_end_well(seed: int) -> None:
     # A refused step cannot be reported as failed, which the engine would do by chance.
     changes = {"num_disk_blocks": 0, "keeps_memory": False, "fail_share": 0.0}

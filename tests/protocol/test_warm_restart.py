@@ -484,7 +484,6 @@ def test_held_blocks_come_free_when_the_first_step_is_refused() -> None:
     (result,) = only(bench.coordinator.on_client_message(wrong), StepResult)
     assert result.error.endswith("request r is resumed or new twice: name it once")
     manager = bench.coordinator.manager
-    assert manager is not None
     assert len(manager.holds) == 0
     assert manager.statistics().core.num_free_blocks == NUM_BLOCKS - 1
 

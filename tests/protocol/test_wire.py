@@ -314,20 +314,26 @@ def assert_encoded_exactly_where_decoded(message: Message, max_bytes: int) -> bo
     return True
 
 
+@pytest.mark.parametrize("most", [20, pytest.param(300, marks=pytest.mark.long)])
 @pytest.mark.parametrize("cls", (*MESSAGES, *COMMANDS), ids=lambda cls: cls.__name__)
-@given(data=st.data())
-@settings(max_examples=60, deadline=None)
-def test_decode_returns_exactly_the_encoded_messages(cls: type[Any], data: st.DataObject) -> None:
-    value = data.draw(instances(cls) | usual(cls))
-    for _ in range(data.draw(st.integers(0, 2))):
-        value = data.draw(damaged(value))
-    message = value if cls in MESSAGES else StepCommands("n", "f", 1, 2, "c", 3, (value,))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcache.protocol.wire.MAX_ITEMS", MOST_ITEMS)
+def test_decode_returns_exactly_the_encoded_messages(
+    cls: type[Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.protocol.wire.MAX_ITEMS", MOST_ITEMS)
+
+    @given(data=st.data())
+    @settings(max_examples=most, deadline=None)
+    def is_exact(data: st.DataObject) -> None:
+        value = data.draw(instances(cls) | usual(cls))
+        for _ in range(data.draw(st.integers(0, 2))):
+            value = data.draw(damaged(value))
+        message = value if cls in MESSAGES else StepCommands("n", "f", 1, 2, "c", 3, (value,))
         if assert_encoded_exactly_where_decoded(message, 2**20):
             size = len(encode(message, 2**20))
             assert assert_encoded_exactly_where_decoded(message, size)
             assert not assert_encoded_exactly_where_decoded(message, size - 1)
+
+    is_exact()
 
 
 def label_of(num_blocks: int) -> Label:
@@ -420,7 +426,6 @@ def test_the_first_fields_of_a_long_message_are_read_without_building_the_rest()
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert found is not None
         assert found.fields["step"] == 7
         assert peak_bytes < 4 * len(payload), peak_bytes
 

@@ -115,7 +115,6 @@ def replay_watched(
     statistics: list[ManagerStatistics] = []
 
     def look(report: RecordReplayReport) -> None:
-        assert replayed.manager is not None
         statistics.append(replayed.manager.statistics())
 
     replayed = RecordReplay(open_recording(recorder.directory), look)

@@ -27,7 +27,6 @@ def records_of(path: Path) -> list[Record | SegmentHead]:
     with path.open("rb") as file:
         reader = FrameReader(file, path, path.stat().st_size)
         head = reader.next()
-        assert head is not None
         records: list[Record | SegmentHead] = [unpack_head(head.payload)]
         while (found := reader.next()) is not None:
             records.append(unpack_record(found.payload))

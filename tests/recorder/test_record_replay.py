@@ -15,13 +15,7 @@ from kvcache.protocol.messages import Call
 from kvcache.protocol.step import StepRequest
 from kvcache.protocol.wire import decode
 from kvcache.recorder import RecordReplay, open_recording
-from kvcache.recorder.records import (
-    EpochBegun,
-    Executed,
-    Held,
-    Record,
-    StateReached,
-)
+from kvcache.recorder.records import EpochBegun, Executed, Held, Record, StateReached
 from tests.recorder.recorded_life import RecordedLife, make_recorder, manager_config_of
 from tests.recorder.segments_at_rest import change, records_of, replay, write
 
@@ -55,7 +49,6 @@ def test_a_random_life_replays_to_the_identical_state(
     assert (report.num_epochs, report.num_skipped_records, report.notes) == (2, 0, ())
     assert (report.num_calls, report.num_refused) == (life.num_calls, life.num_refused)
     assert report.state_digest == report.recorded_state_digest != ""
-    assert replayed.manager is not None
     assert replayed.manager.dump_state() == state
 
 
@@ -135,7 +128,6 @@ def test_a_difference_names_record_step_client_and_what_differs(
     was = change(path, which, changed)
     report = replay(path.parent)
     difference = report.difference
-    assert difference is not None
     assert re.fullmatch(what, difference.what)
     assert (difference.number, difference.path) == (was.number, str(path))
     if isinstance(was, Executed):
@@ -151,7 +143,6 @@ def test_differences_of_the_final_state_are_named_part_by_part(copied: list[Path
         lambda r: replace(r, digests={**r.digests, "requests": "0", "core.free": "1"}),
     )
     report = replay(copied[0].parent)
-    assert report.difference is not None
     assert report.difference.what == "the manager's state differs in core.free, requests"
     assert report.state_digest != report.recorded_state_digest
 

@@ -77,18 +77,15 @@ def test_a_workload_on_a_cluster_replays_to_the_identical_state(tmp_path: Path) 
         assert played.num_wrong_blocks == 0
         assert played.num_evictions > 0
         manager = cluster.coordinator.manager
-        assert manager is not None
         state = manager.dump_state()
         cluster.coordinator.close()
     statistics = cluster.coordinator.statistics().recorder
-    assert statistics is not None
     assert (statistics.num_lost_records, statistics.num_failures) == (0, 0)
     replayed = RecordReplay(open_recording(tmp_path / "recorded"))
     report = replayed.run()
     assert (report.difference, report.notes, report.num_epochs) == (None, (), 1)
     assert report.num_steps >= played.num_steps
     assert report.state_digest == report.recorded_state_digest
-    assert replayed.manager is not None
     assert replayed.manager.dump_state() == state
 
 
@@ -108,7 +105,6 @@ def test_calls_pins_and_a_client_that_leaves_are_replayed(tmp_path: Path) -> Non
         for _ in range(100):
             cluster.pump()
         manager = cluster.coordinator.manager
-        assert manager is not None
         assert manager.statistics().num_clients == 0
     report = replay(tmp_path)
     assert (report.difference, report.num_calls, report.num_epochs) == (None, 7, 1)
@@ -158,6 +154,5 @@ def test_a_directory_that_cannot_be_written_is_said_and_service_goes_on(tmp_path
     with LocalCluster(config) as cluster, cluster.client() as client:
         client.wait_finished(client.step(StepRequest(new=(prompt("a", 40),))).step)
         statistics = cluster.coordinator.statistics().recorder
-        assert statistics is not None
         assert statistics.problem.startswith("NotADirectoryError: ")
         assert statistics.num_lost_records == 2

@@ -27,21 +27,10 @@ from kvcache.coordinator.step_recorder import Gone, LookedUp, SwappedOut
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager import KVCacheManager
 from kvcache.protocol.commands import Load
-from kvcache.protocol.step import (
-    NewRequest,
-    RequestHints,
-    ResumedRequest,
-    StepRequest,
-    StepResult,
-)
+from kvcache.protocol.step import NewRequest, RequestHints, ResumedRequest, StepRequest, StepResult
 from kvcache.recorder import RecordReplay, open_recording
 from kvcache.recorder.frames import frame
-from kvcache.recorder.records import (
-    LoadBegun,
-    LoadFinished,
-    LoadReleased,
-    Record,
-)
+from kvcache.recorder.records import LoadBegun, LoadFinished, LoadReleased, Record
 from kvcache.requests.hints import CacheHint
 from kvcache.worker.transfers import TransferJobs
 from tests.actors.tier_driver import (
@@ -149,7 +138,6 @@ def test_prompts_that_come_up_or_fail_to_replay_to_the_identical_state(
     assert (kinds[LoadBegun], kinds[LoadFinished]) == (5, 3)
     assert kinds[LoadReleased] == 5
     replayed = replay(tmp_path)
-    assert replayed.manager is not None
     assert replayed.manager.dump_state() == state
     assert replayed.manager.statistics() == statistics
 
@@ -179,7 +167,6 @@ def test_a_prefetched_prompt_is_hit_at_once_and_replays_with_its_hints(tmp_path:
             cluster.pump()
         state = manager_of(cluster).dump_state()
     replayed = replay(tmp_path)
-    assert replayed.manager is not None
     assert replayed.manager.dump_state() == state
 
 
@@ -282,7 +269,6 @@ def test_tenants_in_tiers_are_replayed(tmp_path: Path) -> None:
         statistics = manager_of(cluster).statistics()
         assert statistics.tenants
     replayed = replay(tmp_path)
-    assert replayed.manager is not None
     assert replayed.manager.statistics().tenants == statistics.tenants
 
 
@@ -384,7 +370,6 @@ def test_what_tiers_did_otherwise_is_named(
 ) -> None:
     was = change(copied, which, changed)
     difference = RecordReplay(open_recording(copied)).run().difference
-    assert difference is not None
     assert re.fullmatch(what, difference.what), difference.what
     assert difference.number == was.number
 

@@ -16,13 +16,7 @@ from kvcache.protocol.step import StepRequest
 from kvcache.protocol.wire import encode
 from kvcache.recorder import open_recording
 from kvcache.recorder.frames import FrameReader, frame
-from kvcache.recorder.records import (
-    EpochBegun,
-    SegmentHead,
-    StateReached,
-    pack_head,
-    pack_record,
-)
+from kvcache.recorder.records import EpochBegun, SegmentHead, StateReached, pack_head, pack_record
 from tests.recorder.segments_at_rest import head_of, records_of, replay, write
 
 # --- missing recordings ---------------------------------------------------------------------------

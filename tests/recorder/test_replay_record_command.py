@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.parametrize("hash_seed", ["1", "2"])
+@pytest.mark.parametrize("hash_seed", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_another_process_with_other_hashes_of_strings_comes_to_the_same(
     recorded: Path, hash_seed: str
 ) -> None:

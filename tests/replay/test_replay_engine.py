@@ -226,7 +226,7 @@ def test_hits_of_single_requests_agree_with_a_slow_model() -> None:
     assert report.hit_rate == num_hit_tokens / report.num_prompt_tokens
 
 
-@pytest.mark.seeds(8)
+@pytest.mark.seeds(4, long=16)
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])
 def test_everything_finishes_in_a_tiny_pool(seed: int, specs: tuple[KVCacheSpec, ...]) -> None:
     rng = random.Random(seed)
@@ -336,7 +336,7 @@ def test_requests_longer_than_the_model_are_skipped_and_counted_where_that_is_wa
     assert_nothing_leaks(stepper.manager)
 
 
-@pytest.mark.seeds(14)
+@pytest.mark.seeds(7, long=28)
 def test_failed_steps_are_taken_back_and_done_again(seed: int) -> None:
     rng = random.Random(1000 + seed)
     workload = random_workload(rng, 25)

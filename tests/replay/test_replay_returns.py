@@ -85,7 +85,6 @@ def replay(losses: dict[int, Loss], num_blocks: int = 600) -> ReplayReport:
         assert max(stepper.num_running, default=1) > 0
         cluster.coordinator.check()
         manager = cluster.coordinator.manager
-        assert manager is not None
         assert manager.statistics().num_running_requests == 0
     return report
 

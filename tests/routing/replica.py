@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvcache.core import CacheEvent
 from kvcache.events.feed_frames import pack_events, pack_frame, pack_state
@@ -69,10 +68,3 @@ class Replica:
     def _run(loop: PublisherLoop, theirs: socket.socket) -> None:
         with theirs:
             loop.run()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.01)

@@ -20,7 +20,8 @@ from kvcache.events.subscriber import KVEventSubscriber
 from kvcache.events.subscription import Subscription, SubscriptionSettings
 from kvcache.requests.request_content import Namespace
 from tests.events.event_world import BLOCK, LORAS, SALTS, Block
-from tests.routing.replica import HEARTBEAT_S, Replica, wait_until
+from tests.routing.replica import HEARTBEAT_S, Replica
+from tests.waiting import wait_until
 
 SETTINGS = RouterSettings(overlap_weight=1.5, host_worth=0.75, storage_worth=0.25, block_tokens=8)
 ADAPTERS = {None: None, LORAS[1]: "adapter"}

@@ -252,7 +252,6 @@ class ForkEngine:
 
     def _audit(self) -> None:
         manager = self.cluster.coordinator.manager
-        assert manager is not None
         manager.check()
 
     def finished_step(self) -> int:

@@ -305,7 +305,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("merge_duplicates", [True, False])
-@pytest.mark.seeds(15)
+@pytest.mark.seeds(8, long=30)
 def test_an_allocator_acts_as_its_model_does(seed: int, merge_duplicates: bool) -> None:
     walk = Walk(seed, merge_duplicates=merge_duplicates)
     operations = {

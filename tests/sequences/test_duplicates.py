@@ -35,10 +35,7 @@ def columns_of(patches: BlockTablePatch) -> list[tuple[int, ...]]:
 
 
 def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete() -> None:
-    manager = make_manager(
-        HYBRID,
-        merge_duplicates=True,
-    )
+    manager = make_manager(HYBRID, merge_duplicates=True)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     free = manager.statistics().core.num_free_blocks
@@ -56,10 +53,7 @@ def test_requests_that_computed_the_same_share_it_when_their_steps_are_complete(
 
 
 def test_nothing_is_merged_before_the_steps_are_complete() -> None:
-    manager = make_manager(
-        HYBRID,
-        merge_duplicates=True,
-    )
+    manager = make_manager(HYBRID, merge_duplicates=True)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     engine.step(row(1, [10]), completed_step=1)
@@ -79,10 +73,7 @@ def test_without_the_option_duplicates_stay() -> None:
 
 
 def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
-    manager = make_manager(
-        HYBRID,
-        merge_duplicates=True,
-    )
+    manager = make_manager(HYBRID, merge_duplicates=True)
     engine = Engine(manager)
     two_that_computed_the_same(manager, engine)
     result = engine.step(completed_step=2, finished=("b",), new=(new("c", [1, 2]),))
@@ -93,10 +84,7 @@ def test_a_request_that_goes_in_the_same_step_is_not_told() -> None:
 
 
 def test_a_block_whose_bytes_are_not_confirmed_evicts_no_other() -> None:
-    manager = make_manager(
-        HYBRID,
-        merge_duplicates=True,
-    )
+    manager = make_manager(HYBRID, merge_duplicates=True)
     one, two = Engine(manager, "one#1"), Engine(manager, "two#1")
     one.step(new=(new("a", TOKENS),))
     two.step(new=(new("b", TOKENS),))

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache import (
-    Fork,
-    KVCacheManager,
-    LoRARequest,
-    Request,
-    RequestError,
-)
+from kvcache import Fork, KVCacheManager, LoRARequest, Request, RequestError
 from kvcache.protocol.commands import BlockTablePatch, Copy, Zero
 from kvcache.protocol.step import NO_SLOT, ResumedRequest
 from tests.manager.managers_under_test import FULL, HYBRID, ONE_STATE, make_manager
@@ -45,14 +39,12 @@ def test_a_child_shares_every_block_and_the_first_writer_gets_one_of_its_own() -
     child = Request("child", [*range(10), 99])
     free = manager.statistics().core.num_free_blocks
     shared = manager.fork(parent, child)
-    assert shared is not None
     assert shared.get_block_ids() == manager.get_block_ids("parent") == ([1, 2, 3], [4, 5, 6])
     assert (child.num_computed_tokens, manager.slot_of("child")) == (10, 1)
     assert manager.statistics().core.num_free_blocks == free
     assert manager.get_num_common_prefix_blocks(parent, 2) == [3, 0]
 
     added = manager.allocate_slots(child, 1)
-    assert added is not None
     assert added.get_block_ids() == ([7], [8])
     assert manager.get_block_ids("child") == ([1, 2, 7], [4, 5, 8])
     commands = manager.take_commands()
@@ -265,7 +257,6 @@ def test_a_step_forks_before_its_rows_run() -> None:
     result = engine.step(row(0, [6]), forks=(Fork("parent", "child"),))
     assert result.forked_slots.tolist() == [1]
     child = manager.get_request("child")
-    assert child is not None
     assert (child.all_token_ids.tolist(), child.num_computed_tokens) == (list(range(6)), 6)
     # The parent writes in this step and moves; the child keeps what both had.
     assert manager.get_block_ids("child") == ([1, 2],)
@@ -297,8 +288,6 @@ def test_a_child_is_of_its_parents_content() -> None:
     engine.step(new=(parent,))
     engine.step(forks=(Fork("parent", "child"),))
     known, child = manager.get_request("parent"), manager.get_request("child")
-    assert known is not None
-    assert child is not None
     assert (child.namespace, child.lora) == (known.namespace, known.lora)
 
 

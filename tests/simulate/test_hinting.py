@@ -69,7 +69,7 @@ def test_random_hints_cost_nothing(name: str, num_blocks: int) -> None:
     assert count.hit_rate >= rate(trace, SimulatedCache("lru", num_blocks)) - 0.005
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", [0.1, pytest.param(0.5, marks=pytest.mark.long), 1.0])
 @pytest.mark.parametrize("lowest", [0, 51])
 @pytest.mark.parametrize(("name", "num_blocks"), SIZES.items())
 def test_random_priorities_cost_nothing_in_a_small_cache(

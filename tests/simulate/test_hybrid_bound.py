@@ -15,12 +15,7 @@ from kvcache.base.errors import OutOfBlocksError
 from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.hybrid_bound import bound_hybrid_hits
 from kvcache.simulate.optimum import count_optimal_hits
-from kvcache.simulate.simulated_cache import (
-    OPTIMUM,
-    SimulatedCache,
-    all_policies,
-    window_groups,
-)
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, all_policies, window_groups
 from kvcache.simulate.simulation import simulate
 from kvcache.specs import CrossAttentionSpec, KVCacheGroupSpec, ceil_div
 from tests.simulate.models import MODELS, full, groups_of

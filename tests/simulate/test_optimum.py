@@ -97,6 +97,7 @@ def test_a_request_that_does_not_fit_is_named_with_its_line(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CONVERSATION.exists(), reason=f"no conversation trace at {CONVERSATION}")
 def test_the_optimum_of_the_conversation_trace_is_the_published_one() -> None:
     trace = read_block_trace(MooncakeTrace(CONVERSATION))

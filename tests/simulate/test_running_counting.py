@@ -16,11 +16,7 @@ from kvcache.simulate.block_trace import BlockTrace
 from kvcache.simulate.counting import CountingOptions, PrefillCount
 from kvcache.simulate.opening import open_block_trace
 from kvcache.simulate.running_counting import Pace, RunningCounter
-from kvcache.simulate.simulated_cache import (
-    OPTIMUM,
-    SimulatedCache,
-    window_groups,
-)
+from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_groups
 from kvcache.simulate.simulation import SimulationResult, simulate
 from kvcache.simulate.tier_traffic import TierSizes
 from tests.simulate.traces import SIZE, random_requests, trace_line, write_lines
@@ -202,7 +198,6 @@ def test_state_is_consistent_while_requests_run_above_tiers(tmp_path: Path) -> N
 
     def check(count: PrefillCount) -> None:
         counter.manager.check()
-        assert counter.traffic is not None
         counter.traffic.check()
 
     count = counter.count(check)

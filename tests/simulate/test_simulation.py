@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvcache.simulate.simulated_cache import OPTIMUM, SimulatedCache, window_gro
 from kvcache.simulate.simulation import simulate
 from kvcache.simulate.simulation_processes import SimulationTask, run_simulations
 from tests.simulate.traces import CONVERSATION, block_trace, random_requests
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -179,7 +179,7 @@ from kvcache.simulate.simulation_processes import SimulationTask, run_simulation
 
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    trace = open_block_trace("agents", limit=3_000)
+    trace = open_block_trace("agents", limit=600)
     tasks = [SimulationTask(0, SimulatedCache("lru", n)) for n in range(5_000, 5_040)]
     run_simulations([trace], tasks, 2, lambda index, num: print(index, num, flush=True))
 
@@ -203,14 +203,10 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, ending: in
         start_new_session=True,
     )
     with process:
-        assert process.stdout is not None
         assert process.stdout.readline()  # they have begun
         process.send_signal(ending)
         assert process.wait(60) != 0
-    deadline = time.monotonic() + 60
-    while _is_group_alive(process.pid):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.05)
+    wait_until(lambda: not _is_group_alive(process.pid), "processes are left")
 
 
 def _is_group_alive(group: int) -> bool:

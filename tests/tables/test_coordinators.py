@@ -152,7 +152,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("groups", PLANS.values(), ids=PLANS)
-@pytest.mark.seeds(8)
+@pytest.mark.seeds(4, long=16)
 def test_tables_and_hits_are_those_of_the_core(groups: list[ModelGroup], seed: int) -> None:
     """Requests come and go. Prompts end inside a block. With one group no content is computed twice
     then, so that both evict the same; with several groups nothing is evicted."""

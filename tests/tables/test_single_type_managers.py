@@ -21,16 +21,7 @@ from kvcache.tables.single_type_managers import (
     SlidingWindowManager,
     get_manager_for_kv_cache_spec,
 )
-from tests.core.builders import (
-    chunked,
-    cross,
-    full,
-    make_request,
-    mamba,
-    mla,
-    plan,
-    window,
-)
+from tests.core.builders import chunked, cross, full, make_request, mamba, mla, plan, window
 from tests.tables.builders import Tables
 
 
@@ -334,7 +325,4 @@ def test_a_cache_manager_serves_a_kind_from_outside_by_what_it_is_or_refuses_it(
     manager.allocate_slots(request, 17)
     assert manager.get_computed_blocks(Request("b", list(range(17))))[1] == 16
     with pytest.raises(ConfigurationError, match="no rules for KV cache groups of kind 'strange'"):
-        KVCacheManager(
-            plan(20, StrangeSpec(4, 1, 8)),
-            100,
-        )
+        KVCacheManager(plan(20, StrangeSpec(4, 1, 8)), 100)

@@ -86,7 +86,6 @@ class Site:
     def statistics(self, name: str) -> dict[str, tuple[int, int]]:
         """Return a tenant's queried tokens and hits, by tier."""
         tiers = self.offloading.tiers.statistics()
-        assert tiers.disk is not None
         everything = (*self.manager.statistics().tenants, *tiers.host.tenants, *tiers.disk.tenants)
         return {
             each.tier: (each.num_asked_tokens, each.num_hit_tokens)

@@ -30,6 +30,7 @@ from kvcache.worker.host_memory.labels import SlotState, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape
 from tests.vllm.engine_process import MARK
 from tests.vllm.programs import ROOT, Program, fork_server, run, spawn
+from tests.waiting import wait_until
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 """The environment from `make test-vllm`, or a link to one."""
@@ -96,10 +97,8 @@ class ProcessTree:
         self.process.wait(30)
         self.process.stdin.close()
         self.process.stdout.close()
-        deadline_s = time.monotonic() + 30
-        while processes_of_session(self.process.pid):
-            assert time.monotonic() < deadline_s, "a killed engine lives on"
-            time.sleep(0.05)
+        pid = self.process.pid
+        wait_until(lambda: not processes_of_session(pid), "a killed engine lives on")
         for path in self._shared:
             path.unlink(missing_ok=True)
 
@@ -144,9 +143,10 @@ class Engine(ProcessTree):
 
     def reset(self, *, connector: bool = False) -> None:
         """Reset vLLM's own cache, and the connector's blocks if requested."""
-        deadline_s = time.monotonic() + 10
-        while not self.ask(do="reset", connector=connector)["reset"]:
-            assert time.monotonic() < deadline_s, "vLLM does not reset its cache"
+        wait_until(
+            lambda: self.ask(do="reset", connector=connector)["reset"],
+            "vLLM does not reset its cache",
+        )
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.process.stdin.write(json.dumps(command).encode() + b"\n")

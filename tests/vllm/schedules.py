@@ -231,7 +231,6 @@ class World:
 
     def _processes(self, depth: int) -> list[int]:
         """Return the engine's processes of a generation: 1 is its core, 2 are the workers."""
-        assert self.engine is not None
         parents = {self.engine.process.pid: 0}
         for process in sorted(processes_of_session(self.engine.process.pid)):
             with contextlib.suppress(OSError):  # it has just ended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.interop.published_cluster import Answer, Prompt, free_endpoint
 from tests.interop.router_venv import OWN_VENV, find_python
 from tests.vllm.conftest import Engine, Segment, Starter
 from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, PROMPTS
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -119,10 +119,3 @@ def agree(
 
 def answer(indexer: DynamoIndexer, prompt: list[int]) -> Answer:
     return indexer.answer(Prompt(np.array(prompt, np.int32)))
-
-
-def wait_until(holds: Callable[[], bool], said: Callable[[], Any]) -> None:
-    give_up_s = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < give_up_s, said()
-        time.sleep(0.1)

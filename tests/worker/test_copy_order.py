@@ -261,7 +261,6 @@ def test_a_slot_is_neither_read_nor_written_while_a_job_writes_it(bench: Bench) 
     assert [bench.reports[job].detail for job in (2, 3, 4, 5)] == [IN_USE] * 4
     bench.send(SealSlots("host", ids(0)))
     host = bench.worker.host_pool
-    assert host is not None
     assert host.labels.state(0).name == "WRITING"
     bench.finish()
     assert bench.reports[1].ok

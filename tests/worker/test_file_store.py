@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,13 +21,8 @@ from kvcache.offload.keys import label_keys
 from kvcache.worker.files.format import FileHead, FileTierError, labels_of_heads, pack_head
 from kvcache.worker.files.store import FileStore, StoreLimits
 from kvcache.worker.files.tier import FileTier, FileTierSettings
-from tests.worker.tier_support import (
-    PLAIN,
-    SHAPE,
-    FaultyFiles,
-    files_below,
-    random_head,
-)
+from tests.forked import in_a_fork
+from tests.worker.tier_support import PLAIN, SHAPE, FaultyFiles, files_below, random_head
 
 PAYLOAD = bytes(range(96))
 
@@ -725,30 +718,10 @@ def test_a_root_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> Non
     assert not root.exists()
 
 
-TAKE = """
-import sys
-from pathlib import Path
-from kvcache.base.errors import ConfigurationError
-from kvcache.worker.files.tier import FileTier
-from tests.worker.tier_support import SHAPE
-from tests.worker.test_file_store import settings
-try:
-    FileTier(settings(Path(sys.argv[1])), SHAPE, "another")
-except ConfigurationError as error:
-    print(error)
-"""
-
-
 def is_locked(root: Path) -> bool:
     """Return whether another process is refused."""
-    found = subprocess.run(
-        [sys.executable, "-c", TAKE, str(root)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return "is in use by another process" in found.stdout
+    found = in_a_fork(lambda: FileTier(settings(root), SHAPE, "another").close())
+    return isinstance(found, ConfigurationError) and "is in use by another process" in str(found)
 
 
 def test_a_directory_that_a_living_process_uses_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -23,13 +21,8 @@ from kvcache.worker.host_memory.shared_memory import (
     make_memory,
     total_memory_bytes,
 )
-from tests.worker.tier_support import (
-    SHAPE,
-    attach_again,
-    label_views,
-    make_segment,
-    random_labels,
-)
+from tests.forked import in_a_fork
+from tests.worker.tier_support import SHAPE, attach_again, label_views, make_segment, random_labels
 from tests.worker.worker_support import ids
 
 
@@ -265,29 +258,11 @@ def test_no_process_can_take_pages_away_under_a_mapping() -> None:
     os.close(descriptor)
 
 
-ATTACH = """
-import sys
-from kvcache.base.errors import PlanMismatchError
-from kvcache.worker.host_memory.segment import HostSegment
-from tests.worker.tier_support import SHAPE
-try:
-    HostSegment(int(sys.argv[1]), SHAPE, "attached")
-except PlanMismatchError as error:
-    print(error)
-"""
-
-
 def test_memory_that_a_living_process_uses_is_refused() -> None:
     segment = make_segment()
-    found = subprocess.run(
-        [sys.executable, "-c", ATTACH, str(segment.descriptor)],
-        pass_fds=[segment.descriptor],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert found.stdout.startswith("the host segment is another living process's (")
+    found = in_a_fork(HostSegment, segment.descriptor, SHAPE, "attached")
+    assert isinstance(found, PlanMismatchError)
+    assert str(found).startswith("the host segment is another living process's (")
 
 
 def test_shapes_that_cannot_be_are_refused() -> None:

@@ -30,13 +30,7 @@ from kvcache.base.errors import (
 from kvcache.memory_service import client as memory_client
 from kvcache.memory_service import service as memory_service
 from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient
-from kvcache.memory_service.protocol import (
-    make_socket,
-    memory_number,
-    receive,
-    send,
-    socket_name,
-)
+from kvcache.memory_service.protocol import make_socket, memory_number, receive, send, socket_name
 from kvcache.memory_service.service import HostMemoryService
 from kvcache.worker.host_memory.labels import SlotState
 from kvcache.worker.host_memory.segment import keep_segment, open_segment
@@ -167,83 +161,33 @@ def test_a_pipe_is_no_memory(service: HostMemoryService, address: str) -> None:
     os.close(writing)
 
 
-def say_rubbish(connected: socket.socket) -> None:
-    connected.send(b"\xc1rubbish")
+WORDS: dict[str, Callable[[socket.socket], object]] = {
+    "rubbish": lambda to: to.send(b"\xc1rubbish"),
+    "nothing, and the end": lambda to: to.shutdown(socket.SHUT_WR),
+    "another version": lambda to: to.send(msgpack.packb([9, "attach", "a"])),
+    "an unknown verb": lambda to: send(to, ["explode", "a"]),
+    "too much": lambda to: to.send(b"x" * 5000),
+    "unhashable": lambda to: send(to, [{}, "x"]),
+    "unhashable after a verb": lambda to: send(to, ["attach", {}]),
+    "far too deep": lambda to: to.send(b"\x91" * 4000 + b"\x01"),
+    "deep": lambda to: to.send(b"\x93\x01" + b"\x91" * 900 + b"\x01" + b"\xa1x"),
+    "a put of nothing": lambda to: send(to, ["put", "a"]),
+    "a put of two": lambda to: socket.send_fds(to, [msgpack.packb([1, "put", "a"])], [0, 1]),
+    "an attach with memory": lambda to: send(to, ["attach", "a"], 0),
+}
 
 
-def say_nothing_and_go(connected: socket.socket) -> None:
-    connected.shutdown(socket.SHUT_WR)
-
-
-def say_another_version(connected: socket.socket) -> None:
-    connected.send(msgpack.packb([9, "attach", "a"]))
-
-
-def say_unknown(connected: socket.socket) -> None:
-    send(connected, ["explode", "a"])
-
-
-def say_too_much(connected: socket.socket) -> None:
-    connected.send(b"x" * 5000)
-
-
-def say_unhashable(connected: socket.socket) -> None:
-    send(connected, [{}, "x"])
-
-
-def say_unhashable_after_a_verb(connected: socket.socket) -> None:
-    send(connected, ["attach", {}])
-
-
-def say_far_too_deep(connected: socket.socket) -> None:
-    connected.send(b"\x91" * 4000 + b"\x01")
-
-
-def say_deep(connected: socket.socket) -> None:
-    connected.send(b"\x93\x01" + b"\x91" * 900 + b"\x01" + b"\xa1x")
-
-
-def put_nothing(connected: socket.socket) -> None:
-    send(connected, ["put", "a"])
-
-
-def bring_two(connected: socket.socket) -> None:
-    socket.send_fds(connected, [msgpack.packb([1, "put", "a"])], [0, 1])
-
-
-def attach_with_memory(connected: socket.socket) -> None:
-    send(connected, ["attach", "a"], 0)
-
-
-@pytest.mark.parametrize(
-    "speak",
-    [
-        say_rubbish,
-        say_nothing_and_go,
-        say_another_version,
-        say_unknown,
-        say_too_much,
-        say_unhashable,
-        say_unhashable_after_a_verb,
-        say_far_too_deep,
-        say_deep,
-        put_nothing,
-        bring_two,
-        attach_with_memory,
-    ],
-)
-def test_whatever_is_said_the_service_goes_on(
-    service: HostMemoryService, address: str, speak: Callable[[socket.socket], None]
-) -> None:
+def test_whatever_is_said_the_service_goes_on(service: HostMemoryService, address: str) -> None:
     before = open_descriptors()
-    with make_socket(TIMEOUT_S) as connected:
-        connected.connect(socket_name(address))
-        speak(connected)
-        (is_ok, reason), descriptor = receive(connected)
-    assert (is_ok, descriptor) == (False, None)
-    assert reason
-    assert MemoryServiceClient(address).attach("a") is None
-    assert service.statistics().num_refused == 1
+    for number, (what, speak) in enumerate(WORDS.items(), 1):
+        with make_socket(TIMEOUT_S) as connected:
+            connected.connect(socket_name(address))
+            speak(connected)
+            (is_ok, reason), descriptor = receive(connected)
+        assert (is_ok, descriptor) == (False, None), what
+        assert reason, what
+        assert MemoryServiceClient(address).attach("a") is None, what
+        assert service.statistics().num_refused == number, what
     service.close()
     assert open_descriptors() == before - OF_A_SERVICE
 
@@ -471,7 +415,6 @@ def start(address: str) -> Iterator[Callable[[str], tuple[subprocess.Popen[str],
             cwd=Path(__file__).parents[2],
         )
         processes.append(process)
-        assert process.stdout is not None
         return process, process.stdout.readline().strip()
 
     yield start_one

@@ -68,7 +68,6 @@ class Bench(Harness):
 
     def labels(self) -> Label:
         host = self.worker.host_pool
-        assert host is not None
         return host.labels.sealed().labels
 
 
@@ -107,7 +106,6 @@ def test_a_store_takes_the_label_along_and_a_seal_makes_it_known(bench: Bench) -
     assert bench.labels().block_ids.tolist() == [2]
     assert label_views(bench.labels()) == label_views(CONTENT)
     statistics = bench.worker.statistics().transfers.host
-    assert statistics is not None
     assert (statistics.num_sealed, statistics.num_written, statistics.num_seals_refused) == (
         1,
         1,
@@ -182,7 +180,6 @@ def test_a_block_goes_to_its_file_and_comes_back_with_its_label(
         "load": (1, 0),
     }
     files = bench.worker.statistics().transfers.files
-    assert files is not None
     assert (files.num_written, files.num_read, files.num_discarded) == (1, 1, 1)
     assert files.problems == {"missing": 1}
 
@@ -307,7 +304,6 @@ def test_slots_in_different_pieces_of_registered_memory_are_copied_apart(
     monkeypatch.setattr(host_pool, "MAX_REGISTERED_BYTES", 4096)
     bench = Harness.make(make_config(full_groups(), host_blocks=100))
     host = bench.worker.host_pool
-    assert host is not None
     first, second, third = 1, 4096 // host.slot_bytes, 4096 // host.slot_bytes + 1
     pieces = host.pieces(0, ids(second, first, third))
     assert [piece.tolist() for piece in pieces] == [[1], [0, 2]]
@@ -352,7 +348,6 @@ def test_a_grant_waits_until_no_file_is_read_or_written(
 ) -> None:
     stored(bench)
     pool = bench.worker._executor.tiers.files
-    assert pool is not None
     write, may_write = pool.store.write, threading.Event()
 
     def write_late(head: FileHead, payload: Sequence[memoryview]) -> int:
@@ -447,7 +442,6 @@ def test_a_worker_that_begins_again_finds_its_files(tmp_path: Path) -> None:
     first.worker.close()
     again = make(tmp_path)
     pool = again.worker._executor.tiers.files
-    assert pool is not None
     pool.scan([KEY[0]])
     assert wait_for_files(pool, TIMEOUT_S)
     (scanned,) = pool.take_scanned()

@@ -209,7 +209,6 @@ def test_a_flipped_host_byte_fails_the_load_and_no_wrong_byte_stays() -> None:
     harness = with_host()
     harness.send(Store(7, "host", ids(3, 4), ids(2, 0)))
     host = harness.worker.host_pool
-    assert host is not None
     host.tensors[0][0, 5] ^= 1
     harness.send(Load(8, "host", ids(2, 0), ids(9, 8)))
     report = harness.reports[8]
