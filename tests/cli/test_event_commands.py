@@ -183,7 +183,6 @@ def test_a_reader_that_has_had_enough_is_no_error(
     with subprocess.Popen(
         [*command, "--follow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         assert b"AllBlocksCleared" in process.stdout.readline()
         process.stdout.close()
@@ -226,7 +225,6 @@ def test_a_watch_shows_tables(cluster: LocalCluster, client: KVCacheClient) -> N
 def test_a_watch_ends_cleanly_on_ctrl_c(cluster: LocalCluster, client: KVCacheClient) -> None:
     command = [*KVCACHE, "watch", *addresses(cluster), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stderr is not None
         assert "is_exact" in json.loads(process.stdout.readline())
         os.kill(process.pid, signal.SIGINT)

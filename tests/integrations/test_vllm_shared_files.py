@@ -223,7 +223,6 @@ class Walk:
 
     def follow(self) -> None:
         changes = self.follower.changes()
-        assert changes is not None
         for key, is_there in changes.items():
             (self.believed.add if is_there else self.believed.discard)(key)
         if self.is_exact:

@@ -70,7 +70,6 @@ class Peer:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)

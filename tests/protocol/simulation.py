@@ -684,7 +684,6 @@ class Cluster:
 
     def _are_tiers_busy(self) -> bool:
         epoch_state, tiers = self.coordinator._epoch_state, self._tiers
-        assert epoch_state._offloading is not None
         assert tiers is not None
         is_adopting = epoch_state._offloading._adoption is not None
         num_waiting = sum(disk.num_waiting for disk in self.disks.values())

@@ -213,7 +213,6 @@ class World:
             return
 
     def _signal_engine(self, number: int) -> None:
-        assert self.engine is not None
         for process in processes_of_session(self.engine.process.pid):
             _send(process, number)
 
