@@ -344,7 +344,8 @@ class KVCacheManager:
                 table.owned_by_caller(request)
             if num_encoder or limits.state_groups:
                 newest = self._newest_state(known, num_external, num_encoder)
-        if num_adopted or new_computed_blocks is not None:
+        has_blocks = new_computed_blocks is not None and new_computed_blocks is not self._no_blocks
+        if num_adopted or has_blocks:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
         if known is None and not table.num_free_slots:
             if hit is not None and hit.num_tokens:
