@@ -117,7 +117,7 @@ def launch(
 
 @command
 def stop(name: NameOption = None) -> None:
-    """Stop a running cluster and remove everything it started."""
+    """Stop a running cluster and every process it started; the files of its disk tier stay."""
     from actors.clusters.shutdown import ClusterParts, take_down
     from actors.connect import is_actor_known
     from actors.names import coordinator_name
@@ -168,7 +168,8 @@ def open_cluster(
     must_serve: bool = True,
     otherwise: str = "call the same from there, or `kvcache status`",
 ) -> Iterator[KVCacheCluster]:
-    """Connect to Ray and yield a running cluster whose coordinator answers.
+    """Connect to Ray and yield a running cluster whose coordinator answers. In the `with` block,
+    SIGTERM interrupts as Ctrl-C does. Main thread only.
 
     Raises NotRunningError if no Ray or no such cluster runs, or if its coordinator is embedded in
     an engine's process, which alone can ask it; `otherwise` is the remedy. With `must_serve` also
@@ -176,7 +177,7 @@ def open_cluster(
     """
     from actors.clusters.cluster import KVCacheCluster
 
-    with ray_session(may_start=False):
+    with ray_session(may_start=False), interrupted_by_sigterm():
         cluster = named_cluster(name)
         if not isinstance(cluster, KVCacheCluster):
             raise NotRunningError(

@@ -420,7 +420,6 @@ def _print_coordinator(address: str, keys: CurveKeys | None, as_json: bool) -> N
 def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:
     """Return what a coordinator knows, in words."""
     engines = {source["endpoint"]: source["num_blocks"] for source in found["sources"]}
-    counts = {name: found.get(f"num_{name}", 0) for name in ("questions", "found_blocks")}
     return {
         "uptime": f"{found['uptime_s']:,.0f} s",
         "blocks": (
@@ -430,8 +429,8 @@ def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:
         **{endpoint: f"{count:,} blocks" for endpoint, count in engines.items()},
         **_event_facts(found.get("events")),
         "questions": (
-            f"{counts['questions']:,}, {counts['found_blocks']:,} of "
-            f"{found.get('num_asked_blocks', 0):,} blocks found"
+            f"{found['num_questions']:,}, {found['num_found_blocks']:,} of "
+            f"{found['num_asked_blocks']:,} blocks found"
         ),
     }
 
@@ -439,7 +438,7 @@ def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:
 def _event_facts(found: dict[str, Any] | None) -> dict[str, str]:
     if found is None:
         return {}
-    told = f"{found.get('num_batches', 0):,} batches, {found.get('num_requests', 0):,} requests"
+    told = f"{found['num_batches']:,} batches, {found['num_requests']:,} requests"
     return {
         "events": f"{found['endpoint']}, {told}",
         "topics": "\n".join(found["topics"]) or "none",

@@ -272,7 +272,7 @@ class Membership:
             if member.refusal and not member.is_granted:
                 problems.append(f"rank {rank} refuses: {member.refusal}")
             elif silent_s > silence_s:
-                what = "not been heard of" if member.is_granted else "not granted the epoch"
+                what = "not been heard from" if member.is_granted else "not granted the epoch"
                 problems.append(f"rank {rank} has {what} for {silent_s:.1f} s")
         return "; ".join(problems)
 

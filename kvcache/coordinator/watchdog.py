@@ -90,7 +90,7 @@ class Watchdog:
                 yield "grant", f"rank {rank} {why} epoch {epoch}", limits.rank_s, None
         if coordinator.phase is Phase.RUNNING:
             for rank, (_, heard_s) in signs_of_life(coordinator).items():
-                yield "silence", f"rank {rank} has not been heard of", limits.rank_s, heard_s
+                yield "silence", f"rank {rank} has not been heard from", limits.rank_s, heard_s
         collection, epoch_state = coordinator._collection, coordinator._epoch_state
         if collection is not None:
             for rank in collection.missing():

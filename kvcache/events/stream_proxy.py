@@ -99,7 +99,8 @@ class StreamProxy:
         self._wanted: Streams = {}
         self._sources: dict[str, _Source] = {}
         self._fetches: dict[tuple[bytes, str], _Fetch] = {}
-        self._counts: Counter[str] = Counter()
+        names = ("batches", "requests", "lost_answers", "malformed_batches", "malformed_requests")
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         self._can_answer = False
         self._begun_s = time.monotonic()
         self._codec = EventCodec(())

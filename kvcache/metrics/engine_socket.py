@@ -162,8 +162,8 @@ def _not_running(name: str, replica: int) -> str:
         f"{each}/{number}" if number else each for each, number in running_engines()
     )
     which = f"{name!r}, replica {replica}," if replica else repr(name)
-    told = f"no engine {which} runs on this node: those that run: {engines or '-'}"
-    return f"{told}; memory is kept of: {', '.join(kept_names()) or '-'}"
+    told = f"no engine {which} runs on this node: those that run: {engines or 'none'}"
+    return f"{told}; memory is kept of: {', '.join(kept_names()) or 'none'}"
 
 
 def _matching(pattern: str) -> list[tuple[str, ...]]:

@@ -86,7 +86,7 @@ def open_recording(path: Path) -> Recording:
     try:
         is_directory = path.is_dir()
         paths = segment_paths(path) if is_directory else [path]
-        inside = sorted(p.name for p in path.iterdir() if p.is_dir()) if is_directory else []
+        inside = sorted({p.parent.name for p in path.glob(f"*/*{SEGMENT_SUFFIX}")})
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte in it
         raise RecordingError(f"{path}: cannot be read ({error}): check the path") from error
     if is_directory and not paths:

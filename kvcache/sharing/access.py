@@ -101,7 +101,10 @@ def make_keys(path: str) -> CurveKeys:
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(_plain(keys), file)
     except OSError as error:
-        raise ConfigurationError(f"keys {path!r}: {error.strerror}") from error
+        raise ConfigurationError(
+            f"keys {path!r}: cannot be written ({error.strerror}): name a file in a directory that "
+            "exists and that you may write to"
+        ) from error
     return keys
 
 

@@ -89,7 +89,15 @@ class BlockIndex:
         self._signs = [chr(number) for number in range(2 * max_sources)]
         self._free_signs = self._signs[::-1]
         self._num_blocks = 0
-        self._counts: Counter[str] = Counter()
+        names = (
+            "questions",
+            "asked_blocks",
+            "found_blocks",
+            "left_out_blocks",
+            "refused_sources",
+            "silent_sources",
+        )
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     def hold(self, told: Holding, now_s: float) -> Taken | None:
         """Take a source's message; None if there is no room for another source.

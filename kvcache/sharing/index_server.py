@@ -91,7 +91,7 @@ class IndexServer:
         require_guarded(address, keys is not None, first_port=0)
         self._index = BlockIndex() if index is None else index
         self._proxy = proxy
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(malformed_messages=0)
         self._look_at_s = 0.0
         self._begun_s = time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -29,7 +29,7 @@ class RefusingClient:
         if step > self._num_refusals and not self._is_over_then:
             return StepResult(client_id="c", step=step, epoch=1, seq=step)
         self.is_attached = step <= self._num_refusals
-        raise WorkerLostError("rank 1 has not been heard of for 12.0 s")
+        raise WorkerLostError("rank 1 has not been heard from for 12.0 s")
 
 
 def stepper_on(
@@ -52,12 +52,12 @@ def test_a_refused_step_is_sent_again_and_the_answer_says_under_which_number(
     result = stepper.wait_result(stepper.submit(STEP))
     assert result.step == 3
     assert client.sent == [STEP] * 3
-    assert told == ["rank 1 has not been heard of for 12.0 s: waiting, 60 s at most"]
+    assert told == ["rank 1 has not been heard from for 12.0 s: waiting, 60 s at most"]
 
 
 def test_a_step_whose_epoch_is_over_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     client = RefusingClient(num_refusals=1, is_over_then=True)
     stepper = stepper_on(client, monkeypatch, [])
-    with pytest.raises(WorkerLostError, match="rank 1 has not been heard of"):
+    with pytest.raises(WorkerLostError, match="rank 1 has not been heard from"):
         stepper.wait_result(stepper.submit(STEP))
     assert client.sent == [STEP] * 2

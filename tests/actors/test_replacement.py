@@ -377,7 +377,7 @@ def test_waits_are_reported_with_their_age(launch: Any, make_config: Any) -> Non
                 return {work.what for work in cluster.pending() if work.is_stuck}
 
             assert wait_until(lambda: len(stuck()) >= 2, SOON_S)
-            assert "rank 1 has not been heard of" in stuck()
+            assert "rank 1 has not been heard from" in stuck()
             assert any(
                 re.fullmatch(r"message \d+:\d+ is not applied by rank 1", w) for w in stuck()
             )
@@ -459,7 +459,7 @@ def test_the_command_line_names_stuck_waits_and_exits_with_1(
         os.kill(victim, signal.SIGCONT)
     assert exit_code == 1
     stuck = [work for work in json.loads(shown)["pending"] if work["is_stuck"]]
-    assert [work["what"] for work in stuck] == ["rank 1 has not been heard of"]
+    assert [work["what"] for work in stuck] == ["rank 1 has not been heard from"]
 
 
 def test_actors_keep_compiled_code_where_the_launching_process_does(

@@ -42,8 +42,10 @@ def cluster(ray_cluster: str) -> Iterator[KVCacheCluster]:
 
 
 @contextmanager
-def served(*arguments: str, address: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yield the address of `kvcache dashboard`; Ctrl-C ends it."""
+def served(
+    *arguments: str, address: str, ending: signal.Signals = signal.SIGINT
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Yield the address of `kvcache dashboard`; Ctrl-C, or another signal, ends it."""
     command = [*KVCACHE, "dashboard", "--json", *arguments]
     process = subprocess.Popen(
         command,
@@ -57,9 +59,11 @@ def served(*arguments: str, address: str) -> Iterator[tuple[str, subprocess.Pope
         line = process.stdout.readline()
         assert line, process.stderr.read()
         yield json.loads(line)["url"], process
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ending)
         assert process.wait(DEADLINE_S) == 0, process.stderr.read()
-        assert "Traceback" not in process.stderr.read()  # pages that were closed are no errors
+        told = process.stderr.read()
+        assert "Traceback" not in told  # pages that were closed are no errors
+        assert "SIGTERM received" not in told  # what Ray's own handler says, with its stack
     finally:
         process.kill()
         process.communicate()
@@ -229,6 +233,12 @@ def test_a_port_that_is_taken_and_an_address_of_others_are_errors_that_say_what_
     told = refused("--name", "nobody", address=ray_cluster)
     assert "no cluster named 'nobody'" in told
     assert cluster.name in told
+
+
+def test_sigterm_ends_the_page_as_ctrl_c_does(cluster: KVCacheCluster, ray_cluster: str) -> None:
+    arguments = ("--name", cluster.name, "--port", "0")
+    with served(*arguments, address=ray_cluster, ending=signal.SIGTERM):
+        pass
 
 
 def refused(*arguments: str, address: str) -> str:

@@ -233,13 +233,13 @@ def fakes() -> Iterator[tuple[StreamProxy, zmq.Context[Any], FakePublisher, Fake
 
 def until_passed_on(proxy: StreamProxy, publisher: FakePublisher, topic: bytes) -> None:
     """Publish numbers from 1 on until the proxy, which may not be connected yet, has got one."""
-    number, before = 0, proxy.statistics().get("num_batches", 0)
+    number, before = 0, proxy.statistics()["num_batches"]
 
     def is_passed_on() -> bool:
         nonlocal number
         number += 1
         publisher.say(topic, SEQUENCE.pack(number))
-        return bool(proxy.statistics().get("num_batches", 0) > before)
+        return bool(proxy.statistics()["num_batches"] > before)
 
     wait_until(is_passed_on)
 

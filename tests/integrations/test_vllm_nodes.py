@@ -767,6 +767,8 @@ def test_a_process_that_does_not_answer_is_ended(
 
 def test_a_coordinator_that_is_not_on_ray_is_where_the_options_say(tmp_path: Path) -> None:
     path = str(tmp_path / "keys")
+    with pytest.raises(ConfigurationError, match="name a file in a directory that exists"):
+        make_keys(str(tmp_path / "nowhere" / "keys"))
     keys = make_keys(path)
     options = CoordinatorOptions(address="tcp://10.0.0.1:7", keys=path)
     assert find_index(options) == IndexPlace("tcp://10.0.0.1:7", keys)

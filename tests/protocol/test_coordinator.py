@@ -393,7 +393,7 @@ def test_a_silent_rank_is_pinged_and_then_named_in_errors() -> None:
     bench.clock.advance(3.5)
     bench.coordinator.on_worker_message(0, Heartbeat("n", "p", 0, 1, 1))
     (result,) = only(bench.step(1), StepResult)
-    assert result.error == "WorkerLostError: rank 1 has not been heard of for 5.5 s"
+    assert result.error == "WorkerLostError: rank 1 has not been heard from for 5.5 s"
     bench.coordinator.on_worker_message(1, Heartbeat("n", "q", 1, 1, 1))
     assert only(bench.step(2), StepResult)[0].error == ""
 

@@ -188,7 +188,7 @@ def test_a_rank_that_is_silent_is_told_once_and_when_it_is_back(
         for _ in range(5):
             cluster.clock.advance(silence_s)
             cluster.coordinator.on_tick()
-        require_one(caplog, r"^WARNING epoch 1: steps are refused: rank 0 has not been heard of")
+        require_one(caplog, r"^WARNING epoch 1: steps are refused: rank 0 has not been heard from")
         go_on(cluster, lambda: not cluster.coordinator.problem())
         cluster._step_on()
         require_one(caplog, r"^INFO epoch 1: all ranks are heard again$")

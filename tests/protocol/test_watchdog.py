@@ -39,8 +39,8 @@ def look(watchdog: Watchdog, bench: Bench) -> dict[str, PendingWork]:
 def test_a_running_cluster_waits_for_nothing_but_the_next_sign_of_life() -> None:
     bench, watchdog = Bench().run(), Watchdog(LIMITS)
     assert look(watchdog, bench) == {
-        f"rank {rank} has not been heard of": PendingWork(
-            "silence", f"rank {rank} has not been heard of", 0.0, 10.0
+        f"rank {rank} has not been heard from": PendingWork(
+            "silence", f"rank {rank} has not been heard from", 0.0, 10.0
         )
         for rank in (0, 1)
     }
@@ -48,8 +48,8 @@ def test_a_running_cluster_waits_for_nothing_but_the_next_sign_of_life() -> None
     bench.applied(0, 1)
     pending = watchdog.look(bench.coordinator, bench.clock.now())
     assert [(work.what, work.age_s, work.is_stuck) for work in pending] == [
-        ("rank 1 has not been heard of", 10.5, True),
-        ("rank 0 has not been heard of", 0.0, False),
+        ("rank 1 has not been heard from", 10.5, True),
+        ("rank 0 has not been heard from", 0.0, False),
     ]
 
 

@@ -115,7 +115,9 @@ def test_an_invalid_recording_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a recording, so to speak, but not one of ours\n" * 9)
     empty = tmp_path / "empty"
-    (empty / "cluster-a").mkdir(parents=True)
+    for name in ("cluster-a", "others"):
+        (empty / name).mkdir(parents=True)
+    (empty / "cluster-a" / "1.kvrec").write_bytes(b"")
     other = tmp_path / "other.kvrec"
     other.write_bytes(frame(msgpack.packb(["something", 1])))
     bare = tmp_path / "bare.kvrec"
