@@ -58,7 +58,7 @@ test-vllm: setup
 # Configurations, replicas, the completions server, the page and the site, as people start them.
 test-launches: setup
 	$(BIN)/python -m pytest tests/launches
-	$(BIN)/python -m pytest tests/engine tests/dashboard tests/actors tests/docs -m launches
+	$(BIN)/python -m pytest $(filter-out tests/launches/%,$(call marked,launches)) -m launches
 
 test-faults: setup
 	$(BIN)/python -m pytest $(call marked,faults) -m 'faults and not chaos' --share $(SHARE)

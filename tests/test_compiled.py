@@ -135,7 +135,7 @@ def test_a_full_disk_and_half_a_file_cost_a_compilation(
         assert not caplog.text  # it is whole again
 
 
-@pytest.mark.long  # compiles the whole core
+@pytest.mark.launches  # compiles the whole core
 def test_all_code_is_kept_where_numba_is_told_to_keep_it(tmp_path: Path) -> None:
     source, cache = tmp_path / "source", tmp_path / "cache"
     source.mkdir()

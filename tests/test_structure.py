@@ -76,7 +76,7 @@ def test_frames_and_files_are_those_of_the_product_alone() -> None:
     assert structure.counted(call) == (0.0, Depth(files=1, frames=2))
 
 
-@pytest.mark.long  # measures all of them
+@pytest.mark.launches  # measures all of them
 def test_the_table_has_a_figure_in_every_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
