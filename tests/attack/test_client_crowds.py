@@ -211,7 +211,7 @@ async def cancel_somewhere(cluster: CrowdedCluster, chance: random.Random) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_that_are_cancelled_anywhere_leave_nothing(kind: str) -> None:
     async def crowd(cluster: CrowdedCluster) -> None:
-        lives = (cancel_somewhere(cluster, random.Random(i)) for i in range(32))
+        lives = (cancel_somewhere(cluster, random.Random(i)) for i in range(16))
         await asyncio.gather(*lives)
         await asyncio.get_running_loop().run_in_executor(None, cluster.await_nothing_left)
 

@@ -23,7 +23,7 @@ from tests.engine.support import (
 )
 from tests.waiting import wait_until
 
-MODELS_WITH_TIERS = ("llama", "gemma-hybrid", "latent")
+MODELS_WITH_TIERS = (pytest.param("llama", marks=pytest.mark.long), "gemma-hybrid", "latent")
 """Models without states: tiers refuse those with states."""
 
 PROMPTS = [tokens(seed, 60) for seed in range(10)]

@@ -67,6 +67,11 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, str]:
+    return {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+
+
 def setting_of(name: str, revision: str = "", *, replica: int = 0, **offload: Any) -> EngineSetting:
     is_asynchronous = offload.pop("is_asynchronous", True)
     groups = KVGroups(offload.pop("specs", (GROUP,)), 4)
@@ -398,8 +403,7 @@ def test_dropped_blocks_are_gone_for_the_next_process_too(name: str) -> None:
     after.close()
 
 
-def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+def test_files_outlive_the_memory(name: str, disk: dict[str, str], tmp_path: Path) -> None:
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     assert move(memory, "spills", (0, 1, 2)).ok
@@ -419,8 +423,9 @@ def test_files_outlive_the_memory(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.kvb"))) == 2
 
 
-def test_adopted_files_are_evicted_from_the_end_of_a_prompt(name: str, tmp_path: Path) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+def test_adopted_files_are_evicted_from_the_end_of_a_prompt(
+    name: str, disk: dict[str, str]
+) -> None:
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     slots, order = (0, 1, 2, 3), (2, 0, 3, 1)  # of the keys, whose files are read by name
     keys = tuple(KEYS[place] for place in order)
@@ -437,9 +442,8 @@ def test_adopted_files_are_evicted_from_the_end_of_a_prompt(name: str, tmp_path:
 
 
 def test_a_processor_with_other_instructions_reads_neither_memory_nor_files(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, disk: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     seal(memory, 0, 1)
@@ -454,8 +458,9 @@ def test_a_processor_with_other_instructions_reads_neither_memory_nor_files(
     other.close()
 
 
-def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path: Path) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+def test_replicas_have_memory_of_their_own_and_one_directory(
+    name: str, disk: dict[str, str], tmp_path: Path
+) -> None:
     memories = [RankTiers(setting_of(name, replica=i, disk=disk), 0, caches(1.0)) for i in (0, 1)]
     for memory in memories:
         store(memory, (0, 1, 2), (5, 6, 7))
@@ -474,9 +479,8 @@ def test_replicas_have_memory_of_their_own_and_one_directory(name: str, tmp_path
 
 
 def test_files_of_another_revision_end_the_start_and_memory_stays(
-    name: str, tmp_path: Path
+    name: str, disk: dict[str, str]
 ) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)
@@ -491,9 +495,8 @@ def test_files_of_another_revision_end_the_start_and_memory_stays(
 
 
 def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_removed(
-    name: str, tmp_path: Path
+    name: str, disk: dict[str, str], tmp_path: Path
 ) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     setting = setting_of(name, disk=disk)
     memory = RankTiers(setting, 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
@@ -512,8 +515,9 @@ def test_after_a_change_of_weights_the_next_revision_starts_and_old_files_are_re
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_file_is_not_read(name: str, tmp_path: Path, harm: str) -> None:
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
+def test_a_damaged_file_is_not_read(
+    name: str, disk: dict[str, str], tmp_path: Path, harm: str
+) -> None:
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1, 2), (5, 6, 7))
     move(memory, "spills", (0, 1, 2))
@@ -742,10 +746,9 @@ def stopped_with_the_lock(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_stopped_process_with_the_lock_costs_a_write_and_no_block(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, disk: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "LOCK_S", 0.1)
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)
@@ -762,10 +765,9 @@ def test_a_stopped_process_with_the_lock_costs_a_write_and_no_block(
 
 
 def test_loads_do_not_wait_for_a_write_that_waits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, disk: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "LOCK_S", 60.0)
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "16KiB"}
     memory = RankTiers(setting_of(name, disk=disk), 0, caches(1.0))
     store(memory, (0, 1), (5, 6))
     seal(memory, 0, 1)

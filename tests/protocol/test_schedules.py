@@ -127,15 +127,15 @@ def new_weights(seed: int) -> Scenario:
     return replace(scenario, num_weight_changes=num_changes, num_restarts=seed % 3)
 
 
-@pytest.mark.seeds(20, 20, long=1000)
+@pytest.mark.seeds(12, 12, long=1000)
 def test_no_schedule_hits_what_other_weights_computed(seed: int) -> None:
     simulate(new_weights(seed))
 
 
 def test_the_schedules_of_new_weights_reach_what_they_are_meant_to_reach() -> None:
-    clusters = [simulate(new_weights(seed)) for seed in range(20)]
+    clusters = [simulate(new_weights(seed)) for seed in range(12)]
     engines = [engine for cluster in clusters for engine in cluster.engines.values()]
-    assert sum(e.num_changes for e in engines if isinstance(e, WeightChanger)) > 40
+    assert sum(e.num_changes for e in engines if isinstance(e, WeightChanger)) > 24
     assert sum(e.num_hit_tokens for e in engines) > 100
     assert sum(cluster.num_loaded_tokens for cluster in clusters) > 0
     assert sum(cluster.num_fetched_tokens for cluster in clusters) > 0

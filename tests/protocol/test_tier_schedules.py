@@ -111,9 +111,9 @@ def test_files_outlive_coordinators_and_workers() -> None:
     assert num_adopted > 10
 
 
-SEEDS_PER_TEST = 6
+SEEDS_PER_TEST = 3
 NUM_SEEDS = 300
-NUM_QUICK_SEEDS = 6
+NUM_QUICK_SEEDS = 3
 
 
 @pytest.mark.parametrize(

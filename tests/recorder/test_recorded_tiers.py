@@ -17,7 +17,7 @@ from tests.recorder.segments_at_rest import records_of
 SEEDS_PER_TEST = 3
 NUM_SEEDS = 90
 KINDS = {"swaps": swapping, "disks": faulty, "files": with_files, "all": random_scenario}
-QUICK = {"swaps": 6, "disks": 3, "files": 0, "all": 3}
+QUICK = {"swaps": 3, "disks": 3, "files": 0, "all": 3}
 """Seeds of each kind that every run plays."""
 
 
