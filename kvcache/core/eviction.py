@@ -1,10 +1,12 @@
 """Eviction policies other than LRU, which Python asks for victims in arrays.
 
-LRU is the free list itself, in compiled code. Any other policy, your own or one per tenant, orders
-the unreferenced cached blocks. Kernels log changes of these blocks in `moved`; after each call the
-policy is told of them in order, in batches. Before blocks are taken, the policy is asked for as
-many victims as blank blocks are lacking; kernels ask by a callback (EVICTS). A policy sees block
-ids, never the columns. It gets back blocks of prefix groups that cached contents continue.
+LRU is the free list itself, in compiled code. `adaptive` is only told of uses (`learn`) until an
+order other than LRU rules and blocks have been evicted. Any other policy, your own or one per
+tenant, orders the unreferenced cached blocks. Kernels log changes of these blocks in `moved`; after
+each call the policy is told of them in order, in batches. Before blocks are taken, the policy is
+asked for as many victims as blank blocks are lacking; kernels ask by a callback (EVICTS). A policy
+sees block ids, never the columns. It gets back blocks of prefix groups that cached contents
+continue.
 
 The free list puts children before parents because requests release their blocks last one first.
 After a fork of uncached blocks, a copy that outlives its request or a failed step, a request may
@@ -48,14 +50,16 @@ from kvcache.core.columns import (
     REMOVED,
     ColumnStore,
     columns_of,
+    logs_of,
     search_of,
 )
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
-from kvcache.core.machine import CORE, NOTHING, kernel
+from kvcache.core.machine import CORE, INT, NOTHING, kernel, routine
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy
+from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.hinted import HintColumns, HintedPolicy
 from kvcache.requests.hints import CacheHint, blocks_in
 from kvcache.specs import KVCacheSpec
@@ -112,6 +116,18 @@ class BlockEntryTable:
         return names, parents
 
 
+@routine
+def name_of(core: Any, b: int) -> int:
+    """Return the name of a block's content: that of the prefix, plus the group."""
+    c = columns_of(core)
+    n, g = np.int64(c.block[b, NODE]), np.int64(0)
+    if n == 0:
+        return -1 - b
+    while g < len(c.group) - 1 and c.node[n, BLOCK + 2 * g] != b:
+        g += 1
+    return search_of(core).name[n] + g
+
+
 @kernel(
     NOTHING, CORE, array_type("intp", is_read=True), array_type("int64"), array_type("int64"),
     checks_types=True,
@@ -119,22 +135,41 @@ class BlockEntryTable:
 def describe_blocks(core: Any, ids: Any, names: Any, parents: Any) -> None:
     """Set the names and parents of blocks. A name is that of the prefix, plus the group."""
     c = columns_of(core)
-    name = search_of(core).name
     for i in range(len(ids)):
         b = np.int64(ids[i])
         n, g = np.int64(c.block[b, NODE]), np.int64(0)
-        names[i], parents[i] = -1 - b, -1
-        if n == 0:
-            continue
-        while c.node[n, BLOCK + 2 * g] != b:
+        names[i], parents[i] = name_of(core, b), -1
+        while n and c.node[n, BLOCK + 2 * g] != b:
             g += 1
-        names[i] = name[n] + g
-        if c.group[g, KIND] != FULL:
+        if n == 0 or c.group[g, KIND] != FULL:
             continue
         for _ in range(c.group[g, LENGTH]):
             n = np.int64(c.node[n, PARENT])
         if n and c.node[n, BLOCK + 2 * g]:
             parents[i] = c.node[n, BLOCK + 2 * g]
+
+
+@kernel(INT, CORE, array_type("int64"), array_type("bool_"))
+def read_uses(core: Any, names: Any, hits: Any) -> int:
+    """Write the names of the contents whose uses are logged, and whether they were hit; return how
+    many there are still."""
+    c = columns_of(core)
+    moved, count = logs_of(core).moved, 0
+    for i in range(c.number[NUM_MOVED]):
+        b = np.int64(moved[i, 1])
+        if c.block[b, NODE]:
+            names[count], hits[count] = name_of(core, b), moved[i, 0] == REMOVED
+            count += 1
+    return count
+
+
+def learn(store: ColumnStore, learner: AdaptivePolicy) -> None:
+    """Tell a policy of the uses since the last call. LRU evicts."""
+    cells, most = store.cells, store.cells[NUM_MOVED]
+    names, hits = np.empty(most, np.int64), np.empty(most, np.bool_)
+    count = read_uses(store.address, names, hits)
+    cells[NUM_MOVED] = 0
+    learner.learn(cells[FREE] - cells[BLANK], names[:count], hits[:count])
 
 
 class PolicyOrder:
@@ -242,7 +277,7 @@ class PolicyOrder:
         if len(cached):
             last = int(ids[num_blank - 1]) if num_blank else 0
             c.block[last, NEXT], c.block[0, PREV] = 0, last
-            self.policy.insert(index_array(cached))
+            getattr(self.policy, "adopt", self.policy.insert)(index_array(cached))
 
     def _make_digests(self, digester: Digester, moved: Any) -> None:
         """Make the digests of all contents that became unused, in one call."""

@@ -41,8 +41,8 @@ it has multimodal items."""
 (
     FREE, BLANK, NEXT_NODE, SPARE_NODE, NUM_SPARE, SERIAL, SEALED_BELOW, EVICTED, SEED, NUM_INDEXED,
     NUM_CHANGES, NUM_IDS, NUM_NOTES, NUM_GONE, NUM_MOVED, STEP_TOKENS, IS_EAGLE, NUM_PREFIX_GROUPS,
-    HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, EVICTS, NUM_NUMBERS,
-) = range(26)  # fmt: skip
+    HAS_POLICY, LOGS_GONE, IS_FULL, OPENED, ROOM, HAS_GAPS, EVICTS, LOGS_USES, NUM_NUMBERS,
+) = range(27)  # fmt: skip
 """Entries of `number`:
 
     FREE BLANK                  free blocks; those of them without content
@@ -61,11 +61,17 @@ it has multimodal items."""
     ROOM                        with tenants: how many more blocks the served one may reference
     HAS_GAPS                    a block of a prefix group may be referenced without those before it
     EVICTS                      the address of a function that lets the policy evict blocks
+    LOGS_USES                   contents have names, and uses are logged while LRU evicts: so many
+                                at least for one call of the policy
 """
 
 INSERTED, REMOVED, DISCARDED, BLANKED = range(4)
 """Entries of `moved`, which a policy is told: a cached block became unused; it is used again; its
-content was forgotten. With tenants or hints also: a block without content became free."""
+content was forgotten. With tenants or hints also: a block without content became free. While LRU
+evicts, only INSERTED is logged, or REMOVED if the block was unused before with the same content."""
+
+WAS_UNUSED = -1
+"""PREV of a block in use that was in the free list with the same content."""
 
 NUM_STEPS = 4096
 """How many serials may be open at once; a power of two."""

@@ -98,7 +98,16 @@ def acquire(core: Any, b: int) -> None:
             note_move(core, REMOVED, b)
         else:
             remove(core, b)
+        c.block[b, PREV] = WAS_UNUSED
     c.block[b, REF] += 1
+
+
+@inner
+def note_use(core: Any, b: int) -> None:
+    """Log in `moved` that a cached block becomes unused and enters the free list."""
+    c = columns_of(core)
+    if c.number[LOGS_USES]:
+        note_move(core, REMOVED if c.block[b, PREV] == WAS_UNUSED else INSERTED, b)
 
 
 @inner
@@ -127,6 +136,7 @@ def release(core: Any, b: int, front: int) -> int:
     if c.number[HAS_POLICY]:
         note_move(core, INSERTED, b)
     else:
+        note_use(core, b)
         insert_after(core, c.block[0, PREV], b)
     return front
 
@@ -148,6 +158,7 @@ def release_run(core: Any, line: int, start: int, end: int, front: int) -> int:
         if block[b, NODE]:
             note_idle(core, b)
         if block[b, NODE] and not has_policy:
+            note_use(core, b)
             block[tail, NEXT] = b
             block[b, PREV] = tail
             tail = b

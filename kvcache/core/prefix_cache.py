@@ -21,7 +21,7 @@ from kvcache.core import CacheHit, CoreSettings, release_order
 from kvcache.core.audit import free_list
 from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester
-from kvcache.core.eviction import PolicyOrder, offer_oldest
+from kvcache.core.eviction import BlockEntryTable, PolicyOrder, learn, offer_oldest
 from kvcache.core.forgetting import forget
 from kvcache.core.hits import look_up, stale_hit
 from kvcache.core.names import *
@@ -31,6 +31,7 @@ from kvcache.core.prefix_tree import drop_root, new_root, rebuild_index
 from kvcache.core.rebuild import rebuild
 from kvcache.core.steps import StepTable
 from kvcache.policies import make_eviction_policy
+from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.lru import LRUPolicy
 from kvcache.policies.registry import require_eviction_policy
 from kvcache.protocol.labels import LabelSet, SealedContents, sorted_contents
@@ -41,6 +42,7 @@ from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
 
 _FEW_ROOTS = 64
+_LEARNED_AT_ONCE = 1 << 14
 _FEW_KEYS = 4096
 
 _new_tuple: Any = tuple.__new__
@@ -98,15 +100,26 @@ class PrefixCache:
         store.columns.number[LOGS_GONE] = self.notifier.has_listeners
         self.tenants = settings.tenants
         make = partial(make_eviction_policy, policy_name, policies=policies)
+        self._lists_cached = self.tenants is None and (
+            policies[policy_name] in (AdaptivePolicy, LRUPolicy)
+        )
+        self._learner: AdaptivePolicy | None = None  # evicts by LRU until another order is better
+        if self._lists_cached and policies[policy_name] is AdaptivePolicy:
+            table = BlockEntryTable(store, self.digester, None)
+            self._learner = AdaptivePolicy(config.num_blocks, table)
+            # Batches cost less; pools of few blocks learn at once.
+            store.columns.number[LOGS_USES] = max(1, (config.num_blocks - _LEARNED_AT_ONCE) // 32)
+        learner = self._learner
         self._make_order = partial(
             PolicyOrder,
             store,
             self.digester,
-            lambda capacity, table: make(capacity=capacity, table=table),
+            lambda capacity, table: (
+                make(capacity=capacity, table=table) if learner is None else learner
+            ),
             self.tenants,
             settings.clock,
         )
-        self._lists_cached = policies[policy_name] is LRUPolicy and self.tenants is None
         self.order = None if self._lists_cached else self._make_order()
         self.steps = StepTable(store)
         self.pins: Counter[int] = Counter()
@@ -302,6 +315,7 @@ class PrefixCache:
         """Follow the hints of a request that has just been freed, for those blocks that are unused
         now. `path` is what `path_of` returned before."""
         if self.order is None:
+            self._learn()
             self.order = self._make_order()
         self.order.tell()
         self.order.follow_hints()
@@ -350,8 +364,10 @@ class PrefixCache:
         """Read the kernels' logs: report forgotten contents, then what became hittable."""
         self.last = None
         cells = self.store.cells
-        if self.order is None and cells[HAS_GAPS]:
-            self.order = self._make_order()
+        if self.order is None and (cells[HAS_GAPS] or cells[NUM_MOVED] >= cells[LOGS_USES] > 0):
+            is_lru = self._learn()
+            if cells[HAS_GAPS] or not is_lru:
+                self.order = self._make_order()
         if self.order is not None:
             self.order.tell()
         num_gone, num_notes = cells[NUM_GONE], cells[NUM_NOTES]
@@ -370,6 +386,13 @@ class PrefixCache:
                 self.notifier.sealed(self.steps.settled(notes))
         if cells[IS_FULL]:
             raise InvariantError("a log of the columns was too short: changes were lost")
+
+    def _learn(self) -> bool:
+        """Tell the learner of uses. Return whether LRU is to evict."""
+        if self._learner is None:
+            return True
+        learn(self.store, self._learner)
+        return not (self.store.cells[EVICTED] and self._learner.ruling)
 
     def _forget(self, block_ids: Int32Array) -> None:
         forget(self.store.address, block_ids, 0, 0, self.no_blocks())

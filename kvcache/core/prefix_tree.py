@@ -153,7 +153,7 @@ def add_child(core: Any, parent: int, keys: int, at: int) -> int:
     c.node[n, PARENT] = parent
     c.node[n, KEYS] = 2 * keys
     copy(address_of(c.tokens, n), at, c.tokens.shape[1] * 4)
-    if c.number[HAS_POLICY]:
+    if c.number[HAS_POLICY] or c.number[LOGS_USES]:
         name = search_of(core).name
         name[n] = mix(np.int64(0), name[parent], keys, at, c.tokens.shape[1])
     c.node[parent, CHILDREN] += 1

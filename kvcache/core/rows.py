@@ -332,7 +332,10 @@ def open_row(
 def _has_news(core: Any) -> int:
     """Return whether Python must read a log or a flag."""
     number = columns_of(core).number
-    return number[NUM_MOVED] | number[NUM_GONE] | number[HAS_GAPS] | number[IS_FULL]
+    num_moved = number[NUM_MOVED]
+    if number[HAS_POLICY] == 0 and num_moved < number[LOGS_USES]:
+        num_moved = np.int64(0)
+    return num_moved | number[NUM_GONE] | number[HAS_GAPS] | number[IS_FULL]
 
 
 @routine

@@ -10,7 +10,7 @@ Callers must not add ints beyond the capacity, or an int twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -37,14 +37,13 @@ class EntryQueue:
     following `_before` leads through them in reverse; all other entries have `OUT`.
     """
 
-    def __init__(self, capacity: int, members: Iterable[int] = ()) -> None:
-        """Make a queue of `members`, in that order."""
+    def __init__(self, capacity: int) -> None:
+        """Make an empty queue."""
         self._end = capacity
         self._after: Int32Array = np.full(capacity + 1, OUT, dtype=np.int32)
         self._before: Int32Array = np.full(capacity + 1, OUT, dtype=np.int32)
         self._after[capacity] = self._before[capacity] = capacity
         self._length = 0
-        self.append_many(list(members))
 
     def __len__(self) -> int:
         return self._length
@@ -62,9 +61,9 @@ class EntryQueue:
         insert_behind(self._after, self._before, self._end, as_array(entries))
         self._length += len(entries)
 
-    def pop_many(self, count: int) -> IndexArray:
-        """Remove and return up to `count` ints from the front."""
-        taken: IndexArray = np.empty(min(count, self._length), dtype=np.intp)
+    def pop_many(self, num_entries: int) -> IndexArray:
+        """Remove and return up to `num_entries` ints from the front."""
+        taken: IndexArray = np.empty(min(num_entries, self._length), dtype=np.intp)
         take_first(self._after, self._before, taken)
         self._length -= len(taken)
         return taken

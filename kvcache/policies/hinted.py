@@ -148,7 +148,7 @@ class HintedPolicy:
 
     def __init__(self, inner: EvictionPolicy, table: EntryTable, columns: HintColumns) -> None:
         """Follow hints for the entries of `inner`, which came out of use just now."""
-        self.inner = inner
+        self.inner, self.reads_contents = inner, inner.reads_contents
         self.trust = Trust()
         self._table = table
         self._columns = columns
@@ -162,11 +162,6 @@ class HintedPolicy:
         self._claims: dict[int, _Claim] = {}
         self._chosen: dict[int, _Place | None] = {}
         self._num_claims = self._stamp = 0
-
-    @property
-    def reads_contents(self) -> bool:
-        """Whether the inner policy does."""
-        return self.inner.reads_contents
 
     def __len__(self) -> int:
         return len(self.inner) + len(self._places) + len(self._parked)

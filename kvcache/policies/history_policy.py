@@ -62,6 +62,7 @@ class HistoryPolicy(ABC):
 
     def __init__(self, capacity: int, table: EntryTable) -> None:
         """Make an empty order of entries below `capacity`, described by `table`."""
+        self.reads_contents = True
         self._capacity = capacity
         self._table = table
         self._members: dict[int, Member] = {}
@@ -106,11 +107,6 @@ class HistoryPolicy(ABC):
         return self._last_stamp
 
     # --- the protocol --------------------------------------------------------------------------
-
-    @property
-    def reads_contents(self) -> bool:
-        """Contents that come out of use are known by their names."""
-        return True
 
     def __len__(self) -> int:
         return len(self._members)

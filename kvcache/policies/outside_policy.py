@@ -20,7 +20,7 @@ from kvcache.policies.policy import EntryTable, EvictionPolicy
 logger = get_logger(__name__)
 
 
-class OutsidePolicy:
+class OutsidePolicy(LRUPolicy):
     """An `EvictionPolicy` that delegates to another one until that breaks the protocol."""
 
     def __init__(self, name: str, policy: EvictionPolicy, capacity: int, table: EntryTable) -> None:
@@ -28,45 +28,39 @@ class OutsidePolicy:
         self._name = name
         self._policy: EvictionPolicy | None = policy
         self._capacity = capacity
-        self._order = LRUPolicy(capacity, table)
+        super().__init__(capacity, table)
         self.reads_contents = bool(policy.reads_contents)
         """The policy's own answer when it is new."""
 
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._order
-
     def insert(self, entries: Entries) -> None:
-        self._order.insert(entries)
+        super().insert(entries)
         self._tell("insert", entries)
 
     def remove(self, entries: Entries) -> None:
-        self._order.remove(entries)
+        super().remove(entries)
         self._tell("remove", entries)
 
     def discard(self, entries: Entries) -> None:
-        self._order.discard(entries)
+        super().discard(entries)
         self._tell("discard", entries)
 
     def put_back(self, entries: Entries) -> None:
-        self._order.put_back(entries)
+        super().put_back(entries)
         self._tell("put_back", entries)
 
-    def choose(self, num_entries: int) -> Entries:
+    def choose(self, num_entries: int) -> IndexArray:
         if self._policy is not None:
             try:
                 chosen = self._checked(self._policy.choose(num_entries), num_entries)
             except Exception:
                 self._give_up("choose")
             else:
-                self._order.remove(chosen)
+                super().remove(chosen)
                 return chosen
-        return self._order.choose(num_entries)
+        return super().choose(num_entries)
 
     def order(self) -> list[int]:
-        known = self._order.order()
+        known = super().order()
         if self._policy is not None:
             try:
                 order: list[int] = self._integers(self._policy.order()).tolist()
@@ -88,10 +82,10 @@ class OutsidePolicy:
     def _checked(self, chosen: Entries, num_entries: int) -> IndexArray:
         """Return `entries` if they are valid, different, and enough; raises otherwise."""
         entries = self._integers(chosen)
-        is_here = [entry in self._order for entry in entries.tolist()]
+        is_here = [entry in self for entry in entries.tolist()]
         if not all(is_here) or len(np.unique(entries)) < len(entries):
             raise InvalidInputError(f"of {len(entries)} entries {sum(is_here)} can be evicted once")
-        if len(entries) != min(num_entries, len(self._order)):
+        if len(entries) != min(num_entries, len(self)):
             raise InvalidInputError(f"{len(entries)} entries are not the {num_entries} asked for")
         return entries
 

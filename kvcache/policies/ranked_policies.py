@@ -15,37 +15,31 @@ _NAMES_PER_BLOCK = 2
 """LRU-2 remembers an evicted content until this many capacities were evicted after it."""
 
 
-class GhostList:
+class GhostList(OrderedDict["bytes | None", int]):
     """Names of evicted contents, in the order of their evictions, and a policy's data about each.
-
-    By it, a policy recognises contents that come back. The policy decides how many names to keep;
-    the oldest go first. O(1) per name.
-    """
-
-    def __init__(self) -> None:
-        """Remember nothing."""
-        self._values: OrderedDict[bytes, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._values)
+    The policy decides how many names to keep. O(1) per name."""
 
     def add(self, name: bytes | None, value: int) -> None:
         """Remember the content that was just evicted, if it has a name."""
         if name is not None:
-            self._values[name] = value
-            self._values.move_to_end(name)
-
-    def take(self, name: bytes | None) -> int | None:
-        """Forget this name; return its data, None if it is unknown."""
-        return None if name is None else self._values.pop(name, None)
+            self[name] = value
+            self.move_to_end(name)
 
     def trim(self, num_names: int) -> None:
         """Forget the oldest names until at most `num_names` are left."""
-        while len(self._values) > max(0, num_names):
-            self._values.popitem(last=False)
+        while len(self) > max(0, num_names):
+            self.popitem(last=False)
 
 
-class LRU2Policy(HistoryPolicy):
+class _GhostPolicy(HistoryPolicy):
+    """A policy with one list of ghosts."""
+
+    def __init__(self, capacity: int, table: EntryTable) -> None:
+        super().__init__(capacity, table)
+        self._ghosts = GhostList()
+
+
+class LRU2Policy(_GhostPolicy):
     """LRU-2: evicts by the last use but one; entries used only once go first.
 
     After O'Neil, O'Neil, Weikum, "The LRU-K page replacement algorithm for database disk buffering"
@@ -53,13 +47,8 @@ class LRU2Policy(HistoryPolicy):
     runs. The last use of evicted contents is remembered, of twice as many as there are blocks.
     """
 
-    def __init__(self, capacity: int, table: EntryTable) -> None:
-        """Make an empty order of entries below `capacity`, described by `table`."""
-        super().__init__(capacity, table)
-        self._ghosts = GhostList()
-
     def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.rank = float(self._ghosts.take(name) or 0), self._stamp()
+        member.rank = float(self._ghosts.pop(name, 0)), self._stamp()
 
     def _place_used(self, member: Member) -> None:
         member.rank = float(member.rank[1]), self._stamp()
@@ -93,8 +82,8 @@ class ARCPolicy(HistoryPolicy):
 
     def _place_new(self, member: Member, name: bytes | None) -> None:
         len_b1, len_b2 = len(self._b1), len(self._b2)
-        was_in_b1 = self._b1.take(name) is not None
-        was_in_b2 = self._b2.take(name) is not None
+        was_in_b1 = self._b1.pop(name, None) is not None
+        was_in_b2 = self._b2.pop(name, None) is not None
         target = self._target_blocks
         if was_in_b1:
             target += max(1.0, len_b2 / len_b1)
@@ -127,7 +116,7 @@ _MOST_USES = 3
 _USES_TO_MOVE = 2
 
 
-class S3FIFOPolicy(HistoryPolicy):
+class S3FIFOPolicy(_GhostPolicy):
     """S3-FIFO: most new contents leave by a small queue before they reach the main one.
 
     After Yang, Zhang, Qiu, Yue, Rashmi, "FIFO queues are all you need for cache eviction" (2023).
@@ -140,13 +129,8 @@ class S3FIFOPolicy(HistoryPolicy):
 
     num_lines = 2
 
-    def __init__(self, capacity: int, table: EntryTable) -> None:
-        """Make an empty order of entries below `capacity`, described by `table`."""
-        super().__init__(capacity, table)
-        self._ghosts = GhostList()
-
     def _place_new(self, member: Member, name: bytes | None) -> None:
-        member.line = _SMALL if self._ghosts.take(name) is None else _MAIN
+        member.line = _SMALL if self._ghosts.pop(name, None) is None else _MAIN
         member.num_uses, member.rank = 0, (0.0, self._stamp())
 
     def _place_used(self, member: Member) -> None:

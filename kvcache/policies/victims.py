@@ -4,10 +4,10 @@ A child is inserted before its parent, or with it: requests use whole prefixes a
 first. So the highest key of its children is known when a parent comes, and becomes the parent's if
 its own is lower.
 
-    entry:  key, stamp, floor        keys up to the limit ──▶ heap ──▶ victims
+    entry:  key, stamp, floor        keys up to the limit ──▶ list ──▶ victims
 
-Only about the lowest sixteenth of all keys is in a heap. When it is empty, a pass over all entries
-raises the limit and fills it. Checks nothing.
+Only about the lowest 32nd of all keys is in a sorted list. When it is empty, a pass over all
+entries raises the limit and fills it. Checks nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvcache.base.compiled import array_type, compiled
 from kvcache.policies.orders import Float64Array, Int64Array
 
 SIZE, COUNT, LAST_STAMP = range(3)
-"""Entries of `number`: places of the heap; entries; the number of insertions so far."""
+"""Entries of `number`: places of the list; entries; the number of insertions so far."""
 
-_HEAP_SHARE, _MOST_COMPARED, _SPARE = 16, 1024, 64
+_LOW_SHARE, _MOST_COMPARED, _SPARE = 32, 1024, 64
 
 
 class Victims(NamedTuple):
-    """Invariant: an entry whose key is at most the limit is in the heap with its key and its code,
-    that is stamp * capacity + entry. Other places of the heap are stale."""
+    """Invariant: an entry whose key is at most the limit is in the list with its key and its code,
+    that is stamp * capacity + entry. Other places of the list are stale. Lowest keys are last."""
 
     low_key: Float64Array
     low_code: Int64Array
@@ -59,42 +59,27 @@ _reals, _ints = array_type("float64"), array_type("int64")
 _victims = _types.NamedTuple([_reals, _ints, _reals, _ints, _reals, _ints, _reals], Victims)
 
 
-@compiled(types.void(_victims, types.intp, types.float64, types.int64))
-def _sink(victims: Victims, at: int, key: float, code: int) -> None:
-    """Put a key and a code at a place of the heap, or below it."""
-    low_key, low_code, size = victims.low_key, victims.low_code, victims.number[SIZE]
-    while 2 * at + 1 < size:
-        below = 2 * at + 1
-        if below + 1 < size:
-            one, other = low_key[below], low_key[below + 1]
-            below += other < one or (other == one and low_code[below + 1] < low_code[below])
-        if key < low_key[below] or (key == low_key[below] and code < low_code[below]):
-            break
-        low_key[at], low_code[at] = low_key[below], low_code[below]
-        at = below
-    low_key[at], low_code[at] = key, code
-
-
 @compiled(types.void(_victims))
 def _fill(victims: Victims) -> None:
-    """Make the heap of the lowest keys. The limit is estimated from keys all over the entries."""
+    """List the lowest keys. The limit is estimated from keys all over the entries."""
     low_key, low_code, key, stamp, _, number, limit = victims
     stride = max(1, len(key) // _MOST_COMPARED)
     some = key[::stride][stamp[::stride] > 0]
-    limit[0] = np.sort(some)[len(some) // _HEAP_SHARE] if len(some) else np.inf
+    limit[0] = np.sort(some)[len(some) // _LOW_SHARE] if len(some) else np.inf
     size = 0
     for entry in range(len(key)):
         if stamp[entry] > 0 and key[entry] <= limit[0]:
-            low_key[size], low_code[size] = key[entry], stamp[entry] * len(key) + entry
+            low_code[size] = stamp[entry] * len(key) + entry
             size += 1
-    number[SIZE] = size
-    for at in range(size // 2 - 1, -1, -1):
-        _sink(victims, at, low_key[at], low_code[at])
+    codes = np.sort(low_code[:size])
+    keys = key[codes % len(key)]
+    last_first = np.argsort(keys, kind="mergesort")[::-1]
+    low_key[:size], low_code[:size], number[SIZE] = keys[last_first], codes[last_first], size
 
 
 @compiled(types.void(_victims, types.intp))
-def _push(victims: Victims, entry: int) -> None:
-    """Add an entry to the heap: its key is at most the limit."""
+def _list(victims: Victims, entry: int) -> None:
+    """List an entry with one of the lowest keys."""
     low_key, low_code, number = victims.low_key, victims.low_code, victims.number
     key, code = victims.key[entry], victims.stamp[entry] * len(victims.key) + entry
     if number[SIZE] == len(low_key):  # with stale places
@@ -102,9 +87,9 @@ def _push(victims: Victims, entry: int) -> None:
         return
     at = number[SIZE]
     number[SIZE] += 1
-    while at and (key, code) < (low_key[(at - 1) // 2], low_code[(at - 1) // 2]):
-        low_key[at], low_code[at] = low_key[(at - 1) // 2], low_code[(at - 1) // 2]
-        at = (at - 1) // 2
+    while at and (key, code) > (low_key[at - 1], low_code[at - 1]):
+        low_key[at], low_code[at] = low_key[at - 1], low_code[at - 1]
+        at -= 1
     low_key[at], low_code[at] = key, code
 
 
@@ -120,7 +105,7 @@ def insert(victims: Victims, entries: IndexArray, keys: Float64Array, parents: I
         number[LAST_STAMP] += 1
         stamp[entry] = number[LAST_STAMP]
         if key[entry] <= limit[0]:
-            _push(victims, entry)
+            _list(victims, entry)
     number[COUNT] += len(entries)
 
 
@@ -141,10 +126,8 @@ def pop(victims: Victims, popped: IndexArray) -> None:
     while count < len(popped):
         if not number[SIZE]:
             _fill(victims)
-        code = victims.low_code[0]
+        code = victims.low_code[number[SIZE] - 1]
         number[SIZE] -= 1
-        last = number[SIZE]
-        _sink(victims, 0, victims.low_key[last], victims.low_code[last])
         entry = code % len(stamp)
         if stamp[entry] == code // len(stamp):
             popped[count] = entry
@@ -160,5 +143,5 @@ def put_back(victims: Victims, entries: IndexArray) -> None:
         victims.stamp[entry] *= -1
         victims.floor[entry] = victims.key[entry]
         if victims.key[entry] <= victims.limit[0]:
-            _push(victims, entry)
+            _list(victims, entry)
     victims.number[COUNT] += len(entries)

@@ -122,3 +122,52 @@ def test_counts_add_up_with_any_policy_and_kind(
     core = make_flat_core(60, *specs, eviction_policy=policy, policies=POLICIES)
     facts = Workload(core, 3).go(NUM_TURNS)
     assert any(hit for hit, *_ in facts)  # type: ignore[misc, attr-defined]  # facts
+
+
+def test_the_adaptive_policy_lets_lru_evict_until_another_order_is_better() -> None:
+    core = make_flat_core(60, eviction_policy="adaptive", has_workers=False)
+    rng, count = random.Random(2), 0
+
+    def serve(num_turns: int) -> None:
+        nonlocal count
+        for turn in range(num_turns):
+            count += 1
+            head = [-rng.randrange(1, 6)] * 28 if turn % 5 == 0 else [count] * 28
+            request = make_request(f"r{count}", [*[abs(t) + 5_000 * (t < 0) for t in head], 0])
+            hit = core.cache.look_up(request)
+            core.reserve(request, Reservation(hit.num_tokens, 29, 29), hit)
+            core.free(request)
+            core.check()
+
+    serve(8)
+    assert core.cache.order is None and core.statistics().num_evictions == 0
+    serve(400)
+    assert core.cache.order is not None and core.cache.order.policy.ruling
+    assert core.cache.reset() == 0
+    assert core.cache.order is None
+    serve(20)
+    core.check()
+
+
+def test_uses_are_learned_with_their_names_while_lru_evicts() -> None:
+    core = make_flat_core(60, full(), eviction_policy="adaptive", has_workers=False)
+    learned: list[tuple[int, list[int], list[bool]]] = []
+
+    class Learner:
+        ruling = 0
+
+        def learn(self, num_unused: int, names: Any, hits: Any) -> None:
+            learned.append((num_unused, names.tolist(), hits.tolist()))
+
+    core.cache._learner = Learner()
+    for name, tokens in (("a", 13), ("b", 21), ("c", 13)):
+        request = make_request(name, list(range(tokens)))
+        hit = core.cache.look_up(request)
+        core.reserve(request, Reservation(hit.num_tokens, tokens, tokens), hit)
+        core.free(request)
+    (first, old, _), (second, new, _), (third, again, _) = learned
+    assert [hits for _, _, hits in learned] == [
+        [False] * 3, [False] * 2 + [True] * 3, [True] * 3
+    ]  # fmt: skip
+    assert old == new[2:] == again and len(set(new)) == 5
+    assert (first, second, third) == (3, 5, 5)

@@ -44,12 +44,12 @@ class SlowAdaptive(SlowPolicy):
         cached = self.cached
         names = list(dict.fromkeys(names))
         self.forget([name for name in names if isinstance(name, int) and name not in cached])
-        batch = []
+        batch, reused_lines = [], []
         for name in names:
             known = [record for record in self.records if record.name == name]
             record = known[0] if known else Record(name)
             self.records = [r for r in self.records if r.name != name] + [record]
-            self.lines_reused += [record.line] if known else []
+            reused_lines += [record.line] if known else []
             self.num_uses += 1
             fading = 2.0 ** ((record.stamp - self.num_uses) / (HALF_LIVES[0] * self.capacity))
             record.worths = [worth * fading ** (1 << k) for k, worth in enumerate(record.worths)]
@@ -66,6 +66,7 @@ class SlowAdaptive(SlowPolicy):
             weight = ((reused + 100 * mean) / (used + 100) / mean) ** 2
             record.worths = [worth + weight for worth in record.worths]
         self.lines_used += [record.line for record in batch]
+        self.lines_reused += reused_lines
         if batch:
             self.simulate(batch)
             best = self.best()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcache.base.arrays import IndexArray
 from kvcache.base.clock import VirtualClock
 from kvcache.policies import EVICTION_POLICIES, orders
 from kvcache.policies.adaptive import AdaptivePolicy
@@ -25,6 +26,11 @@ TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversati
 def hit_rate(workload: Workload, num_blocks: int, policy: str = "adaptive") -> float:
     options = CountingOptions(num_blocks, eviction_policy=policy, hash_algorithm="xxh3_128")
     return count_prefill_hits(workload, options, VirtualClock()).hit_rate
+
+
+def note_uses(memory: orders.Memory, names: IndexArray) -> None:
+    entries, was_unused = np.arange(len(names)), np.zeros(len(names), np.bool_)
+    orders.note_uses(memory, int(memory.capacity), entries, names, was_unused)
 
 
 class Contents:
@@ -85,10 +91,14 @@ def test_recent_contents_stay_where_recency_is_all() -> None:
 
 def test_classes_tell_lengths_continuations_and_uses_apart() -> None:
     def classes(num_uses: list[int]) -> list[int]:
-        fact = np.zeros((len(num_uses), orders.NUM_FACTS), np.int64)
-        fact[:, orders.USES] = num_uses
-        orders.classify(fact, np.arange(len(num_uses)))
-        return [int(line) for line in fact[:, orders.LINE]]
+        memory = orders.make_memory(1 << 12, 1_000, 1)
+        names = np.arange(1, len(num_uses) + 1)
+        rows = [orders.find(memory, name, 0, False) for name in names.tolist()]
+        memory.fact[rows, orders.USES] = np.array(num_uses) - 1
+        memory.seen[rows, orders.STAMP] = np.array(num_uses) > 1
+        memory.number[orders.CLOCK] = 1
+        note_uses(memory, names)
+        return [int(line) for line in memory.fact[rows, orders.LINE]]
 
     mixed = [1, 1, 1, 3, 2, 1, 5, 1, 1, 1, 1]
     assert classes(mixed) == [9, 9, 9, 17, 16, 0, 19, 2, 2, 2, 2]
@@ -98,8 +108,8 @@ def test_classes_tell_lengths_continuations_and_uses_apart() -> None:
 def test_the_last_order_is_by_the_last_use_but_one() -> None:
     memory = orders.make_memory(64, 10, 1)
     for name in (1, 2, 3, 2, 1):
-        orders.note_uses(memory, 10, np.array([name]), np.array([name]), np.ones(10, np.int64))
-    rows = {name: orders.row_of(memory, name) for name in (1, 2, 3)}
+        note_uses(memory, np.array([name]))
+    rows = {name: orders.row_of(memory, name, 0) for name in (1, 2, 3)}
     keys = {name: orders.key_of(memory, row, orders.LAST_BUT_ONE, 0) for name, row in rows.items()}
     assert sorted(keys, key=lambda name: keys[name]) == [3, 1, 2]
 
@@ -147,7 +157,7 @@ def test_an_order_rules_if_its_lead_over_lru_is_sure(
     for order in range(1, orders.NUM_ORDERS):
         memory.real[orders.LEAD + order] = leads.get(order, -50.0)
         memory.real[orders.SQUARES + order] = errors.get(order, 0.0) ** 2
-    orders.note_uses(memory, 10_000, np.array([0]), np.array([1]), np.ones(10_000, np.int64))
+    note_uses(memory, np.array([1]))
     assert memory.number[orders.RULING] == expected
 
 
@@ -155,9 +165,34 @@ def test_a_lead_loses_half_of_its_weight_in_eight_capacities() -> None:
     memory = orders.make_memory(1_024, 10, 1)
     memory.real[orders.LEAD + 3], memory.real[orders.SQUARES + 3] = 32.0, 64.0
     for name in range(1, 81):  # nothing hits
-        orders.note_uses(memory, 10, np.array([0]), np.array([name]), np.ones(10, np.int64))
+        note_uses(memory, np.array([name]))
     assert memory.real[orders.LEAD + 3] == pytest.approx(16)
     assert memory.real[orders.SQUARES + 3] == pytest.approx(16)
+
+
+def test_records_catch_up_with_the_uses_while_lru_evicted() -> None:
+    known, late = (orders.make_memory(1 << 12, 1_000, scale) for scale in (1, 8))
+    rng = np.random.default_rng(5)
+    some = rng.integers(1, 1 << 40, 600)
+    seen: set[int] = set()
+    for _ in range(200):
+        names = rng.choice(some, rng.integers(1, 20), replace=False)
+        hits = np.array([name in seen for name in names.tolist()])
+        seen.update(names.tolist())
+        note_uses(known, names)
+        orders.note_uses(late, 1_000, np.empty(0, np.intp), names, hits)
+
+    def facts(memory: orders.Memory) -> list[list[int]]:
+        rows = [orders.row_of(memory, name, 0) for name in some.tolist()]
+        times = memory.seen[rows, orders.STAMP][:, np.newaxis]
+        found = np.hstack((times, memory.fact[rows][:, [orders.USES, orders.BEFORE]]))
+        lines: list[list[int]] = found.tolist()
+        return lines
+
+    assert facts(late) != facts(known)
+    orders.catch_up(late)
+    assert facts(late) == facts(known)
+    assert late.number[orders.CLOCK] == known.number[orders.CLOCK]
 
 
 def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
