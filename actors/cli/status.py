@@ -62,9 +62,17 @@ def status(
     if vllm is not None:
         from actors.cli.engines import show_metrics, show_status
 
+        if name is not None or stuck:
+            raise ConfigurationError(
+                "--name and --stuck are for clusters, not for --vllm: omit them, or --vllm"
+            )
         show_metrics(vllm) if metrics else show_status(vllm, as_json)
         return
 
+    if metrics:
+        raise ConfigurationError(
+            "--metrics is for --vllm NAME: Ray serves the metrics of a cluster, omit it"
+        )
     if stuck:
         if _show_pending(name, as_json):
             raise typer.Exit(EXIT_STUCK)

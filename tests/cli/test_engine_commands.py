@@ -105,6 +105,15 @@ def test_an_engine_is_cleared_only_when_it_is_confirmed(
     assert asked.statistics().tiers.host.num_ready == 0
 
 
+def test_options_of_clusters_are_refused_for_an_engine_and_the_other_way_round(
+    asked: Asked,
+) -> None:
+    for option in (("--stuck",), ("--name", "chat")):
+        told = run("status", "--vllm", asked.name, *option, code=EXIT_INPUT)
+        assert "--name and --stuck are for clusters, not for --vllm" in told
+    assert "--metrics is for --vllm NAME" in run("status", "--metrics", code=EXIT_INPUT)
+
+
 def test_memory_that_an_engine_has_left_is_shown() -> None:
     name = f"test-{uuid.uuid4().hex[:8]}"
     address = service_address(name, 1)
