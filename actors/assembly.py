@@ -60,7 +60,6 @@ workers."""
 
 
 def coordinator_settings(config: ClusterConfig, plan: Plan) -> CoordinatorSettings:
-    """Return the coordinator's settings."""
     return CoordinatorSettings(
         num_ranks=config.parallel.num_ranks,
         fingerprint=plan.fingerprint,

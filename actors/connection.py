@@ -136,7 +136,6 @@ class ClientConnection:
             )
 
     def send(self, messages: Sequence[FromClient]) -> None:
-        """Encode and send."""
         for message in messages:
             self.transport.send(encode(message, self._max_message_bytes))
 
@@ -246,7 +245,6 @@ class ClientConnection:
             return ""
 
     def closed_error(self) -> NotRunningError:
-        """Return the error for calls on a closed client."""
         return NotRunningError(f"client {self.session.client_id} is closed: make a new one")
 
     def redial(self, endpoint: Endpoint) -> None:

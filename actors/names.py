@@ -28,18 +28,15 @@ def memory_service_prefix(cluster: str) -> str:
 
 
 def memory_service_name(cluster: str, node_id: str) -> str:
-    """Return the name of the memory service of a node."""
     return f"{memory_service_prefix(cluster)}{node_id}"
 
 
 def memory_service_address(cluster: str, node_id: str) -> str:
-    """Return the address of a cluster's memory service on a node."""
     name = hashlib.sha256(f"{cluster}/{node_id}".encode()).hexdigest()[:24]
     return f"unix:@kvcache-keeper-{name}"
 
 
 def placement_group_name(cluster: str) -> str:
-    """Return the placement group's name."""
     return f"{cluster}/workers"
 
 

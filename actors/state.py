@@ -92,11 +92,9 @@ class RayRecordStore:
         return not self._put(record, overwrite=False)
 
     def save(self, record: bytes) -> None:
-        """Replace the record."""
         self._put(record, overwrite=True)
 
     def load(self) -> bytes | None:
-        """Return the record, None if there is none."""
         try:
             data: bytes | None = _kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
         except Exception as error:

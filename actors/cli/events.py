@@ -444,7 +444,6 @@ class EventTally:
         self._asked_before: tuple[int, int] | None = None
 
     def take(self, update: Update) -> None:
-        """Count one batch."""
         from kvcache.events.wire_events import RemovedEvent, StoredEvent
 
         events = update.batch.events
@@ -542,7 +541,6 @@ class EventFollower:
         return self._tally.look(time.monotonic(), known, statistics, problem=problem)
 
     def close(self) -> None:
-        """Stop following."""
         self._subscriber.close()
 
 
@@ -569,7 +567,6 @@ class PrefixForest:
     """Blocks and their children. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Begin without blocks."""
         self._blocks: dict[int, _Block] = {}
         self._children: dict[int, int] = {}
         """How many present blocks continue a block. The block itself may be gone."""

@@ -75,7 +75,6 @@ class ClientStepper:
         self._submitted = StepRequest()
 
     def submit(self, step: StepRequest) -> int:
-        """Send the step."""
         self._submitted = step
         return self._client.submit(step)
 

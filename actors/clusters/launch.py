@@ -252,7 +252,6 @@ class Launch:
 
 
 def _remote(actor_class: type[Any], concurrency_groups: dict[str, int]) -> Any:
-    """Return the Ray actor class of a plain class."""
     make_remote: Any = ray.remote
     return make_remote(concurrency_groups=concurrency_groups)(actor_class)
 

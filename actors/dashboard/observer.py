@@ -36,7 +36,6 @@ class Observer:
     """The newest picture of one cluster. A context manager that runs the thread."""
 
     def __init__(self, cluster: KVCacheCluster) -> None:
-        """Set up without looking."""
         self._cluster = cluster
         self._changed = threading.Condition()
         self._text = json.dumps({"name": cluster.name, "problem": "waiting for the first look"})

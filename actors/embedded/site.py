@@ -50,7 +50,6 @@ class EmbeddedSite:
     """A cluster whose coordinator is, or was, in the process of its record."""
 
     def __init__(self, record: EmbeddedRecord) -> None:
-        """Set up without asking."""
         self._record = record
         self.config: ClusterConfig = record.config
         self.name = self.config.name

@@ -63,7 +63,6 @@ class InProcessServer(NodeServer):
         return made
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`."""
         others: list[Address] = []
         for address in addresses:
             peer = self._peers.get(address) if type(address) is ClientAddress else None
@@ -84,20 +83,17 @@ class InProcessServer(NodeServer):
         return list(self._peers.values())
 
     def take_lost_clients(self) -> list[str]:
-        """See `ServerTransport.take_lost_clients`."""
         lost = super().take_lost_clients()
         for _ in range(len(self._closed)):
             lost.append(self._closed.popleft())
         return lost
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         return super().statistics() + TransportStatistics(
             sent=self._num_sent, undeliverable=self._num_undeliverable
         )
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         self._peers.clear()
         super().close()
 
@@ -135,7 +131,6 @@ class InProcessPeer(PeerTransport):
             self._serve(Inbound(self.peer, payload), self)
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`."""
         if self._readable is not None:
             self._readable.drain()
         inbox = self._inbox
@@ -152,7 +147,6 @@ class InProcessPeer(PeerTransport):
         return payloads
 
     def fileno(self) -> int:
-        """See `PeerTransport.fileno`."""
         if self._readable is None:
             self._readable = WakePipe()
             if not self._inbox.empty():
@@ -160,15 +154,12 @@ class InProcessPeer(PeerTransport):
         return self._readable.fileno()
 
     def wake(self) -> None:
-        """See `PeerTransport.wake`."""
         self._inbox.put(_WAKE)
 
     def statistics(self) -> TransportStatistics:
-        """See `PeerTransport.statistics`."""
         return TransportStatistics(sent=self._num_sent, received=self._num_received)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         self._is_closed = True
         self.on_close()
         if self._readable is not None:

@@ -69,7 +69,6 @@ class DeathWatch:
 
     @property
     def loop(self) -> ServingLoop:
-        """The watching thread."""
         return self._loop
 
     def _turn(self) -> None:

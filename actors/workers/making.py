@@ -31,7 +31,6 @@ class WorkerOptions:
     subclass: type[Any] | None = None
 
     def worker_class(self) -> type[Any]:
-        """Return the class of the workers."""
         from actors.workers.worker import WorkerActor
 
         return self.subclass or WorkerActor

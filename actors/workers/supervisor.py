@@ -80,7 +80,7 @@ class CoordinatorLink:
 
 
 class WorkerSupervisor:
-    """The workers of one coordinator. A `Site` for replacements. Thread-safe."""
+    """The workers of one coordinator. Thread-safe."""
 
     def __init__(
         self,
@@ -128,7 +128,6 @@ class WorkerSupervisor:
 
     @property
     def worker_set(self) -> WorkerSet:
-        """The present workers."""
         return self._worker_set
 
     @property
@@ -168,7 +167,6 @@ class WorkerSupervisor:
         self._replace(rank, actor)
 
     def describe_ranks(self) -> tuple[RankStatus, ...]:
-        """Return the status of every rank."""
         with self._lock:
             return tuple(
                 RankStatus(
@@ -230,17 +228,17 @@ class WorkerSupervisor:
     # --- for replacements
 
     def num_to_allocate(self) -> int:
-        """See `Site`."""
+        """Return the number of ranks whose process has not allocated yet."""
         with self._lock:
             waiting = [r for r in self._replacements.values() if r.needs_memory and not r.is_over]
             return max(1, len(waiting))
 
     def rules(self) -> bool:
-        """See `Site`."""
+        """Say whether this coordinator may still replace workers. May ask Ray."""
         return not self._closed.is_set() and self._rules()
 
     def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """See `Site`."""
+        """Make `actor` serve the rank. Raises ClusterError, also if the cluster has ended."""
         if self._closed.is_set() or not self._rules():
             raise ClusterError("another coordinator has taken over: it replaces lost workers")
         with self._lock:
@@ -250,7 +248,7 @@ class WorkerSupervisor:
         self._connect(rank)
 
     def is_served(self, rank: int, incarnation: str) -> bool:
-        """See `Site`."""
+        """Say whether the process obeys the present epoch; raises StartupError if it has died."""
         with self._lock:
             if incarnation in self._dead:
                 raise StartupError(f"its new process died: {self._dead[incarnation]}")
@@ -263,13 +261,14 @@ class WorkerSupervisor:
         return bool(self._link.call(is_obeying))
 
     def on_replaced(self, rank: int, incarnation: str) -> None:
-        """See `Site`."""
+        """Called when the process obeys."""
         with self._lock:
             if incarnation not in self._dead:
                 self._losses.pop(rank, None)
 
     def on_over(self, rank: int) -> None:
-        """See `Site`. If the process has died since it obeyed, replace it again."""
+        """Called when a replacement has ended, successfully or not. If its process has died since,
+        replace it again."""
         with self._lock:
             has_worked = self._replacements[rank].has_worked
         if has_worked and rank in self.losses and not self.worker_options.is_foreign:

@@ -27,7 +27,6 @@ class VirtualClock:
     """A clock that stands still until `advance` is called."""
 
     def __init__(self, start_s: float = 0.0) -> None:
-        """Start at `start_s`."""
         self._now_s = as_number("start_s", start_s)
 
     def now(self) -> float:

@@ -27,7 +27,6 @@ class LineLimit(logging.Filter):
     """
 
     def __init__(self, max_lines: int = MAX_LINES, period_s: float = PERIOD_S) -> None:
-        """Start with no records counted."""
         super().__init__()
         self._max_lines = max_lines
         self._period_s = period_s

@@ -86,7 +86,6 @@ class ServingLoop:
         max_failures: int | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Create a loop without starting it."""
         self.faults = Faults(name)
         self.failure: BaseException | None = None
         self._turn = turn
@@ -138,7 +137,6 @@ class ServingLoop:
                 self._thread.start()
 
     def statistics(self) -> LoopStatistics:
-        """Return frozen statistics."""
         faults = self.faults
         return LoopStatistics(
             faults.name, self.is_running, faults.count, faults.last, self._num_restarts

@@ -138,7 +138,6 @@ class ClientSession:
 
     @property
     def next_step(self) -> int:
-        """The number of the next step."""
         return self._window.next_step
 
     @property

@@ -102,7 +102,6 @@ class TenantConfig(Section):
         return self
 
     def guaranteed_in(self, tier: str) -> int | float:
-        """Return the guaranteed amount of a tier."""
         return _in_tier(self.guaranteed, tier, 0)
 
     def limit_in(self, tier: str) -> int | float:

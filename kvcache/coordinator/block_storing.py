@@ -32,7 +32,6 @@ class BlockStoring:
     """
 
     def __init__(self, tiers: TierHierarchy, manager: KVCacheManager) -> None:
-        """Store blocks of `manager`, which is new, in `tiers`."""
         link = manager.tiers
         self._tiers = tiers
         self._manager = manager

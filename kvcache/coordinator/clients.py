@@ -132,7 +132,6 @@ class ClientLedger:
         return self._acknowledged_step < max(self._finished_step, self._applied_step)
 
     def progress(self, epoch: int, now_s: float) -> Progress:
-        """Return the progress of the steps."""
         self.progress_sent_s = now_s
         return Progress(
             self.client_id,
@@ -201,7 +200,6 @@ class Clients:
 
     @property
     def has_leaving(self) -> bool:
-        """Whether `leaving` has any."""
         return self._num_leaving > 0
 
     def leaving(self) -> list[ClientLedger]:

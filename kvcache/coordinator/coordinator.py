@@ -121,7 +121,6 @@ class Coordinator:
 
     @property
     def phase(self) -> Phase:
-        """The present phase."""
         return self._phase
 
     @property
@@ -353,7 +352,6 @@ class Coordinator:
         self._phase = Phase.CLOSED
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return frozen statistics."""
         counts = replace(
             self._counts,
             phase=self._phase.value,

@@ -39,7 +39,6 @@ class JobTable:
     """Open jobs of one epoch. Numbers are never reused, not even in later epochs."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Start without jobs."""
         self._num_ranks = num_ranks
         self._last_id = 0
         self._open: dict[int, Job] = {}

@@ -82,7 +82,6 @@ class Membership:
 
     @property
     def model_epoch(self) -> int:
-        """The saved model epoch."""
         return self._state.model_epoch
 
     @property

@@ -280,7 +280,6 @@ class Offloading:
         return asked
 
     def statistics(self) -> OffloadStatistics:
-        """Return frozen statistics."""
         return OffloadStatistics(
             self.tiers.statistics(),
             self._loading.num_waiting,

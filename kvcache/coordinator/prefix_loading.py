@@ -430,7 +430,6 @@ class _Places:
         self.has_unknown = False
 
     def locate(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
-        """Return the places of `keys`."""
         places = self._tiers.locate(keys)
         self.has_pending |= bool(_is_pending(places).any())
         self.has_unknown |= bool((places == Place.UNKNOWN).any())

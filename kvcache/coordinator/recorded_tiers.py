@@ -14,7 +14,6 @@ class RecordedLoads:
     """Changes a manager's `loads`; `recorder` gets every change."""
 
     def __init__(self, loads: PrefixLoads, recorder: StepRecorder) -> None:
-        """Wrap `loads`."""
         self.loads = loads
         """For reading only."""
         self._recorder = recorder

@@ -115,11 +115,9 @@ class _Arguments:
         return None if hints is None else hints_from_plain(f"request {request_id}", hints)
 
     def take_optional_text(self, name: str) -> str | None:
-        """Return a text or None."""
         return None if self._values.get(name) is None else str(self.take(name, str))
 
     def take_ids(self, name: str) -> Int32Array:
-        """Return an int32 array."""
         return _ids(f"{self._method}: {name}", self._values.pop(name, b""))
 
     def take_lora(self) -> LoRARequest | None:
@@ -142,7 +140,6 @@ class RemoteCalls:
     """Per-request calls of all clients on one manager."""
 
     def __init__(self, manager: KVCacheManager) -> None:
-        """Call methods of `manager`."""
         self._manager = manager
         self._requests: dict[str, dict[str, Request]] = {}
 

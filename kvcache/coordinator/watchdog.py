@@ -51,7 +51,6 @@ class Watchdog:
     """Watches one coordinator."""
 
     def __init__(self, limits: WatchLimits) -> None:
-        """Start without known waits."""
         self._limits = limits
         self._seen_s: dict[tuple[str, str], float] = {}
         self._stuck: set[tuple[str, str]] = set()
@@ -102,7 +101,6 @@ class Watchdog:
     def _waits_of(
         self, epoch_state: EpochState, coordinator: Coordinator
     ) -> Iterator[tuple[str, str, float, float | None]]:
-        """Yield the waits of a running epoch."""
         limits = self._limits
         if epoch_state.reattachment.is_waiting:
             for client in epoch_state.reattachment.missing():

@@ -157,7 +157,6 @@ class EventCodec:
     def _put_stored(
         self, event: StoredEvent, hashes: PackedArray, tokens: PackedArray, parts: Parts
     ) -> None:
-        """Encode a `BlockStored`."""
         head, before_parent, before_tokens, tail = self._frame_of(event)
         parent = _NIL
         if event.parent_block_hash is not None:
@@ -210,7 +209,6 @@ class EventCodec:
         return head, before_parent, before_tokens, tail
 
     def _put_removed(self, event: RemovedEvent, hashes: PackedArray, parts: Parts) -> None:
-        """Encode a `BlockRemoved`."""
         values = (hashes, self._word(event.medium), self._pack(event.group_idx), _NIL)
         self._put("BlockRemoved", REMOVED_KEYS, values, parts)
 

@@ -54,7 +54,6 @@ class BlockKind:
 
     @classmethod
     def of(cls, event: StoredEvent) -> BlockKind:
-        """Return the kind of an event's blocks."""
         return cls(
             event.medium,
             event.group_idx,
@@ -259,13 +258,11 @@ class CacheMirror:
     """The present state of one cache. One user, one thread."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._shelves: dict[tuple[str, int, int], Shelf] = {}
         self.num_unknown_removals = 0
         """Removals of blocks that were not there."""
 
     def __len__(self) -> int:
-        """Return the number of blocks in all media."""
         return sum(map(len, self._shelves.values()))
 
     @property
@@ -274,14 +271,12 @@ class CacheMirror:
         return sum(shelf.checksum for shelf in self._shelves.values()) & (2**64 - 1)
 
     def num_blocks(self) -> dict[str, int]:
-        """Return the number of blocks in each medium."""
         found: dict[str, int] = {}
         for (medium, _, _), shelf in self._shelves.items():
             found[medium] = found.get(medium, 0) + len(shelf)
         return {medium: count for medium, count in found.items() if count}
 
     def contains(self, block_hash: int, medium: str, group_idx: int = 0) -> bool:
-        """Return whether a block is in a medium."""
         block_hash = as_int("block_hash", block_hash, at_most=2**64 - 1)
         medium, group_idx = as_text("medium", medium), as_int("group_idx", group_idx)
         return any(block_hash in shelf.rows for shelf in self._of(medium, group_idx))

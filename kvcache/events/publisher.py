@@ -249,7 +249,6 @@ class EventPublisher:
         return [*found, [client, b"", b"", END_MARK, b""]]
 
     def statistics(self) -> PublisherStatistics:
-        """Return frozen statistics."""
         return PublisherStatistics(
             self.last_seq if self._num_batches else -1,
             self._mirror.checksum,

@@ -178,7 +178,6 @@ class Subscription:
         return SEQUENCE.pack(ASK_FOR_ALL if self.last_seq is None else self.last_seq + 1)
 
     def statistics(self) -> SubscriptionStatistics:
-        """Return frozen statistics."""
         return SubscriptionStatistics(
             -1 if self.last_seq is None else self.last_seq,
             self.is_exact,

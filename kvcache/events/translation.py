@@ -85,7 +85,6 @@ def short_hash(digest: BlockHash) -> int:
 
 
 def are_distinct(hashes: Hashes) -> bool:
-    """Return whether all hashes are different."""
     if len(hashes) < 2:
         return True
     ordered = np.sort(hashes)

@@ -43,7 +43,6 @@ class MemoryServiceAddress:
         socket_name(self.address)
 
     def name_of(self, rank: int) -> str:
-        """Return the name of a rank's memory."""
         return segment_name(self.cluster, rank)
 
 

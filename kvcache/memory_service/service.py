@@ -120,7 +120,6 @@ class HostMemoryService:
         self._loop.ensure_running()
 
     def statistics(self) -> MemoryServiceStatistics:
-        """Return frozen statistics."""
         with self._lock:
             return MemoryServiceStatistics(
                 len(self._kept),

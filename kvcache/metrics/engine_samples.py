@@ -96,7 +96,6 @@ def exposition(samples: list[Sample]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a value with all its digits."""
     is_whole = isinstance(value, int) or value.is_integer()
     return str(int(value)) if is_whole else repr(float(value))
 
@@ -135,7 +134,6 @@ def _tier(values: Mapping[str, Any] | None) -> TierStatistics | None:
 
 
 def tier_samples(cluster: str, tiers: HierarchyStatistics) -> Iterator[Sample]:
-    """Yield all samples of the tiers of `cluster`."""
     for kind, count in tiers.open_jobs.items():
         yield Sample(known.TIER_JOBS, float(count), (cluster, kind))
     yield from _samples_of(cluster, "host", tiers.host)

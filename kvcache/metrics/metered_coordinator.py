@@ -32,7 +32,6 @@ class MeteredCoordinator:
         ages: AgeMeter,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measure `coordinator`."""
         self._coordinator = coordinator
         self._meter = meter
         self._tick = ages.tick
@@ -50,7 +49,6 @@ class MeteredCoordinator:
 
     @property
     def epoch(self) -> int:
-        """The present epoch."""
         return self._coordinator.epoch
 
     def on_client_message(self, message: FromClient) -> list[Outgoing]:
@@ -68,13 +66,11 @@ class MeteredCoordinator:
         return self._looked_at(self._ask(message), begun_s)
 
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
-        """See `Coordinator`."""
         self._tick()
         begun_s = self._now()
         return self._looked_at(self._coordinator.on_worker_message(rank, message), begun_s)
 
     def on_tick(self) -> list[Outgoing]:
-        """See `Coordinator`."""
         self._tick()
         begun_s = self._now()
         if self._is_open:

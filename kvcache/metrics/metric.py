@@ -87,7 +87,6 @@ class CounterGrowth:
     """Remembers the totals of one process. One user, one thread."""
 
     def __init__(self) -> None:
-        """Start with all totals at 0."""
         self._last: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def since_last(self, sample: Sample) -> float:
@@ -124,7 +123,6 @@ class Histogram:
         self._waiting: list[float] = []
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._waiting.append(value)
         if len(self._waiting) == _MANY:
             self._count_waiting()

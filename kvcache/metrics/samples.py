@@ -72,12 +72,10 @@ class TenantLabels:
     """The tenants with labels of their own. One user, one thread."""
 
     def __init__(self, max_labels: int) -> None:
-        """Give labels to the first `max_labels` tenants."""
         self._max_labels = max_labels
         self._names: set[str] = set()
 
     def label(self, name: str) -> str:
-        """Return a tenant's label."""
         if name not in self._names:
             if len(self._names) >= self._max_labels:
                 return OTHER
@@ -221,7 +219,6 @@ def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatisti
 
 
 def _errors(statistics: CoordinatorStatistics) -> dict[str, int]:
-    """Return counts of errors, by kind."""
     manager, offload, recorder = statistics.manager, statistics.offload, statistics.recorder
     errors = {
         "refused_step": statistics.num_refused_steps,
@@ -258,7 +255,6 @@ class RankTraffic:
 def worker_samples(
     cluster: str, statistics: WorkerStatistics, traffic: RankTraffic
 ) -> list[Sample]:
-    """Return all samples of one rank of `cluster`."""
     return [
         Sample(metric, float(value), (cluster, str(statistics.rank), *labels))
         for metric, value, labels in (*_rank(statistics), *_copies(statistics), *_messages(traffic))

@@ -23,7 +23,6 @@ class DiskUse:
     """
 
     def __init__(self) -> None:
-        """Begin in use."""
         self.num_rests = 0
         self._lost = ""
         self._late = ""

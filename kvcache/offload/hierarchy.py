@@ -87,7 +87,6 @@ class DiscardList:
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._addresses: dict[int, None] = {}
         self._keys: dict[OffloadKey, None] = {}
 
@@ -584,7 +583,6 @@ class TierHierarchy:
         return tuple(event for tier in self for event in tier.take_events())
 
     def statistics(self) -> HierarchyStatistics:
-        """Return frozen statistics."""
         return HierarchyStatistics(
             host=self.host.statistics(),
             disk=None if self.disk is None else self.disk.statistics(),

@@ -20,8 +20,6 @@ from kvcache.offload.keys import OffloadKey
 
 
 class JobKind(Enum):
-    """The kinds of transfers."""
-
     STORE = "store"
     LOAD = "load"
     SPILL = "spill"
@@ -119,7 +117,6 @@ class TransferTable:
         positions: Int32Array = EMPTY_INT32,
         is_private: bool = False,
     ) -> TransferJob:
-        """Open a job; return it with its number."""
         deadline_s, keys = now_s + self._deadlines.of(kind), tuple(keys)
         job_id = self._new_job_id()
         job = TransferJob(job_id, kind, keys, addresses, positions, deadline_s, is_private)
@@ -140,7 +137,6 @@ class TransferTable:
         return None if job is None else job.kind
 
     def close(self, job: TransferJob, *, is_good: bool) -> None:
-        """Close an open job."""
         del self._open[job.job_id]
         self._num_keys[job.kind] -= len(job.keys)
         self._num_overdue[job.kind] -= job.is_overdue

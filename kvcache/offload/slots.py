@@ -140,7 +140,6 @@ class SlotTable:
         return self.keys_at(np.flatnonzero((self.states == STORING) | (self.states == READY)))
 
     def slots_of(self, addresses: IndexArray) -> IndexArray:
-        """Return the slot of each address."""
         return addresses if self.blocks_per_slot == 1 else addresses // self.blocks_per_slot
 
     def distinct(self, addresses: IndexArray) -> IndexArray:

@@ -30,7 +30,6 @@ Warn = Callable[[str], None]
 
 
 def log_warning(message: str) -> None:
-    """Log `message` as a warning of the planner."""
     logging.getLogger("kvcache.planner").warning(message)
 
 

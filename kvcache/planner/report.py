@@ -94,7 +94,6 @@ class PlanReport:
 
 
 def report_plan(plan: Plan, name: str = "kvcache") -> PlanReport:
-    """Return the numbers of `plan`, titled `name`."""
     check_kind("plan", plan, Plan, ConfigurationError)
     name = as_text("name", name, ConfigurationError)
     groups = _report_groups(plan)

@@ -123,7 +123,6 @@ def _keys_by_block(label: Label) -> dict[int, bytes]:
 
 
 def _only(label: Label, is_kept: BoolArray, digest_bytes: int) -> Label:
-    """Return some of these labels."""
     places = np.cumsum(is_kept) - 1
     digests = np.frombuffer(label.digests, np.uint8).reshape(-1, digest_bytes)
     parents = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, digest_bytes)

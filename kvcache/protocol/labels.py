@@ -397,11 +397,9 @@ class LabelTable:
         self._namespace_index.clear()
 
     def is_labelled(self, block_id: int) -> bool:
-        """Return whether the block has a label."""
         return bool(self._group[block_id] != UNLABELLED)
 
     def digest(self, block_id: int) -> bytes | None:
-        """Return the digest in the block's label, or None."""
         return self._digest[block_id].tobytes() if self.is_labelled(block_id) else None
 
     @property
@@ -411,7 +409,6 @@ class LabelTable:
 
     @property
     def digest_bytes(self) -> int:
-        """Length of a digest."""
         return self._digest_bytes
 
     def contents(self, first_block: int, end_block: int) -> SealedContents:

@@ -107,11 +107,9 @@ class MemoryStateStore:
     """A state that outlives a coordinator object, but not the process. For tests and embedding."""
 
     def __init__(self, state: SmallState | None = None) -> None:
-        """Hold `state`."""
         self._state = state
 
     def load(self) -> SmallState | None:
-        """Return the saved state."""
         return self._state
 
     def save(self, state: SmallState, replaces: SmallState | None) -> None:

@@ -85,7 +85,6 @@ class RememberingClock:
     """
 
     def __init__(self, clock: Clock) -> None:
-        """Read `clock`."""
         self._clock = clock
         self._readings: list[float] = []
 
@@ -158,7 +157,6 @@ class FileStepRecorder(StepRecorder):
         self._guarded(self._writer.close, even_when_stopped=True)
 
     def statistics(self) -> RecorderStatistics:
-        """Return frozen statistics."""
         return RecorderStatistics(
             directory=str(self._limits.segments.directory),
             problem=self._problem,

@@ -42,13 +42,11 @@ class Recording:
     """The segments of a recording in order. Reading adds to `notes`."""
 
     def __init__(self, segments: Sequence[Segment], notes: Sequence[str] = ()) -> None:
-        """Read these segments."""
         self.segments = tuple(segments)
         self.notes = list(notes)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all segments."""
         return sum(segment.size_bytes for segment in self.segments)
 
     def records(self) -> Iterator[PlacedRecord]:

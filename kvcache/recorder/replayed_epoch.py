@@ -63,7 +63,6 @@ class ReplayedEpoch:
     """
 
     def __init__(self, head: SegmentHead, number: int) -> None:
-        """Make no manager yet."""
         self.number = number
         self.manager: KVCacheManager | None = None
         self.client_id, self.step, self.is_call = "", 0, False
@@ -144,7 +143,6 @@ class ReplayedEpoch:
                 return _refusal(self._running().manager.tiers.loads.release, record.load_id)
 
     def _execute(self, record: Executed, placed: PlacedRecord) -> str:
-        """Execute a step or call."""
         message = _decoded(record.message, placed)
         if not isinstance(message, StepRequest | Call):
             raise _unreadable(placed, f"it holds a {type(message).__name__}, no step or call")
@@ -236,7 +234,6 @@ class RepeatingClock:
     """A clock that repeats recorded readings. `num_invented` counts readings beyond those."""
 
     def __init__(self) -> None:
-        """Begin without readings."""
         self._readings: deque[float] = deque()
         self._last_s = 0.0
         self.num_invented = 0
@@ -351,7 +348,6 @@ def _decoded(data: bytes, placed: PlacedRecord) -> Message:
 
 
 def _request_of(record: LoadBegun, placed: PlacedRecord) -> Request:
-    """Return the request of a recorded load."""
     message = _decoded(record.message, placed)
     if not isinstance(message, StepRequest) or len(message.new) != 1:
         raise _unreadable(placed, f"it holds a {type(message).__name__}, no request")

@@ -127,7 +127,6 @@ class RequestTracer:
         return seen
 
     def executed(self, step: StepRequest, result: StepResult) -> None:
-        """Note an executed step."""
         if not self._listener or result.error:
             return
         now_s = self._clock.now()
@@ -240,7 +239,6 @@ class TracedRecorder(StepRecorder):
         self._tracer = tracer
 
     def record(self, event: Event) -> None:
-        """Record it in both."""
         self._recorder.record(event)
         match event:
             case Executed(StepRequest() as step, StepResult() as result):
@@ -251,15 +249,12 @@ class TracedRecorder(StepRecorder):
                 self._tracer.end_epoch()
 
     def on_tick(self) -> None:
-        """Pass a tick on to the recorder."""
         self._recorder.on_tick()
 
     def close(self) -> None:
-        """Close the recorder."""
         self._recorder.close()
 
     def statistics(self) -> RecorderStatistics | None:
-        """Return the recorder's statistics."""
         return self._recorder.statistics()
 
 

@@ -78,12 +78,10 @@ class ReplayTally:
     """
 
     def __init__(self, workload: str) -> None:
-        """Begin at 0."""
         self.sums = ReplayReport(workload)
         self._latest: CacheCounters | None = None
 
     def count_finished(self, requests: Iterable[ReplayedRequest]) -> None:
-        """Count finished requests."""
         for request in requests:
             self.sums.num_requests += 1
             self.sums.num_output_tokens += request.request.num_output_tokens

@@ -46,7 +46,6 @@ class ReplayedRequest:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.request.request_id
 
     @property
@@ -188,6 +187,5 @@ class ReplayedRows:
         return self._requests.index(request) if request in self._requests else None
 
     def go_back(self, row: int, num_computed: int, num_known: int) -> None:
-        """Restore a row."""
         self._table[_COMPUTED, row] = num_computed
         self._table[_KNOWN, row] = num_known

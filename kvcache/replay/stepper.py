@@ -52,7 +52,6 @@ class TierCounters:
         return TierCounters(*(now - then if now >= then else now for now, then in pairs))
 
     def plus(self, more: TierCounters) -> TierCounters:
-        """Return the sums."""
         return TierCounters(*map(sum, zip(astuple(self), astuple(more), strict=True)))
 
 

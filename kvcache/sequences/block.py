@@ -251,7 +251,6 @@ class PrefixCachingBlock:
 
 
 def default_hasher(block_size: int) -> RequestBlockHasher:
-    """Return the default hasher."""
     return get_request_block_hasher(block_size, get_hash_fn(DEFAULT_HASH))
 
 

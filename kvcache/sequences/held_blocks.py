@@ -197,7 +197,6 @@ class HeldBlocks:
 
     @property
     def block_ids(self) -> frozenset[int]:
-        """All ids."""
         return frozenset(self._pool_ids)
 
     @property

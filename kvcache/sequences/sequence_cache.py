@@ -74,7 +74,6 @@ class SequenceCache:
         return self._held.hasher
 
     def get_num_total_blocks(self) -> int:
-        """Return how many blocks there are."""
         return len(self._held.block_ids)
 
     def get_num_free_blocks(self) -> int:
@@ -169,7 +168,6 @@ class SequenceCache:
         return True
 
     def statistics(self) -> AllocatorStatistics:
-        """Return frozen statistics."""
         pool = self._held.pool
         return AllocatorStatistics(
             num_blocks=self.get_num_total_blocks(),

@@ -81,7 +81,6 @@ class BlockIndex:
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS, max_sources: int = MAX_SOURCES) -> None:
-        """Know no source."""
         self._max_blocks, self._max_sources = max_blocks, max_sources
         self._sources: dict[bytes, _Source] = {}
         self._memories: dict[bytes, _Memory] = {}

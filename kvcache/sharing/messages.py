@@ -209,7 +209,6 @@ _FIELDS = {kind: tuple(_TYPES[str(each.type)] for each in fields(kind)) for kind
 
 
 def pack(message: Message) -> bytes:
-    """Return a message's bytes."""
     kind = type(message)
     values = [getattr(message, each.name) for each in fields(kind)]
     packed: bytes = msgpack.packb([SHARING_VERSION, _NAMES[kind], *values])

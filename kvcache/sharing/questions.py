@@ -107,7 +107,6 @@ class Questions:
         return self._answers.pop(request_id, _NO_NODES)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request."""
         self._answers.pop(request_id, None)
         opened = self._open.pop(request_id, None)
         if opened is not None:

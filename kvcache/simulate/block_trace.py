@@ -56,7 +56,6 @@ class BlockTrace:
 
     @property
     def num_references(self) -> int:
-        """Blocks of all requests."""
         return len(self.blocks)
 
     @cached_property
@@ -80,7 +79,6 @@ class BlockTrace:
         return self.num_blocks_of(self.longest)
 
     def num_blocks_of(self, request: int) -> int:
-        """Return the number of blocks of a request."""
         return int(self.starts[request + 1] - self.starts[request])
 
     def blocks_of(self, request: int) -> NDArray[np.int32]:
@@ -227,20 +225,16 @@ class _Collection:
 
 
 class _TraceWorkload(ABC):
-    """A trace as a workload."""
-
     def __init__(self, trace: BlockTrace, hints: Sequence[tuple[CacheHint, ...]] = ()) -> None:
         self.trace = trace
         self._hints = hints
 
     @property
     def name(self) -> str:
-        """The trace's."""
         return self.trace.name
 
     @property
     def num_requests(self) -> int:
-        """The trace's."""
         return self.trace.num_requests
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
@@ -296,12 +290,10 @@ class TraceTokens(_TraceWorkload):
 
     @property
     def total_input_tokens(self) -> int:
-        """The trace's."""
         return self.trace.num_input_tokens
 
     @property
     def block_size(self) -> int:
-        """The trace's."""
         return self.trace.block_size
 
     def _num_tokens(self, request: int) -> int:

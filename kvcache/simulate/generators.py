@@ -72,7 +72,6 @@ class Length:
             )
 
     def draw(self, rng: Random) -> int:
-        """Return a number of tokens."""
         drawn = rng.lognormvariate(log(self.median), self.spread)
         return min(self.most, max(self.least, round(drawn)))
 
@@ -157,7 +156,6 @@ class SyntheticWorkload:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests."""
         return self._num_requests
 
     @cached_property
@@ -171,7 +169,6 @@ class SyntheticWorkload:
         return MOONCAKE_BLOCK_SIZE
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the requests for a player."""
         return (request.to_workload_request() for request in self.script())
 
     def script(self) -> Iterator[ScriptedRequest]:

@@ -49,7 +49,6 @@ class ScriptedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all passages."""
         return sum(passage.num_tokens for passage in self.passages)
 
     @property
@@ -101,7 +100,6 @@ class BlockNames:
 
 
 def _cut(passages: tuple[Passage, ...], block_size: int) -> Iterator[tuple[_Piece, ...]]:
-    """Yield the content of each block."""
     pieces: list[_Piece] = []
     room = block_size
     for passage in passages:

@@ -123,7 +123,6 @@ class RunningCounter:
 
     @property
     def waits(self) -> Waits:
-        """The waits so far."""
         mean_s = self._waited_s / self._trace.num_requests
         return Waits(self._num_waited, mean_s, self._most_running)
 

@@ -62,7 +62,6 @@ class SimulationResult:
 
     @property
     def num_device_hit_tokens(self) -> int:
-        """Tokens hit on the device."""
         return self.num_hit_tokens - self.num_host_hit_tokens - self.num_disk_hit_tokens
 
     @property

@@ -66,11 +66,9 @@ class Brought:
 
     @property
     def num_tokens(self) -> int:
-        """Of both."""
         return self.num_host_tokens + self.num_disk_tokens
 
     def __add__(self, other: Brought) -> Brought:
-        """Return the sums."""
         return Brought(
             self.num_host_tokens + other.num_host_tokens,
             self.num_disk_tokens + other.num_disk_tokens,

@@ -22,7 +22,6 @@ from kvcache.simulate.passages import BlockNames
 def trace_lines(
     workload: SyntheticWorkload, block_size: int = MOONCAKE_BLOCK_SIZE
 ) -> Iterator[MooncakeLine]:
-    """Yield the lines of a workload's trace."""
     names = BlockNames(block_size)
     for number, request in enumerate(workload.script(), start=1):
         yield MooncakeLine(

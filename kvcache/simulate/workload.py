@@ -106,9 +106,7 @@ class LimitedWorkload:
 
     @property
     def block_size(self) -> int:
-        """Block size of the whole workload."""
         return self._workload.block_size
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
-        """Yield the first `limit` requests."""
         return islice(iter(self._workload), self._limit)

@@ -140,7 +140,6 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHash], max_length: int, namespace: Namespace
     ) -> CacheHit:
-        """Return a miss."""
         check_look_up(block_hashes, max_length, namespace)
         return CacheHit((EMPTY_INT32,) * len(self.managers), 0)
 

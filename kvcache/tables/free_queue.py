@@ -29,7 +29,6 @@ class FreeKVCacheBlockQueue:
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks are in the queue."""
         return len(self._queue)
 
     def popleft(self) -> int:

@@ -78,7 +78,6 @@ class TenantAccount:
     )
 
     def __init__(self, name: str, number: int, share: TenantShare) -> None:
-        """Have nothing."""
         self.name = name
         self.number = number
         self.share = share
@@ -126,7 +125,6 @@ class TenantAccount:
         self.last_refusal = reason
 
     def statistics(self, tier: str, shown_name: str) -> TenantStatistics:
-        """Return frozen statistics."""
         return TenantStatistics(
             shown_name,
             tier,
@@ -204,7 +202,6 @@ class TenantLedger:
         return self._by_number[number]
 
     def accounts(self) -> list[TenantAccount]:
-        """Return all accounts."""
         return list(self._by_name.values())
 
     # --- room ----------------------------------------------------------------------------------

@@ -71,12 +71,10 @@ class TierShares:
         return cls(tier, num_blocks, config.by == "salt", named, default)
 
     def name_in(self, namespace: Namespace) -> str:
-        """Return the tenant of a namespace."""
         name = namespace.salt if self.by_salt else namespace.tenant
         return UNNAMED_TENANT if name is None else name
 
     def share_of(self, name: str) -> TenantShare:
-        """Return the amounts of a tenant."""
         return self.named.get(name, self.default)
 
     def shown_name(self, name: str) -> str:

@@ -42,12 +42,10 @@ class TensorLayout:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return dtype_size_bytes(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return (self.num_blocks, *self.page_shape)
 
     @property

@@ -113,7 +113,6 @@ class LabelReporter:
     def __init__(
         self, settings: WorkerSettings, receiver: CommandReceiver, executor: CommandExecutor
     ) -> None:
-        """Report the labels of `executor`, in the epoch of `receiver`."""
         self._settings = settings
         self._receiver = receiver
         self._executor = executor

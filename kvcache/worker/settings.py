@@ -71,7 +71,6 @@ class WorkerSettings:
 
     @property
     def max_block_tokens(self) -> int:
-        """Tokens of the largest block."""
         return max((spec.block_size for spec in self.specs), default=1)
 
     @property

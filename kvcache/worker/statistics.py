@@ -32,7 +32,6 @@ class HostStatistics:
 
     @classmethod
     def of(cls, segment: HostSegment) -> HostStatistics:
-        """Return the statistics of `segment`."""
         labels = segment.labels
         return cls(
             origin=segment.origin,
@@ -78,11 +77,9 @@ class JobTally:
     """Counts jobs by kind as they end."""
 
     def __init__(self) -> None:
-        """Begin without jobs."""
         self._counts: dict[str, JobCounts] = {}
 
     def add(self, kind: str, num_bytes: int, seconds: float, *, ok: bool) -> None:
-        """Count a job."""
         old = self._counts.get(kind, JobCounts())
         self._counts[kind] = JobCounts(
             old.num_good + ok,

@@ -55,17 +55,14 @@ class BlockUses:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Begin without copies."""
         self._counts = np.zeros(num_blocks, dtype=np.int32)
         self._running: dict[PendingCopy, Int32Array] = {}
 
     def add(self, copy: PendingCopy, block_ids: Int32Array) -> None:
-        """Add a copy that uses these blocks."""
         np.add.at(self._counts, block_ids, 1)
         self._running[copy] = block_ids
 
     def remove(self, copy: PendingCopy) -> None:
-        """Remove a copy that is done."""
         np.subtract.at(self._counts, self._running.pop(copy), 1)
 
     def using(self, block_ids: Int32Array) -> list[PendingCopy]:
@@ -90,7 +87,6 @@ class TransferUses:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Begin without transfers."""
         self.reads = BlockUses(num_blocks)
         self.writes = BlockUses(num_blocks)
         self.num_waits = 0
@@ -415,7 +411,6 @@ class TransferJobs:
             self._host.labels.withdraw_unsealed()
 
     def statistics(self) -> TransferStatistics:
-        """Return frozen statistics."""
         return TransferStatistics(
             num_running=self.num_running,
             num_waits=self.uses.num_waits,

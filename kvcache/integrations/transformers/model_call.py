@@ -77,12 +77,10 @@ class ModelCall:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
         return self.input_ids.shape[0]
 
     @property
     def num_new(self) -> int:
-        """New columns."""
         return self.input_ids.shape[1]
 
     def pads(self, length: int) -> list[int]:

@@ -44,7 +44,6 @@ class AdapterRevisions:
     """
 
     def __init__(self) -> None:
-        """Know no adapter."""
         self._adapters: dict[tuple[str, int], _Adapter] = {}
 
     def revision_of(self, adapter: Any) -> bytes | None:

@@ -38,7 +38,6 @@ class BlockContents:
 
     @property
     def shape(self) -> LabelShape:
-        """The sizes of the labels."""
         return LabelShape(DIGEST_BYTES, max(self.block_sizes))
 
     def labels(

@@ -16,7 +16,6 @@ class BlockReferences:
     """References to blocks: each job of `_held` has one to each of its blocks."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._pool: Any = None
         self._held: dict[int, list[Any]] = {}
 

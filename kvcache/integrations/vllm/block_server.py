@@ -363,7 +363,6 @@ class EngineLines:
     read may leave no room for more."""
 
     def __init__(self) -> None:
-        """Have told nothing."""
         os.set_blocking(sys.stdout.fileno(), False)
         self._counts: dict[str, int] = {}
         self._moved_to: IndexPlace | None = None

@@ -69,7 +69,6 @@ class TierPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # an untyp
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register all metrics."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._growth: dict[int, CounterGrowth] = {}
         self._metrics: dict[str, Any] = {}

@@ -229,7 +229,6 @@ class EngineRecording:
             self._hand_on(MAX_HELD)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what was recorded."""
         recording = self._recording
         return {
             "path": str(recording.path),

@@ -66,7 +66,6 @@ class _Record:
 
     @staticmethod
     def parse(data: bytes) -> _Record | None:
-        """Return a record, None for bytes that are none."""
         try:
             found = _Record(**json.loads(data))
         except (ValueError, TypeError, RecursionError):

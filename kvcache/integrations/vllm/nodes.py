@@ -153,7 +153,6 @@ class ServerProcess:
     """The process of `block_server`. It ends with this one, because its input ends then."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Start it."""
         self._settings = settings
         self.counts: dict[str, int] = {}
         """What the process has done, as it said last."""
@@ -245,7 +244,6 @@ class ServerProcess:
         self._pause_s = min(2 * self._pause_s, MAX_RESTART_S)
 
     def close(self) -> None:
-        """End it."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -11,7 +11,6 @@ class ObserverErrors:
     """Logs the first error of each part."""
 
     def __init__(self) -> None:
-        """Start with no errors."""
         self._parts: set[str] = set()
 
     def note(self, part: str, error: Exception) -> None:

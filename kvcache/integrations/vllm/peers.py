@@ -221,12 +221,10 @@ class Peers:
             threading.Thread(target=self._run, name="kvcache-peers", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
 
     @property
     def indexes(self) -> tuple[PeerIndex, ...]:
-        """What each peer holds."""
         return self._indexes
 
     def find(self, keys: Sequence[OffloadKey]) -> list[PeerBlock | None]:

@@ -12,7 +12,6 @@ class WaitTimes:
     """The seconds that requests have waited for one cause."""
 
     def __init__(self) -> None:
-        """Start with no request that waits."""
         self._since_s: dict[str, float] = {}
         self._total_s = 0.0
 
@@ -38,7 +37,6 @@ class RequestCounts:
     """Counts requests, tokens and waits. One user, but `statistics` may be called in any thread."""
 
     def __init__(self) -> None:
-        """Start with all counts at 0."""
         self._num_requests = self._num_asked_tokens = self._num_device_tokens = 0
         self._num_host_tokens = self._num_file_tokens = self._num_fetched_tokens = 0
         self._num_remote_tokens = self._num_imported_tokens = 0
@@ -94,7 +92,6 @@ class RequestCounts:
         self.for_loads.end(request_id, now_s)
 
     def statistics(self, now_s: float) -> RequestStatistics:
-        """Return frozen statistics."""
         num_file_tokens = self._num_file_tokens
         return RequestStatistics(
             num_requests=self._num_requests,

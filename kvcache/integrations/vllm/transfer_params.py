@@ -20,11 +20,9 @@ class TransferParams:
     """Reads the parameters of an engine's requests."""
 
     def __init__(self) -> None:
-        """Begin without a warning."""
         self._has_warned = False
 
     def hints_of(self, request: Any) -> tuple[CacheHint, ...]:
-        """Return a request's hints."""
         hints = self._value(request, "hints")
         if hints is None:
             return ()

@@ -124,7 +124,6 @@ def _keeps_tokens(spec: KVCacheSpec) -> bool:
 
 
 def _content_of(place: GroupPlace) -> GroupContent:
-    """Return the content class for the kind of a group."""
     if place.spec.num_state_blocks is not None:
         return StateContent(place)
     return EncoderContent(place) if place.spec.keeps_encoder_tokens else TokenContent(place)

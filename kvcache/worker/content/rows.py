@@ -133,7 +133,6 @@ class ForwardRows:
 
     @classmethod
     def of(cls, command: WriteExpected) -> ForwardRows:
-        """Return the rows of a validated command."""
         num_rows = len(command.slots)
         starts = command.starts.astype(np.int64)
         ends = starts + command.counts
@@ -168,7 +167,6 @@ class RowLimits:
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> RowLimits:
-        """Return the limits of a rank."""
         specs = settings.specs
         drafts = [spec.max_draft_tokens for spec in specs]
         encoder_tokens = [spec.encoder_token_limit for spec in specs if spec.keeps_encoder_tokens]

@@ -75,7 +75,6 @@ class DoneCopy:
     """A transfer that was done when its call returned."""
 
     def is_done(self) -> bool:
-        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> bool:
@@ -114,7 +113,6 @@ class CpuCopyEngine:
     def copy_within(
         self, rows: torch.Tensor, source_ids: Int32Array, destination_ids: Int32Array
     ) -> None:
-        """Copy now."""
         self.copy_blocks(rows, source_ids, rows, destination_ids)
 
     def zero_blocks(self, rows: torch.Tensor, ids: Int32Array) -> None:
@@ -125,7 +123,6 @@ class CpuCopyEngine:
         """Do nothing: a forward on CPU is done when it returns."""
 
     def is_compute_idle(self) -> bool:
-        """Return True."""
         return True
 
     def close(self) -> None:

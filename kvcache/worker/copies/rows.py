@@ -371,7 +371,6 @@ class PieceHashes:
     """
 
     def __init__(self, is_hashed: BoolArray, digests: UInt64Array, first: int, end: int) -> None:
-        """Begin without hashes."""
         self.is_hashed = is_hashed
         self.digests = digests
         self.first = first

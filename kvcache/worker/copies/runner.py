@@ -38,8 +38,6 @@ class FinishedCopy(NamedTuple):
 
 
 class _RunningTask:
-    """A task in progress."""
-
     def __init__(self, task: CopyTask) -> None:
         self.task = task
         self.has_begun = False
@@ -86,7 +84,6 @@ class InlineCopies:
     """
 
     def __init__(self) -> None:
-        """Begin without tasks."""
         self._tasks: list[_InlineTask] = []
 
     def submit(self, task: CopyTask) -> PendingCopy:

@@ -41,10 +41,7 @@ class Lanes(Protocol):
 
 
 class ThreadLanes:
-    """A thread for each lane."""
-
     def __init__(self, num_lanes: int) -> None:
-        """Start the threads."""
         self._queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in range(num_lanes)]
         self._threads = [
             threading.Thread(target=_run, args=(queue,), name=f"kvcache-file-{i}", daemon=True)
@@ -56,11 +53,9 @@ class ThreadLanes:
 
     @property
     def num_lanes(self) -> int:
-        """The number of threads."""
         return len(self._queues)
 
     def put(self, lane: int, task: Task) -> None:
-        """Queue it."""
         self._queues[lane].put(task)
 
     def close(self, timeout_s: float) -> bool:

@@ -97,7 +97,6 @@ class ChangeLog:
         self.set_count(self.num_files + num_more)
 
     def close(self) -> None:
-        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -305,7 +304,6 @@ class DirectoryFollower:
         return found
 
     def close(self) -> None:
-        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

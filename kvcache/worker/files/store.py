@@ -264,7 +264,6 @@ class FileStore:
         self._aside.forget()
 
     def statistics(self) -> FileTierStatistics:
-        """Return frozen statistics."""
         return self._table.statistics()
 
     def count(self, kind: Problem) -> None:
@@ -579,7 +578,6 @@ class FileTable:
             return self._problems[kind]
 
     def statistics(self) -> FileTierStatistics:
-        """Return frozen statistics."""
         with self._lock:
             return FileTierStatistics(
                 self._num_written,

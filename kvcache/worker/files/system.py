@@ -82,7 +82,6 @@ class DirectoryFiles:
         os.fdatasync(descriptor)
 
     def sync_directory(self, name: str) -> None:
-        """Sync the names in a directory to disk."""
         descriptor = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self._directory)
         try:
             os.fsync(descriptor)
@@ -90,7 +89,6 @@ class DirectoryFiles:
             os.close(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a descriptor."""
         os.close(descriptor)
 
     def rename(self, name: str, new_name: str) -> None:

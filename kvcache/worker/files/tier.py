@@ -94,7 +94,6 @@ class FileTierSettings:
 
     @property
     def limits(self) -> StoreLimits:
-        """The limits of the store."""
         return StoreLimits(self.max_bytes, self.sync, self.max_set_aside, self.max_shared_files > 0)
 
 

@@ -32,7 +32,6 @@ class SlotUses:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Begin without used slots."""
         self._readers = np.zeros(num_slots, dtype=np.int32)
         self._is_written = np.zeros(num_slots, dtype=np.bool_)
 
@@ -96,7 +95,6 @@ class HostPool:
 
     @property
     def labels(self) -> HostLabels:
-        """The labels of the slots."""
         return self.segment.labels
 
     def pieces(self, tensor_index: int, slots: Int32Array) -> list[Int32Array]:

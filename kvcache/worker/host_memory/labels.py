@@ -105,7 +105,6 @@ class CellChains:
 
     @property
     def num_cells(self) -> int:
-        """Number of all cells."""
         return len(self._cells)
 
     @staticmethod
@@ -150,11 +149,9 @@ class CellChains:
         self._is_free[list(chain)] = False
 
     def list_free(self) -> None:
-        """Rebuild the free list."""
         self._free = np.flatnonzero(self._is_free)[::-1].tolist()
 
     def release(self, chain: Sequence[int]) -> None:
-        """Release cells."""
         self._is_free[list(chain)] = True
         self._free.extend(chain)
 
@@ -207,7 +204,6 @@ class HostLabels:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots."""
         return len(self._rows)
 
     @property
@@ -216,11 +212,9 @@ class HostLabels:
         return 2 * self.digest_bytes + 4 * (self.max_block_tokens + 6) + 8
 
     def state(self, slot: int) -> SlotState:
-        """Return the state of a slot."""
         return SlotState(int(self._rows["state"][slot]))
 
     def num_in(self, state: SlotState) -> int:
-        """Return the number of slots in `state`."""
         return int(np.count_nonzero(self._rows["state"] == state))
 
     def are_readable(self, slots: Int32Array) -> npt.NDArray[np.bool_]:

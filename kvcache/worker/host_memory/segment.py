@@ -104,7 +104,6 @@ class SegmentShape:
 
     @property
     def rows_bytes(self) -> int:
-        """Bytes of the labels' rows."""
         return self.num_slots * row_type(self.digest_bytes, self.max_block_tokens).itemsize
 
     @property
@@ -123,7 +122,6 @@ class SegmentShape:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole segment."""
         return self.offsets[-1]
 
     def head(self) -> bytes:
