@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from actors.cli.clusters import open_cluster
@@ -133,7 +132,7 @@ def pins(name: NameOption = None, as_json: JsonOption = False) -> None:
     if not held:
         print(f"nothing is pinned in {cluster.name}")
         return
-    print_table(Console(file=sys.stdout), f"{cluster.name}: pins", _table(held))
+    print_table(f"{cluster.name}: pins", _table(held))
 
 
 @command

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import (
@@ -155,13 +154,11 @@ def advise(
     if as_json:
         print_json(_to_dict(advice))
     else:
-        _print(Console(), advice)
+        _print(advice)
 
 
 @dataclass(frozen=True)
 class _Advice:
-    """Everything that is printed."""
-
     trace: BlockTrace
     memory: Memory
     speeds: Speeds
@@ -373,27 +370,27 @@ def _candidate_dict(advice: _Advice, one: MeasuredCandidate) -> dict[str, object
     }
 
 
-def _print(console: Console, advice: _Advice) -> None:
+def _print(advice: _Advice) -> None:
     trace, memory = advice.trace, advice.memory
     title = (
         f"{trace.name}: {trace.num_requests:,} requests, {trace.num_distinct_blocks:,} different "
         f"blocks ({_gib_text(memory.gib(trace.num_distinct_blocks))} GiB)"
     )
-    print_table(console, title, _candidate_table(advice))
-    print_note(console, _sentence(advice))
-    print_note(console, _policy_sentence(advice))
-    print_note(console, _hints_sentence(advice))
+    print_table(title, _candidate_table(advice))
+    print_note(_sentence(advice))
+    print_note(_policy_sentence(advice))
+    print_note(_hints_sentence(advice))
     best = advice.best.result.cache.policy
-    print_table(console, f"what a GiB of one pool adds, with {best}", _curve_table(advice))
+    print_table(f"what a GiB of one pool adds, with {best}", _curve_table(advice))
     steadiness = _Steadiness.of(advice.best.result)
-    print_note(console, "How sure is this?")
+    print_note("How sure is this?")
     if steadiness is not None:
-        print_note(console, f"- {steadiness.describe()}")
+        print_note(f"- {steadiness.describe()}")
     for doubt in _doubts(advice) or ["nothing in the trace speaks against it"]:
-        print_note(console, f"- {doubt}")
-    print_note(console, "Assumed:")
+        print_note(f"- {doubt}")
+    print_note("Assumed:")
     for assumption in _assumptions(advice):
-        print_note(console, f"- {assumption}")
+        print_note(f"- {assumption}")
 
 
 def _candidate_table(advice: _Advice) -> Table:

@@ -178,9 +178,9 @@ def handling(handler: Any, *numbers: int) -> Iterator[None]:
             signal.signal(number, before)
 
 
-def print_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
+def print_facts(title: str, facts: Mapping[str, str]) -> None:
     """Print a table of names and values."""
-    print_table(console, title, facts_table(facts))
+    print_table(title, facts_table(facts))
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
@@ -193,21 +193,20 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     return table
 
 
-def print_note(console: Console, text: str, style: str | None = None) -> None:
+def print_note(text: str, style: str | None = None) -> None:
     """Print a line of text as it is: no markup, and only the terminal wraps it."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    Console().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_table(console: Console, title: str, table: Table) -> None:
+def print_table(title: str, table: Table) -> None:
     """Print a table below its title, which may be wider. In a narrow terminal cells wrap, so that
     no number is cut off. Names in cells are printed literally and `legible`, not as markup."""
-
     for column in table.columns:
         if not column.no_wrap:
             column.overflow = "fold"
         column._cells = [legible(c) if isinstance(c, str) else c for c in column._cells]
-    console.print(legible(title), style="italic", markup=False, highlight=False, soft_wrap=True)
-    console.print(table, markup=False)
+    print_note(legible(title), "italic")
+    Console().print(table, markup=False)
 
 
 def say(line: str) -> None:
@@ -273,7 +272,6 @@ class WorkProgress:
         return time.monotonic() - self._start_s
 
     def show(self, done: int, rate: str) -> None:
-        """Show the progress and the rate."""
         if not self._bar.disable:
             self._bar.update(self._task, completed=done, rate=rate)
         now_s = time.monotonic()

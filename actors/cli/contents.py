@@ -66,14 +66,13 @@ def usage(name: NameOption = None, vllm: VllmOption = None, as_json: JsonOption 
     if as_json:
         print_json({"name": cluster.name, **_plain_usage(found)})
         return
-    console = Console(file=sys.stdout)
-    print_facts(console, f"{cluster.name}: device blocks", _texts(found.states))
-    print_table(console, "sealed blocks by group", _groups(found))
-    print_table(console, "sealed blocks by namespace", _namespaces(found))
+    print_facts(f"{cluster.name}: device blocks", _texts(found.states))
+    print_table("sealed blocks by group", _groups(found))
+    print_table("sealed blocks by namespace", _namespaces(found))
     if found.tiers:
-        print_table(console, "tiers below the device", tier_table(found.tiers))
+        print_table("tiers below the device", tier_table(found.tiers))
     if found.tenants:
-        print_table(console, "tenants", tenant_usage_table(found.tenants))
+        print_table("tenants", tenant_usage_table(found.tenants))
 
 
 @command
@@ -101,9 +100,7 @@ def prefixes(
         rows = [_plain_node(node) for node in nodes]
         print_json({"name": cluster.name, "sort": sort, "prefixes": rows})
         return
-    print_table(
-        Console(file=sys.stdout), f"{cluster.name}: prefixes, {sort} first", _prefix_table(nodes)
-    )
+    print_table(f"{cluster.name}: prefixes, {sort} first", _prefix_table(nodes))
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,12 @@ import re
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from actors.cli.clusters import find_refusal, ray_session, running_clusters
@@ -435,27 +433,25 @@ def _why_not_bound(place: str) -> str:
 
 
 def _print(found: Examination) -> None:
-    console = Console(file=sys.stdout)
-    print_facts(console, "machine", found.machine)
-    print_facts(console, "memory", _memory_facts(found))
-    print_facts(console, "Ray", _ray_facts(found))
+    print_facts("machine", found.machine)
+    print_facts("memory", _memory_facts(found))
+    print_facts("Ray", _ray_facts(found))
     for measurement in found.measurements:
         title = f"copies on {measurement.device}, GB/s, by the size of a page"
-        print_table(console, title, _copies(measurement, found.page_bytes))
+        print_table(title, _copies(measurement, found.page_bytes))
         print_note(
-            console,
             "*: how workers copy scattered pages of this size; plain: one piece of memory; share: "
-            "* of plain",
+            "* of plain"
         )
         for note in (*_choices(measurement), *measurement.notes):
-            print_note(console, note)
+            print_note(note)
     for problem in found.problems:
         mark = "problem" if problem.prevents_launch else "warning"
         style = "red" if problem.prevents_launch else "yellow"
         line = f"{mark}: {problem.what}: {problem.remedy}"
-        print_note(console, line, style)
+        print_note(line, style)
     if not found.problems:
-        console.print("nothing is wrong", markup=False)
+        print_note("nothing is wrong")
 
 
 def _machine(node: NodeStatistics) -> dict[str, str]:

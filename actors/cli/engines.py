@@ -60,7 +60,7 @@ def show_status(which: str, as_json: bool) -> None:
     if as_json:
         print_json({"state": "running", **found.to_plain()})
         return
-    print_facts(Console(file=sys.stdout), f"{which}: vLLM engine", facts(found))
+    print_facts(f"{which}: vLLM engine", facts(found))
 
 
 def show_metrics(which: str) -> None:
@@ -78,7 +78,7 @@ def show_usage(which: str, as_json: bool) -> None:
         whole = {"name": found.name, "replica": found.replica, "tiers": plain}
         print_json(whole)
         return
-    print_table(Console(file=sys.stdout), f"{which}: tiers below the device", tier_table(held))
+    print_table(f"{which}: tiers below the device", tier_table(held))
 
 
 def watch(
@@ -99,7 +99,7 @@ def watch(
             if console.is_terminal:
                 console.clear()
             title = f"{which}: vLLM engine, up {now.uptime_s:,.0f} s"
-            print_facts(console, title, {**rates(before, now), **facts(now)})
+            print_facts(title, {**rates(before, now), **facts(now)})
         before = now
         if is_over(time.monotonic() - begun_s):
             return
@@ -227,7 +227,7 @@ def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:
         user = process_text(each.process_id) if each.process_id else "no process"
         table.add_row(each.name, bytes_text(each.num_bytes), user)
     title = f"no engine {which} runs; its memory service keeps, for the next one"
-    print_table(Console(file=sys.stdout), title, table)
+    print_table(title, table)
 
 
 def _kept(which: str) -> list[KeptMemory]:
@@ -407,18 +407,16 @@ def _port(option: str, text: str) -> int:
 
 
 def _print_coordinator(address: str, keys: CurveKeys | None, as_json: bool) -> None:
-    """Print what the coordinator at an address knows."""
     from kvcache.sharing.index_server import ask_status
 
     found = ask_status(address, keys, ASK_MS)
     if as_json:
         print_json(found)
         return
-    print_facts(Console(file=sys.stdout), f"coordinator at {address}", _coordinator_facts(found))
+    print_facts(f"coordinator at {address}", _coordinator_facts(found))
 
 
 def _coordinator_facts(found: dict[str, Any]) -> dict[str, str]:
-    """Return what a coordinator knows, in words."""
     engines = {source["endpoint"]: source["num_blocks"] for source in found["sources"]}
     return {
         "uptime": f"{found['uptime_s']:,.0f} s",

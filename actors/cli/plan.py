@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import (
@@ -16,6 +14,7 @@ from actors.cli.command import (
     bytes_text,
     command,
     print_facts,
+    print_note,
     print_table,
 )
 from kvcache.base.errors import ConfigurationError
@@ -113,12 +112,11 @@ def plan(
     if as_json:
         print(report.to_json())
         return
-    console = Console(file=sys.stdout)
-    print_facts(console, f"plan of {report.name}", _summary(report))
-    print_table(console, "KV cache groups", _groups(report))
-    print_table(console, "ranks", _ranks(report))
+    print_facts(f"plan of {report.name}", _summary(report))
+    print_table("KV cache groups", _groups(report))
+    print_table("ranks", _ranks(report))
     for warning in report.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        print_note(f"warning: {warning}", "yellow")
 
 
 def _tokens_or_text(text: str) -> int | str:

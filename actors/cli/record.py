@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from actors.cli.clusters import open_cluster
 from actors.cli.command import (
@@ -93,7 +92,7 @@ def record(
         "size": bytes_text(summary.num_bytes),
         "ended by": summary.ended_by,
     }
-    print_facts(Console(), f"recorded {summary.path}", facts)
+    print_facts(f"recorded {summary.path}", facts)
 
 
 def _record_cluster(

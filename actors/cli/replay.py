@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from actors.cli.command import (
     EXIT_DIFFERENT,
@@ -24,6 +23,7 @@ from actors.cli.command import (
     command,
     print_facts,
     print_json,
+    print_note,
 )
 from actors.cli.simulate import UNLIMITED, parse_capacity
 from kvcache.base.errors import ConfigurationError, TraceError, WrongBytesError
@@ -221,7 +221,6 @@ def _counting_options(blocks: str, block_size: int | None, skip_too_long: bool) 
 def _count_prefills(
     workload: Workload, size: WorkloadSize, options: CountingOptions, *, is_shown: bool
 ) -> PrefillCount:
-    """Count the hits of the prompts."""
     from kvcache.base.clock import SystemClock
     from kvcache.simulate.counting import count_prefill_hits
 
@@ -255,7 +254,6 @@ def _playable(
 def _print_count(count: PrefillCount) -> None:
     capacity = "unlimited, blocks" if count.num_blocks is None else f"{count.num_blocks:,} blocks"
     print_facts(
-        Console(),
         f"{count.workload}, prompts only",
         {
             "capacity": f"{capacity} of {count.block_size} tokens",
@@ -277,7 +275,6 @@ def _print_report(report: ReplayReport, title: str, as_json: bool) -> None:
     tokens = f"{report.num_prompt_tokens:,} prompt, {report.num_output_tokens:,} output"
     again = f"{report.num_recomputed_tokens:,} tokens computed twice"
     print_facts(
-        Console(),
         f"{report.workload} on {title}",
         {
             "requests": f"{report.num_requests:,}{_skipped_text(report)}",
@@ -339,13 +336,12 @@ def _print_repetition(report: RecordReplayReport, path: Path, recording: Recordi
         "state at the end": f"{report.state_digest[:16]} ({_comparison(report)})",
         "outcome": "identical" if report.is_identical else "DIFFERENT",
     }
-    console = Console()
-    print_facts(console, f"recording {path}", facts)
+    print_facts(f"recording {path}", facts)
     for note in report.notes:
-        console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
+        print_note(f"note: {note}", "yellow")
     if report.difference is not None:
         told = f"first difference: {report.difference}"
-        console.print(told, style="red", markup=False, soft_wrap=True)
+        print_note(told, "red")
 
 
 def _comparison(report: RecordReplayReport) -> str:

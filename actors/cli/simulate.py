@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import (
@@ -219,12 +218,11 @@ def simulate(
             found = [result.to_dict() | _regrets(result, results) for result in results]
         print_json(found)
         return
-    console = Console()
     for trace in played:
-        _print(console, trace, [r for r in results if r.trace == trace.name])
+        _print(trace, [r for r in results if r.trace == trace.name])
         if regret is not None:
             for capacity in capacities:
-                _print_regret(console, trace, capacity, results)
+                _print_regret(trace, capacity, results)
 
 
 def _model(
@@ -281,7 +279,7 @@ def _summary(trace: BlockTrace) -> str:
     )
 
 
-def _print(console: Console, trace: BlockTrace, results: list[SimulationResult]) -> None:
+def _print(trace: BlockTrace, results: list[SimulationResult]) -> None:
     """Print a table with a row per policy and a column per capacity."""
     from kvcache.simulate.simulated_cache import OPTIMUM
 
@@ -296,26 +294,26 @@ def _print(console: Console, trace: BlockTrace, results: list[SimulationResult])
         table.add_column(column, justify="right")
     for policy, row in cells.items():
         table.add_row(policy, *row, style="dim" if policy == OPTIMUM else None)
-    print_table(console, f"{trace.name}: {_summary(trace)}", table)
+    print_table(f"{trace.name}: {_summary(trace)}", table)
     if cache.host_blocks:
         note = (
             f"below the device: {cache.host_blocks:,} blocks of host memory, "
             f"{cache.disk_blocks:,} on disk; in brackets: hits on the device + host + disk"
         )
-        print_note(console, note)
+        print_note(note)
     if cache.pace is not None:
         note = (
             "requests run side by side, answers included; in brackets: how long they wait for "
             "room, on average"
         )
-        print_note(console, note)
+        print_note(note)
     if cache.groups:
         specs = [group.kv_cache_spec for group in cache.groups]
         kinds = ", ".join(f"{spec.kind} ({spec.block_size:,} tokens a block)" for spec in specs)
         note = f"hit tokens of prompt tokens; blocks are shared by groups: {kinds}"
         if OPTIMUM in cells:
             note += f"; {OPTIMUM}: a bound that may be out of reach"
-        print_note(console, note)
+        print_note(note)
 
 
 def _cell(result: SimulationResult) -> str:
@@ -363,7 +361,6 @@ def _peers(
 
 
 def _print_regret(
-    console: Console,
     trace: BlockTrace,
     num_blocks: int | None,
     results: Sequence[SimulationResult],
@@ -391,7 +388,7 @@ def _print_regret(
             table.add_row(*row, f"{rate:.2%}", *points, style="bold" if row[0] == "all" else None)
         best = f"{label}, the best in hindsight" if name == "best" else f"the {OPTIMUM}"
         title = f"points missed against {best}, with {capacity_text(num_blocks)} blocks"
-        print_table(console, title, table)
+        print_table(title, table)
 
 
 def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult]) -> None:
@@ -472,7 +469,6 @@ def capacity_range(traces: Sequence[BlockTrace]) -> list[int]:
 
 
 def capacity_text(num_blocks: int | None) -> str:
-    """Return a capacity as text."""
     return UNLIMITED if num_blocks is None else f"{num_blocks:,}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from actors.cli.command import (
     facts_table,
     print_facts,
     print_json,
+    print_note,
     print_table,
 )
 from kvcache.base.errors import ConfigurationError, DeadlineError, legible
@@ -88,17 +88,16 @@ def status(
         whole = {**found.to_dict(), "statistics": told, "messages": loop}
         print_json(whole)
         return
-    console = Console(file=sys.stdout)
-    print_facts(console, found.name, _summary(found, statistics))
-    print_table(console, "ranks", _ranks(found))
+    print_facts(found.name, _summary(found, statistics))
+    print_table("ranks", _ranks(found))
     from kvcache.metrics.samples import tenants_of
 
     if tenants := tenants_of(statistics):
-        print_table(console, "tenants", tenant_table(tenants))
+        print_table("tenants", tenant_table(tenants))
         for line in refusal_lines(tenants):
-            console.print(f"no room: {line}", markup=False)
+            print_note(f"no room: {line}")
     for warning in found.warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        print_note(f"warning: {warning}", "yellow")
 
 
 def _show_pending(name: str | None, as_json: bool) -> bool:
@@ -116,13 +115,12 @@ def _show_pending(name: str | None, as_json: bool) -> bool:
         rows = [{**asdict(work), "is_stuck": work.is_stuck} for work in pending]
         print_json({"name": cluster.name, "state": state, "pending": rows})
         return bool(stuck) or has_failed
-    console = Console(file=sys.stdout)
     if has_failed:
-        console.print(f"{cluster.name} has failed: {problem}", markup=False)
+        print_note(f"{cluster.name} has failed: {problem}")
     if pending:
-        print_table(console, f"{cluster.name} waits for", _pending_table(pending))
+        print_table(f"{cluster.name} waits for", _pending_table(pending))
     if not (stuck or has_failed):
-        console.print(f"nothing is stuck in {cluster.name}: all waits are normal", markup=False)
+        print_note(f"nothing is stuck in {cluster.name}: all waits are normal")
     return bool(stuck) or has_failed
 
 
@@ -488,7 +486,6 @@ def as_plain(name: str, look: Look, rate: Rates) -> dict[str, Any]:
 
 
 def screen(name: str, look: Look, rate: Rates) -> RenderableType:
-    """Return a look as a screen."""
     status, statistics = look.status, look.coordinator
     state = "no answer" if status is None else status.state
     problem = look.problem or ("" if status is None else status.problem)
