@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.embedded.shared_service import EpochDecider
 from actors.metrics_export import MetricsReporter
-from actors.service import ServiceStatistics
+from actors.service import Decider, ServiceStatistics
 from kvcache.base.errors import ConfigurationError
 from kvcache.config import ClusterConfig
 from kvcache.coordinator import Coordinator
@@ -57,7 +56,7 @@ class CoordinatorMetrics:
             self._meters = CoordinatorMeters(steps, ages, labels)
             self.core_factory = ages.watching()
 
-    def around(self, coordinator: Coordinator) -> EpochDecider:
+    def around(self, coordinator: Coordinator) -> Decider:
         """Return the decider for the message loop: the coordinator, metered if metrics are on."""
         if self._meters is None:
             return coordinator

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,6 @@ def is_process_alive(process: ProcessIdentity) -> bool:
     """Say whether a process still lives. A process of a lost node does not."""
     import ray
     from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.connect import this_node
 
@@ -69,11 +69,9 @@ def is_process_alive(process: ProcessIdentity) -> bool:
     list_nodes: Any = ray.nodes
     if not any(n["NodeID"] == process.node_id and n["Alive"] for n in list_nodes()):
         return False
-    make_remote: Any = ray.remote
-    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    look = make_remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(started_ticks)
+    call = _begin_on(process.node_id, started_ticks, process.process_id)
     try:
-        started = ray.get(look.remote(process.process_id), timeout=ASK_TIMEOUT_S)
+        started = ray.get(call, timeout=ASK_TIMEOUT_S)
     except RayError:
         return True
     return bool(started == process.started_ticks)
@@ -84,7 +82,6 @@ def end_process(process: ProcessIdentity) -> str:
     process is gone."""
     import ray
     from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.connect import this_node
 
@@ -92,15 +89,25 @@ def end_process(process: ProcessIdentity) -> str:
         return f"it is not known when process {process.process_id} started"
     if process.node_id == this_node().node_id:
         return end_local_process(process.process_id, process.started_ticks)
-    make_remote: Any = ray.remote
-    there = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    end = make_remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(end_local_process)
-    call = end.remote(process.process_id, process.started_ticks)
+    arguments = process.process_id, process.started_ticks
+    call = _begin_on(process.node_id, end_local_process, *arguments)
     try:
         return str(ray.get(call, timeout=REACH_TIMEOUT_S))
     except RayError as error:
         ray.cancel(call, force=True)
         return f"node {process.host} cannot be reached: {type(error).__name__}"
+
+
+def _begin_on(node_id: str, function: Callable[..., Any], *arguments: int) -> Any:
+    """Start a process on a node that runs `function`; return the call."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    make_remote: Any = ray.remote
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return make_remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(function).remote(
+        *arguments
+    )
 
 
 def end_local_process(process_id: int, ticks: int) -> str:

@@ -32,6 +32,10 @@ FROM_CLIENT = get_args(FromClient)
 class Decider(Protocol):
     """The part of the Coordinator that the loop uses. Each call returns messages to send."""
 
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+
     def on_worker_message(self, rank: int, message: FromWorker) -> list[Outgoing]:
         """Take a worker's message. Raises ProtocolError for one that must not be obeyed."""
 
@@ -194,7 +198,6 @@ class CoordinatorService:
         return unsendable
 
     def statistics(self) -> ServiceStatistics:
-        """Return frozen statistics."""
         return ServiceStatistics(
             transport=self.transport.statistics(),
             malformed=self._malformed,

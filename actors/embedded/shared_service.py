@@ -15,7 +15,7 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from actors.service import CoordinatorService, Decider, ServiceStatistics
 from actors.transport import Inbound, Peer
@@ -29,14 +29,6 @@ from kvcache.protocol.wire import decode, encode, prose
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-
-class EpochDecider(Decider, Protocol):
-    """The part of the Coordinator that the service uses."""
-
-    @property
-    def epoch(self) -> int:
-        """The present epoch."""
 
 
 class SharedService:
@@ -70,13 +62,13 @@ class SharedService:
         self._check_takeover = check_takeover
         self._served_s = clock.now()
         self._num_disconnections = 0
-        self._coordinator: EpochDecider | None = None
+        self._coordinator: Decider | None = None
         self._lock = threading.RLock()
         self._poller = select.poll()
         self._poller.register(transport.fileno(), select.POLLIN)
         self._has_more = False
 
-    def open(self, coordinator: EpochDecider, start: Callable[[], list[Outgoing]]) -> None:
+    def open(self, coordinator: Decider, start: Callable[[], list[Outgoing]]) -> None:
         """Pass messages to `coordinator` from now on; first send what `start` returns. Raises what
         `start` raises."""
         with self._lock:
@@ -133,7 +125,6 @@ class SharedService:
                     self._part_from(peer)
 
     def statistics(self) -> ServiceStatistics:
-        """Return frozen statistics."""
         return self._service.statistics()
 
     # --- inside

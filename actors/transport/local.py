@@ -9,14 +9,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from actors.transport.protocol import Inbound, Peer, PeerTransport, TransportStatistics
+from actors.transport.protocol import (
+    Inbound,
+    Peer,
+    PeerTransport,
+    ServerTransport,
+    TransportStatistics,
+)
 from kvcache.protocol.messages import Address, ClientAddress
 
 IDLE_S = 0.0005
 """How long a waiting end sleeps after a round without work: only time can help then."""
 
 
-class LocalServer:
+class LocalServer(ServerTransport):
     """A `ServerTransport` whose peers are made by `connect`."""
 
     def __init__(self) -> None:
@@ -45,7 +51,6 @@ class LocalServer:
         self._inbox.append(inbound)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`."""
         for address in addresses:
             peer = self._peers.get(address)
             if peer is None:
@@ -62,7 +67,6 @@ class LocalServer:
         return inbound
 
     def take_lost_clients(self) -> list[str]:
-        """See `ServerTransport.take_lost_clients`."""
         lost = list(self._lost_clients)
         self._lost_clients.clear()
         return lost
@@ -71,7 +75,6 @@ class LocalServer:
         """Do nothing: no thread waits."""
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         return TransportStatistics(
             sent=self._num_sent,
             received=self._num_received,
@@ -79,7 +82,6 @@ class LocalServer:
         )
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         self._peers.clear()
         self._inbox.clear()
 
@@ -95,7 +97,6 @@ class LocalPeer(PeerTransport):
         self._num_sent = self._num_received = 0
 
     def send(self, payload: bytes) -> None:
-        """See `PeerTransport.send`."""
         self._num_sent += 1
         self._server.put(Inbound(self._peer, payload))
 
@@ -121,9 +122,7 @@ class LocalPeer(PeerTransport):
         """Do nothing: no thread waits."""
 
     def statistics(self) -> TransportStatistics:
-        """See `PeerTransport.statistics`."""
         return TransportStatistics(sent=self._num_sent, received=self._num_received)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         self._server.disconnect(self._peer, self)

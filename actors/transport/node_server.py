@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.transport.protocol import Inbound, TransportLimits, TransportStatistics
+from actors.transport.protocol import (
+    Inbound,
+    ServerTransport,
+    TransportLimits,
+    TransportStatistics,
+)
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_server import UnixServer
 from actors.transport.zmq_server import ZmqServer
@@ -17,7 +22,7 @@ from kvcache.base.errors import ClusterError
 from kvcache.protocol.messages import Address
 
 
-class NodeServer:
+class NodeServer(ServerTransport):
     """A `ServerTransport` over Unix sockets and ZMQ."""
 
     def __init__(self, limits: TransportLimits, keys: CurveKeys | None = None) -> None:
@@ -44,7 +49,6 @@ class NodeServer:
         return self._far.bind(address, is_guarded)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`."""
         far = self._far
         if far is None:
             self._near.send(addresses, *payloads)
@@ -58,7 +62,6 @@ class NodeServer:
             far.send(others, *payloads)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`."""
         far = self._far
         if far is None:
             return self._near.receive(timeout_s)
@@ -82,23 +85,19 @@ class NodeServer:
         return self._near.num_disconnections
 
     def take_lost_clients(self) -> list[str]:
-        """See `ServerTransport.take_lost_clients`."""
         lost = self._near.take_lost_clients()
         if self._far is not None:
             lost += self._far.take_lost_clients()
         return lost
 
     def wake(self) -> None:
-        """See `ServerTransport.wake`."""
         self._near.wake()
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         near = self._near.statistics()
         return near if self._far is None else near + self._far.statistics()
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         self._near.close()
         if self._far is not None:
             self._far.close()

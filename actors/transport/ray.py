@@ -22,6 +22,7 @@ from actors.transport.protocol import (
     Inbound,
     Peer,
     PeerTransport,
+    ServerTransport,
     TransportLimits,
     TransportStatistics,
     parse_identity,
@@ -43,7 +44,7 @@ ActorHandle = Any
 """Ray's handles have the methods of their class, whichever it is."""
 
 
-class RayServer:
+class RayServer(ServerTransport):
     """A `ServerTransport` inside the coordinator actor, which forwards `post` and `collect`."""
 
     def __init__(
@@ -73,7 +74,6 @@ class RayServer:
         return self._outbox(client_id).take(timeout_s)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`."""
         for payload in payloads:
             self._send(addresses, payload)
 
@@ -88,7 +88,6 @@ class RayServer:
             self._count(sent=1 if is_sent else 0, undeliverable=0 if is_sent else 1)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`."""
         return self._inbox.take(timeout_s)
 
     def take_lost_clients(self) -> list[str]:
@@ -96,16 +95,13 @@ class RayServer:
         return []
 
     def wake(self) -> None:
-        """See `ServerTransport.wake`."""
         self._inbox.wake()
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         with self._lock:
             return replace(self._statistics)
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         with self._lock:
             self._outboxes.clear()
 
@@ -152,7 +148,6 @@ class RayPeer(PeerTransport):
         self._num_sent += 1
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`."""
         payloads = self._inbox.take(timeout_s)
         if not payloads:
             self._readable.drain()
@@ -161,21 +156,17 @@ class RayPeer(PeerTransport):
         return payloads
 
     def fileno(self) -> int:
-        """See `PeerTransport.fileno`."""
         return self._readable.fileno()
 
     def wake(self) -> None:
-        """See `PeerTransport.wake`."""
         self._inbox.wake()
 
     def statistics(self) -> TransportStatistics:
-        """See `PeerTransport.statistics`."""
         return TransportStatistics(
             sent=self._num_sent, received=self._num_received, undeliverable=self._inbox.num_refused
         )
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         self._inbox.on_put = None
         self._readable.close()
 
@@ -191,7 +182,6 @@ class RayClientPeer(RayPeer):
         self._loop.start()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         if not self._loop.is_stopping:
             self._loop.stop()
             self._loop.join(4 * COLLECT_TIMEOUT_S)

@@ -11,10 +11,17 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 
 from actors.transport.mailbox import WakePipe
-from actors.transport.protocol import Endpoint, Peer, TransportLimits, TransportStatistics
+from actors.transport.protocol import (
+    Endpoint,
+    Peer,
+    PeerTransport,
+    TransportLimits,
+    TransportStatistics,
+)
 from actors.transport.unix_channel import UnixChannel, framed, socket_name
 from kvcache.base.errors import MalformedMessageError
 from kvcache.base.serving_loop import Faults
@@ -28,7 +35,7 @@ MAX_RECONNECT_S = 0.5
 """Pause after the first failed attempt to connect; it doubles each time."""
 
 
-class UnixPeer:
+class UnixPeer(PeerTransport):
     """A `PeerTransport` over one stream socket."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, limits: TransportLimits) -> None:
@@ -38,8 +45,7 @@ class UnixPeer:
         self._name = socket_name(endpoint.address)
         self._identity = peer.identity
         self._num_sent = self._num_received = 0
-        self._num_oversized = self._num_undeliverable = 0
-        self._num_refused = self._num_disconnections = 0
+        self._counts: Counter[str] = Counter()
         self._faults = Faults("a Unix socket to the coordinator")
         self._wake = WakePipe()
         # Readable when the connection is, whichever one it is by then.
@@ -65,41 +71,32 @@ class UnixPeer:
             if channel is not None and channel.has_waiting and not was_waiting:
                 self._push(channel)
         else:
-            self._num_undeliverable += 1
+            self._counts["undeliverable"] += 1
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`."""
         channel = self._channel
         if channel is None or channel.has_waiting:
             return self._receive_slowly(timeout_s)
         return self._read(channel, timeout_s)
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive_or_wake`."""
         return self._receive_slowly(timeout_s)
 
     def fileno(self) -> int:
-        """See `PeerTransport.fileno`."""
         return self._readable.fileno()
 
     def wake(self) -> None:
-        """See `PeerTransport.wake`."""
         self._wake.signal()
 
     def statistics(self) -> TransportStatistics:
-        """See `PeerTransport.statistics`."""
         return TransportStatistics(
             sent=self._num_sent,
             received=self._num_received,
-            oversized=self._num_oversized,
-            undeliverable=self._num_undeliverable,
-            refused_connections=self._num_refused,
-            disconnections=self._num_disconnections,
             faults=self._faults.count,
+            **self._counts,
         )
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         self._is_closed = True
         if self._channel is not None:
             self._channel.linger(linger_s)
@@ -138,7 +135,7 @@ class UnixPeer:
 
     def _without_oversized(self, payloads: list[bytes]) -> list[bytes]:
         fitting = [payload for payload in payloads if len(payload) <= self._max_bytes]
-        self._num_oversized += len(payloads) - len(fitting)
+        self._counts["oversized"] += len(payloads) - len(fitting)
         return fitting
 
     def _receive_slowly(self, timeout_s: float) -> list[bytes]:
@@ -192,7 +189,7 @@ class UnixPeer:
             connecting.setblocking(False)
             connecting.connect(self._name)
             if os.geteuid() != ROOT and not is_trusted(connecting):
-                self._num_refused += 1
+                self._counts["refused_connections"] += 1
                 connecting.close()
                 return None
             channel = UnixChannel(connecting, self._limits)
@@ -206,6 +203,6 @@ class UnixPeer:
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
-            self._num_disconnections += 1
+            self._counts["disconnections"] += 1
             self._readable.unregister(channel.fileno())
             channel.close()

@@ -23,6 +23,7 @@ from actors.transport.protocol import (
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
+    ServerTransport,
     TransportLimits,
     TransportStatistics,
     parse_identity,
@@ -69,11 +70,10 @@ class _Connection:
     is_watched_for_room: bool = False
 
 
-class UnixServer:
+class UnixServer(ServerTransport):
     """A `ServerTransport` over Unix sockets."""
 
     def __init__(self, limits: TransportLimits) -> None:
-        """Make an end without addresses."""
         self._limits = limits
         self._max_bytes = limits.max_message_bytes
         self._epoll = select.epoll()
@@ -140,7 +140,6 @@ class UnixServer:
                 self._send_to(connection, frames, len(payloads))
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
         if self._accept_again_s is not None:
             self._accept_again(self._accept_again_s)
@@ -161,17 +160,14 @@ class UnixServer:
         return inbound
 
     def take_lost_clients(self) -> list[str]:
-        """See `ServerTransport.take_lost_clients`."""
         lost = list(self._lost_clients)
         self._lost_clients.clear()
         return lost
 
     def wake(self) -> None:
-        """See `ServerTransport.wake`."""
         self._wake.signal()
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         return TransportStatistics(
             sent=self._num_sent,
             received=self._num_received,
@@ -180,7 +176,6 @@ class UnixServer:
         )
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         if self._is_closed:
             return
         self._is_closed = True

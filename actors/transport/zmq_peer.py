@@ -15,6 +15,7 @@ from actors.transport.protocol import (
     HARD_LIMIT_FACTOR,
     Endpoint,
     Peer,
+    PeerTransport,
     TransportLimits,
     TransportStatistics,
 )
@@ -31,7 +32,7 @@ RECONNECT_MS = 20
 MAX_RECONNECT_MS = 500
 
 
-class ZmqPeer:
+class ZmqPeer(PeerTransport):
     """A `PeerTransport` over one DEALER socket."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, limits: TransportLimits) -> None:
@@ -72,14 +73,12 @@ class ZmqPeer:
             self._num_sent += 1
 
     def receive(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive`."""
         payloads: list[bytes] = []
         for frames in self._receiver.receive(timeout_s):
             self._accept(frames, payloads)
         return payloads
 
     def receive_or_wake(self, timeout_s: float) -> list[bytes]:
-        """See `PeerTransport.receive_or_wake`."""
         if not has_message(self._socket):
             ready = self._poller.poll(max(0, int(timeout_s * 1000)))
             if any(source is not self._socket for source, _ in ready):
@@ -87,19 +86,15 @@ class ZmqPeer:
         return self.receive(0.0)
 
     def fileno(self) -> int:
-        """See `PeerTransport.fileno`."""
         return int(self._socket.fd)
 
     def wake(self) -> None:
-        """See `PeerTransport.wake`."""
         self._wake.signal()
 
     def statistics(self) -> TransportStatistics:
-        """See `PeerTransport.statistics`."""
         return replace(self._statistics, sent=self._num_sent, received=self._num_received)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """See `PeerTransport.close`."""
         if self._context.closed:
             return
         linger_ms = int(linger_s * 1000)

@@ -26,6 +26,7 @@ from actors.transport.protocol import (
     MAX_PROCESSES_PER_RANK,
     Inbound,
     Peer,
+    ServerTransport,
     TransportLimits,
     TransportStatistics,
     parse_identity,
@@ -126,8 +127,8 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(EVENTS)) & POLLIN)
 
 
-class ZmqServer:
-    """A `ServerTransport` over one ROUTER socket."""
+class ZmqServer(ServerTransport):
+    """One ROUTER socket."""
 
     def __init__(self, limits: TransportLimits, keys: CurveKeys | None = None) -> None:
         """Make an end without addresses; `keys` are for guarded addresses."""
@@ -171,7 +172,6 @@ class ZmqServer:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, addresses: Sequence[Address], *payloads: bytes) -> None:
-        """See `ServerTransport.send`."""
         for payload in payloads:
             self._send(addresses, payload)
 
@@ -189,7 +189,6 @@ class ZmqServer:
                 self._send_to(address, identity, payload)
 
     def receive(self, timeout_s: float) -> list[Inbound]:
-        """See `ServerTransport.receive`."""
         inbound: list[Inbound] = []
         for frames in self._receiver.receive(timeout_s):
             try:
@@ -220,19 +219,16 @@ class ZmqServer:
         return bool(self._identities.get(address))
 
     def take_lost_clients(self) -> list[str]:
-        """See `ServerTransport.take_lost_clients`."""
         lost = list(self._lost_clients)
         self._lost_clients.clear()
         return lost
 
     def wake(self) -> None:
-        """See `ServerTransport.wake`."""
         with self._waking:
             if not self._waker.closed:
                 self._waker.send(b"", zmq.NOBLOCK)
 
     def statistics(self) -> TransportStatistics:
-        """See `ServerTransport.statistics`."""
         return replace(
             self._statistics,
             sent=self._num_sent,
@@ -241,7 +237,6 @@ class ZmqServer:
         )
 
     def close(self) -> None:
-        """See `ServerTransport.close`."""
         if self._context.closed:
             return
         with self._waking:

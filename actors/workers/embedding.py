@@ -95,7 +95,7 @@ class EmbeddedWorker:
         self.mailbox = Mailbox(MAILBOX_CAPACITY)
         self.incarnation = secrets.token_hex(8)
         self.must_have_files = True
-        self.on_close: Callable[[], None] = lambda: None
+        self.on_close: Callable[[], None] | None = None
         """The owner's hook; called first when this worker closes."""
         self._polling = threading.Lock()
         self._worker: KVCacheWorker | None = None
@@ -297,7 +297,8 @@ class EmbeddedWorker:
 
     def close(self) -> None:
         """Release connection and tensors. Repeatable."""
-        self.on_close()
+        if self.on_close is not None:
+            self.on_close()
         self._is_closed = True
         self.wake()
         with self._polling:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
@@ -23,14 +23,16 @@ from actors.connect import end_actors, find_actor
 from actors.names import worker_name
 from actors.reports import WorkerReport
 from actors.workers.health import describe_death
-from actors.workers.making import WorkerOptions, begin_making_worker
-from actors.workers.worker_set import WorkerSet
+from actors.workers.making import begin_making_worker
 from kvcache.base.clock import Clock
 from kvcache.base.errors import KVCacheError, NotEnoughMemoryError, PlanMismatchError, StartupError
 from kvcache.base.logs import get_logger
 from kvcache.config import ClusterConfig
 from kvcache.planner import Plan
 from kvcache.specs import KVCacheSpec
+
+if TYPE_CHECKING:
+    from actors.workers.supervisor import WorkerSupervisor
 
 logger = get_logger(__name__)
 
@@ -52,35 +54,6 @@ STABLE_S = 60.0
 """A process that lives this long did not die of its start-up."""
 
 
-class Site(Protocol):
-    """What a replacement needs of its cluster. Thread-safe."""
-
-    config: ClusterConfig
-    worker_options: WorkerOptions
-
-    @property
-    def worker_set(self) -> WorkerSet:
-        """The present workers."""
-
-    def rules(self) -> bool:
-        """Say whether this coordinator may still replace workers. May ask Ray."""
-
-    def num_to_allocate(self) -> int:
-        """Return the number of ranks whose process has not allocated yet."""
-
-    def install(self, rank: int, actor: Any, report: WorkerReport) -> None:
-        """Make `actor` serve the rank. Raises ClusterError, also if the cluster has ended."""
-
-    def is_served(self, rank: int, incarnation: str) -> bool:
-        """Say whether the process obeys the present epoch; raises StartupError if it has died."""
-
-    def on_replaced(self, rank: int, incarnation: str) -> None:
-        """Called when the process obeys."""
-
-    def on_over(self, rank: int) -> None:
-        """Called when the rank's replacement has ended, successfully or not."""
-
-
 @dataclass(frozen=True)
 class Patience:
     """When a replacement makes its first attempt, and when it gives up."""
@@ -97,7 +70,7 @@ class Replacement:
     """
 
     def __init__(
-        self, rank: int, site: Site, clock: Clock, patience: Patience, given: Any = None
+        self, rank: int, site: WorkerSupervisor, clock: Clock, patience: Patience, given: Any = None
     ) -> None:
         """Begin. `given`: the actor that an engine has made for the rank; it is tried once."""
         self.rank = rank

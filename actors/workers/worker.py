@@ -192,7 +192,7 @@ def report_worker(embedded: EmbeddedWorker) -> None:
     """Report the statistics of a rank until it closes, if its configuration wants that. No effect
     when called again."""
     settings, name = embedded.config.metrics, embedded.config.name
-    if not settings.enabled or isinstance(embedded.on_close, _StopReporter):
+    if not settings.enabled or embedded.on_close is not None:
         return
 
     def collect() -> list[Sample]:
@@ -207,16 +207,4 @@ def report_worker(embedded: EmbeddedWorker) -> None:
         )
         return worker_samples(name, embedded.worker.statistics(), traffic)
 
-    embedded.on_close = _StopReporter(
-        MetricsReporter("kvcache-metrics", collect, settings.interval_s)
-    )
-
-
-class _StopReporter:
-    """Ends a reporter."""
-
-    def __init__(self, reporter: MetricsReporter) -> None:
-        self._reporter = reporter
-
-    def __call__(self) -> None:
-        self._reporter.stop()
+    embedded.on_close = MetricsReporter("kvcache-metrics", collect, settings.interval_s).stop

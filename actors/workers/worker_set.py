@@ -70,7 +70,6 @@ class Roster:
     placement: PlacementGroup | None
 
     def rank_at(self, place: int) -> int | None:
-        """Return the rank of the worker at `place`."""
         places = [report.place for report in self.reports]
         return places.index(place) if place in places else None
 
@@ -131,7 +130,7 @@ def _read_roster(record: Any, config: ClusterConfig) -> Roster:
 def look_for_workers(config: ClusterConfig) -> DiscoveredCluster:
     """Ask all workers for their plan; one that does not answer in time counts as hanging."""
     roster = load_roster(config)
-    answers = _ask_all(config, _candidates(config, roster))
+    answers = _ask_all(_candidates(config, roster))
     told = {answer.rank: answer for answer in answers if answer.plan is not None}
     seats: dict[int, _Answer] = dict(told)
     for answer in answers:
@@ -172,7 +171,9 @@ def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
     Recorded handles come first: a look-up by name imports the actor's class and, for seconds,
     everything that a worker imports.
     """
-    known = {} if roster is None else {r.place: a for r, a in _pairs(roster)}
+    known: dict[int, Any] = {}
+    if roster is not None:
+        known = {r.place: a for r, a in zip(roster.reports, roster.actors, strict=True)}
     return {
         place: known[place]
         if known.get(place) is not None
@@ -181,11 +182,7 @@ def _candidates(config: ClusterConfig, roster: Roster | None) -> dict[int, Any]:
     }
 
 
-def _pairs(roster: Roster) -> list[tuple[WorkerReport, Any]]:
-    return list(zip(roster.reports, roster.actors, strict=True))
-
-
-def _ask_all(config: ClusterConfig, candidates: Mapping[int, Any]) -> list[_Answer]:
+def _ask_all(candidates: Mapping[int, Any]) -> list[_Answer]:
     """Ask all workers at once; return their answers, by place."""
     calls = {p: a.kvcache_assignment.remote() for p, a in candidates.items() if a is not None}
     if calls:
