@@ -251,9 +251,7 @@ def offload_parts(config: ClusterConfig, plan: Plan) -> OffloadParts | None:
             tenants=config.tenants,
         )
         options = HierarchyOptions(
-            disk_write=offload.disk.write,
-            spare_share=offload.spare_share,
-            deadlines=deadlines,
+            disk_write=offload.disk.write, spare_share=offload.spare_share, deadlines=deadlines
         )
 
     def make_tiers(new_job_id: Callable[[], int]) -> TierHierarchy:

@@ -59,11 +59,7 @@ class SentTokens:
         self._num_sent[request_id] = num_tokens
 
     def call(
-        self,
-        method: str,
-        request: Request,
-        arguments: Mapping[str, Any],
-        read: Callable[[Any], T],
+        self, method: str, request: Request, arguments: Mapping[str, Any], read: Callable[[Any], T]
     ) -> RemoteCall[T]:
         """Return a call about a request, with the tokens that the coordinator does not know."""
         return RemoteCall(

@@ -41,13 +41,7 @@ from actors.cli.simulate import (
 from kvcache.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from kvcache.simulate.advice import (
-        Candidate,
-        HitCurve,
-        MeasuredCandidate,
-        Memory,
-        Speeds,
-    )
+    from kvcache.simulate.advice import Candidate, HitCurve, MeasuredCandidate, Memory, Speeds
     from kvcache.simulate.block_trace import BlockTrace
     from kvcache.simulate.simulated_cache import SimulatedCache
     from kvcache.simulate.simulation import SimulationResult

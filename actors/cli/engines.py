@@ -81,12 +81,7 @@ def show_usage(which: str, as_json: bool) -> None:
     print_table(f"{which}: tiers below the device", tier_table(held))
 
 
-def watch(
-    which: str,
-    interval_s: float,
-    is_over: Callable[[float], bool],
-    as_json: bool,
-) -> None:
+def watch(which: str, interval_s: float, is_over: Callable[[float], bool], as_json: bool) -> None:
     """Print an engine's status repeatedly until `is_over` after this many seconds."""
     console, begun_s = Console(file=sys.stdout), time.monotonic()
     before = _statistics(which)
@@ -306,8 +301,7 @@ def vllm_coordinator(  # noqa: PLR0917
         ),
     ] = None,
     only_status: Annotated[
-        bool,
-        typer.Option("--status", help="Print what the running coordinator knows, and end."),
+        bool, typer.Option("--status", help="Print what the running coordinator knows, and end.")
     ] = False,
     stop: Annotated[
         bool, typer.Option("--stop", help="End the coordinator on Ray; needs --ray.")
@@ -371,11 +365,7 @@ def _on_ray(
 ) -> None:
     """Start the actor of this name, or ask or end it."""
     from actors.cli.clusters import ray_session
-    from actors.vllm_coordinator import (
-        ask_place,
-        start_vllm_coordinator,
-        stop_vllm_coordinator,
-    )
+    from actors.vllm_coordinator import ask_place, start_vllm_coordinator, stop_vllm_coordinator
     from kvcache.sharing.access import require_name
     from kvcache.sharing.index_server import ask_status
 

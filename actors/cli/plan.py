@@ -45,8 +45,7 @@ def plan(
         int | None, typer.Option(help="With --hf-config: tokens per block (default: 16).", min=1)
     ] = None,
     max_model_len: Annotated[
-        str | None,
-        typer.Option(help="With --hf-config: longest request (default: auto)."),
+        str | None, typer.Option(help="With --hf-config: longest request (default: auto).")
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(help="With --hf-config: tokens of a step (default: 8192).", min=1)

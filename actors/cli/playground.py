@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from actors.cli.clusters import ray_session, require_plan
 from actors.cli.command import interrupted_by_sigterm, say
 from actors.step_client import StepClient
-from kvcache.base.errors import (
-    ConfigurationError,
-    DeadlineError,
-    NotRunningError,
-    WorkerLostError,
-)
+from kvcache.base.errors import ConfigurationError, DeadlineError, NotRunningError, WorkerLostError
 from kvcache.config import ClusterConfig, layer_specs, load_config
 from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics
 from kvcache.planner.grouping import get_kv_cache_groups, merge_rank_specs

@@ -54,8 +54,7 @@ RequestsOption = Annotated[
     int | None, typer.Option("--requests", "-l", help="Only the first N requests.", min=1)
 ]
 BlockSizeOption = Annotated[
-    int | None,
-    typer.Option(help="Tokens per block, if the trace does not say.", min=1),
+    int | None, typer.Option(help="Tokens per block, if the trace does not say.", min=1)
 ]
 ProcessesOption = Annotated[
     int | None,
@@ -142,8 +141,7 @@ def simulate(
     requests: RequestsOption = None,
     block_size: BlockSizeOption = None,
     write_trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the trace to this file (.jsonl, .jsonl.gz) and stop."),
+        Path | None, typer.Option(help="Write the trace to this file (.jsonl, .jsonl.gz) and stop.")
     ] = None,
     processes: ProcessesOption = None,
     plot: PlotOption = None,
@@ -361,9 +359,7 @@ def _peers(
 
 
 def _print_regret(
-    trace: BlockTrace,
-    num_blocks: int | None,
-    results: Sequence[SimulationResult],
+    trace: BlockTrace, num_blocks: int | None, results: Sequence[SimulationResult]
 ) -> None:
     """Print a table against each reference, with a row per part of the trace."""
     from kvcache.simulate.regret import regret_over_time

@@ -49,8 +49,7 @@ def status(
     name: NameOption = None,
     *,
     stuck: Annotated[
-        bool,
-        typer.Option("--stuck", help="Show pending work; exit code 1 if any of it is stuck."),
+        bool, typer.Option("--stuck", help="Show pending work; exit code 1 if any of it is stuck.")
     ] = False,
     vllm: VllmOption = None,
     metrics: Annotated[

@@ -20,15 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.clusters.placement import POLL_S, remove_placement, wait_until
 from actors.connect import actor_names, end_actors, find_actor, is_actor_known
-from actors.memory_service import (
-    await_no_memory_services,
-    find_memory_services,
-)
-from actors.names import (
-    coordinator_name,
-    placement_group_name,
-    worker_name,
-)
+from actors.memory_service import await_no_memory_services, find_memory_services
+from actors.names import coordinator_name, placement_group_name, worker_name
 from actors.state import RayStateStore
 from kvcache.config import DeadlinesConfig
 

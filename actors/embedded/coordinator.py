@@ -258,11 +258,7 @@ class EmbeddedCoordinator:
         """Make the Coordinator, send the workers its endpoint, and start the supervisor."""
         metrics = self._metrics
         coordinator = make_coordinator(
-            config,
-            worker_set.plan,
-            self._clock,
-            self._store,
-            core_factory=metrics.core_factory,
+            config, worker_set.plan, self._clock, self._store, core_factory=metrics.core_factory
         )
         incarnations = worker_set.incarnations(lost)
         self._service.open(metrics.around(coordinator), partial(coordinator.start, incarnations))

@@ -19,13 +19,7 @@ from actors.embedded.record import EmbeddedRecord, load_record
 from actors.memory_service import ANSWER_S, keeps_memory, look_at_memory_services
 from actors.names import RAY_NAMESPACE, coordinator_name, placement_group_name, worker_name
 from actors.processes import ProcessIdentity, is_process_alive
-from actors.reports import (
-    ClusterStatus,
-    MemoryServiceStatus,
-    NodeAddress,
-    RankStatus,
-    WorkerReport,
-)
+from actors.reports import ClusterStatus, MemoryServiceStatus, NodeAddress, RankStatus, WorkerReport
 from actors.service import ServiceStatistics
 from actors.state import RayStateStore
 from kvcache.config import ClusterConfig

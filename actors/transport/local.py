@@ -76,9 +76,7 @@ class LocalServer(ServerTransport):
 
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(
-            sent=self._num_sent,
-            received=self._num_received,
-            undeliverable=self._num_undeliverable,
+            sent=self._num_sent, received=self._num_received, undeliverable=self._num_undeliverable
         )
 
     def close(self) -> None:

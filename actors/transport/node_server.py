@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.transport.protocol import (
-    Inbound,
-    ServerTransport,
-    TransportLimits,
-    TransportStatistics,
-)
+from actors.transport.protocol import Inbound, ServerTransport, TransportLimits, TransportStatistics
 from actors.transport.unix_channel import UNIX_SCHEME
 from actors.transport.unix_server import UnixServer
 from actors.transport.zmq_server import ZmqServer

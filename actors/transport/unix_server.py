@@ -28,13 +28,7 @@ from actors.transport.protocol import (
     TransportStatistics,
     parse_identity,
 )
-from actors.transport.unix_channel import (
-    CHUNK_BYTES,
-    UNIX_SCHEME,
-    UnixChannel,
-    framed,
-    socket_name,
-)
+from actors.transport.unix_channel import CHUNK_BYTES, UNIX_SCHEME, UnixChannel, framed, socket_name
 from kvcache.base.errors import ClusterError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import Faults

@@ -19,12 +19,7 @@ from actors.transport.protocol import (
     TransportLimits,
     TransportStatistics,
 )
-from actors.transport.zmq_server import (
-    NOBLOCK,
-    PROBE,
-    FrameReceiver,
-    has_message,
-)
+from actors.transport.zmq_server import NOBLOCK, PROBE, FrameReceiver, has_message
 from kvcache.base.curve import equip_peer
 from kvcache.base.errors import ClusterError
 

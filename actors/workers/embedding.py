@@ -29,12 +29,7 @@ from kvcache.base.serving_loop import Faults
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.config.sections import Location
 from kvcache.memory_service.client import MemoryServiceAddress
-from kvcache.planner import (
-    Plan,
-    plan_fingerprint,
-    rank_layout_fingerprint,
-    rank_memory,
-)
+from kvcache.planner import Plan, plan_fingerprint, rank_layout_fingerprint, rank_memory
 from kvcache.protocol.messages import Message, ToWorker
 from kvcache.protocol.wire import decode, encode
 from kvcache.requests.hashing import get_hash_fn

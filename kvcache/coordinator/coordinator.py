@@ -408,10 +408,7 @@ class Coordinator:
     def _on_granted(self, granted: Granted) -> list[Outgoing]:
         if self._members.on_granted(granted, self._clock.now()):
             logger.info(
-                "epoch %d: rank %d obeys, process %s",
-                self.epoch,
-                granted.rank,
-                granted.incarnation,
+                "epoch %d: rank %d obeys, process %s", self.epoch, granted.rank, granted.incarnation
             )
         if self._phase is not Phase.FENCING or not self._members.is_complete:
             return []

@@ -66,11 +66,7 @@ class LinkedEventFeed(EventFeed):
     """Sends events to a publisher over a link. One user, one thread."""
 
     def __init__(
-        self,
-        link: ProcessLink,
-        wall_time: Callable[[], float] = time.time,
-        *,
-        block_size: int = 0,
+        self, link: ProcessLink, wall_time: Callable[[], float] = time.time, *, block_size: int = 0
     ) -> None:
         """Send to the publisher at the end of `link`; `wall_time` returns seconds since 1970.
         `block_size` is that of the published group, for the statistics."""

@@ -54,13 +54,7 @@ class Membership:
     """The ranks `0 .. num_ranks - 1` of one coordinator."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        fingerprint: str,
-        nonce: str,
-        store: StateStore,
-        *,
-        patience_s: float,
+        self, num_ranks: int, fingerprint: str, nonce: str, store: StateStore, *, patience_s: float
     ) -> None:
         """Start without workers. Loads the state; takes no epoch before `take_epoch`.
 

@@ -94,13 +94,7 @@ class CoordinatorSettings:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "max_unacknowledged", "max_client_steps", "max_clients"):
             require_count(name, getattr(self, name))
-        for name in (
-            "resend_s",
-            "heartbeat_s",
-            "worker_silence_s",
-            "client_silence_s",
-            "labels_s",
-        ):
+        for name in ("resend_s", "heartbeat_s", "worker_silence_s", "client_silence_s", "labels_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)!r}: set it above 0")
         if not self.reattach_s >= 0:

@@ -26,12 +26,7 @@ from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
 from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
-from kvcache.offload.keys import (
-    OffloadKey,
-    first_victims_first,
-    get_offload_block_hash,
-    label_keys,
-)
+from kvcache.offload.keys import OffloadKey, first_victims_first, get_offload_block_hash, label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels

@@ -71,10 +71,7 @@ class Watchdog:
                 stuck.add((kind, what))
                 if (kind, what) not in self._stuck:
                     logger.warning(
-                        "epoch %d waits too long, %.1f s: %s",
-                        coordinator.epoch,
-                        work.age_s,
-                        what,
+                        "epoch %d waits too long, %.1f s: %s", coordinator.epoch, work.age_s, what
                     )
         self._seen_s, self._stuck = seen_s, stuck
         return tuple(sorted(pending, key=lambda work: -work.age_s))

@@ -25,13 +25,7 @@ from kvcache.base.arguments import as_int, as_number, as_tuple
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.core import CacheEvent
 from kvcache.events.translation import MEDIA, EventTranslator, group_kinds
-from kvcache.events.wire_events import (
-    MAX_RANK,
-    ClearedEvent,
-    RemovedEvent,
-    StoredEvent,
-    WireEvent,
-)
+from kvcache.events.wire_events import MAX_RANK, ClearedEvent, RemovedEvent, StoredEvent, WireEvent
 from kvcache.specs import KVCacheGroupSpec
 
 _TOKEN: Final = np.dtype([("code", "u1"), ("value", ">u4")])

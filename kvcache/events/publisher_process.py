@@ -220,8 +220,7 @@ class PublisherLoop:
                 break
         self._greeted_s = time.monotonic()
         self._published_s = min(
-            self._published_s,
-            self._greeted_s - self._publisher.settings.heartbeat_s + _GREETING_S,
+            self._published_s, self._greeted_s - self._publisher.settings.heartbeat_s + _GREETING_S
         )
 
     def _keep_alive(self) -> None:

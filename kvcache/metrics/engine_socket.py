@@ -15,12 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcache.base.errors import (
-    ClusterError,
-    DeadlineError,
-    InvalidInputError,
-    NotRunningError,
-)
+from kvcache.base.errors import ClusterError, DeadlineError, InvalidInputError, NotRunningError
 from kvcache.base.logs import get_logger
 from kvcache.base.serving_loop import ServingLoop, describe_error
 from kvcache.memory_service.client import ENGINE_SERVICES

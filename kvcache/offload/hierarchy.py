@@ -28,13 +28,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arguments import (
-    as_bool,
-    as_integers,
-    as_number,
-    check_kind,
-    check_methods,
-)
+from kvcache.base.arguments import as_bool, as_integers, as_number, check_kind, check_methods
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.contents import label_rows

@@ -20,11 +20,7 @@ from kvcache.planner.grouping import (
     project_groups,
     unify_hybrid_kv_cache_specs,
 )
-from kvcache.planner.hf_config import (
-    HFChoices,
-    cluster_from_hf_config,
-    model_from_hf_config,
-)
+from kvcache.planner.hf_config import HFChoices, cluster_from_hf_config, model_from_hf_config
 from kvcache.planner.memory import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,

@@ -138,10 +138,7 @@ def create_kv_cache_group_specs(
 
 
 def get_kv_cache_groups(
-    specs: LayerSpecs,
-    *,
-    disable_hybrid_kv_cache_manager: bool = False,
-    warn: Warn = log_warning,
+    specs: LayerSpecs, *, disable_hybrid_kv_cache_manager: bool = False, warn: Warn = log_warning
 ) -> tuple[KVCacheGroupSpec, ...]:
     """Return the groups of a model with these layers; none for a model without a cache.
 

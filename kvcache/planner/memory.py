@@ -134,9 +134,7 @@ def longest_model_len(
 
 
 def require_capacity(
-    options: PlanOptions,
-    groups: Sequence[KVCacheGroupSpec],
-    capacities: Sequence[RankCapacity],
+    options: PlanOptions, groups: Sequence[KVCacheGroupSpec], capacities: Sequence[RankCapacity]
 ) -> None:
     """Raise NotEnoughMemoryError unless one request of full length fits together with the null
     block."""

@@ -89,12 +89,7 @@ def plan_fingerprint(configs: Sequence[KVCacheConfig]) -> str:
 
 
 def layout_fingerprint(
-    config: KVCacheConfig,
-    *,
-    model: str,
-    seed: str,
-    algorithm: str,
-    coordinates: RankCoordinates,
+    config: KVCacheConfig, *, model: str, seed: str, algorithm: str, coordinates: RankCoordinates
 ) -> str:
     """Return 32 hex digits over the meaning of one rank's stored bytes.
 
@@ -167,9 +162,7 @@ class Plan:
 
 
 def plan_kv_cache(
-    options: PlanOptions,
-    specs_by_rank: Sequence[LayerSpecs],
-    memories: Sequence[int | RankMemory],
+    options: PlanOptions, specs_by_rank: Sequence[LayerSpecs], memories: Sequence[int | RankMemory]
 ) -> Plan:
     """Return the plan for ranks with these layers and this memory (plain numbers: device bytes).
 
@@ -221,10 +214,7 @@ def get_kv_cache_configs(
 
 
 def get_kv_cache_config(
-    options: PlanOptions,
-    specs: LayerSpecs,
-    memory: int | RankMemory,
-    warn: Warn = log_warning,
+    options: PlanOptions, specs: LayerSpecs, memory: int | RankMemory, warn: Warn = log_warning
 ) -> KVCacheConfig:
     """Return the configuration of a model on one rank, like `get_kv_cache_configs`."""
     return get_kv_cache_configs(options, [specs], [memory], warn)[0]

@@ -81,10 +81,7 @@ def _agreement(one: Label, other: Label, digest_bytes: int) -> BoolArray:
     same = _names(one, numbers)[ours] == _names(other, numbers)[theirs]
     same &= one.groups[ours] == other.groups[theirs]
     same &= one.token_counts[ours] == other.token_counts[theirs]
-    for mine, yours in (
-        (one.digests, other.digests),
-        (one.parent_digests, other.parent_digests),
-    ):
+    for mine, yours in ((one.digests, other.digests), (one.parent_digests, other.parent_digests)):
         rows = np.frombuffer(mine, np.uint8).reshape(-1, digest_bytes)[ours]
         same &= (rows == np.frombuffer(yours, np.uint8).reshape(-1, digest_bytes)[theirs]).all(1)
     ours, theirs = ours[same], theirs[same]

@@ -31,12 +31,7 @@ import msgpack
 import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
-from kvcache.base.errors import (
-    MalformedMessageError,
-    RequestError,
-    VersionMismatchError,
-    shown,
-)
+from kvcache.base.errors import MalformedMessageError, RequestError, VersionMismatchError, shown
 from kvcache.protocol.command_shapes import SHAPE_VALIDATORS
 from kvcache.protocol.commands import EMPTY_PATCH, BlockTablePatch
 from kvcache.protocol.message_headers import UNREADABLE, Envelope

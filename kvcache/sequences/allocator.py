@@ -16,11 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcache.base.arguments import as_bool, as_int, as_tuple
 from kvcache.base.errors import BlockError, ConfigurationError, OutOfBlocksError, shown
-from kvcache.requests.hashing import (
-    DEFAULT_HASH_SEED,
-    get_hash_fn,
-    get_request_block_hasher,
-)
+from kvcache.requests.hashing import DEFAULT_HASH_SEED, get_hash_fn, get_request_block_hasher
 from kvcache.requests.tokens import TokenIds
 from kvcache.sequences.block import DEFAULT_HASH, ExtraHash, PrefixCachingBlock, chain_to
 from kvcache.sequences.held_blocks import HeldBlocks, checked_block_ids

@@ -47,11 +47,7 @@ class BlockOwner(Protocol):
         """Return whether the bytes of a physical block are computed."""
 
 
-_OWNER_METHODS = (
-    "cow_block_if_not_appendable",
-    "promote_to_immutable_block",
-    "block_is_computed",
-)
+_OWNER_METHODS = ("cow_block_if_not_appendable", "promote_to_immutable_block", "block_is_computed")
 
 
 class PrefixCachingBlock:

@@ -262,10 +262,7 @@ def _workload(trace: BlockTrace, cache: SimulatedCache) -> Workload:
 
 
 def _best(
-    trace: BlockTrace,
-    cache: SimulatedCache,
-    totals: list[int],
-    on_progress: Callable[[int], None],
+    trace: BlockTrace, cache: SimulatedCache, totals: list[int], on_progress: Callable[[int], None]
 ) -> _Hits:
     """Return the optimum.
 

@@ -30,11 +30,7 @@ class BlockTables:
     """
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        num_blocks: int,
-        max_num_seqs: int,
-        device: torch.device,
+        self, widths: Sequence[int], num_blocks: int, max_num_seqs: int, device: torch.device
     ) -> None:
         """Make empty tables of `widths[group]` columns."""
         self._num_blocks = num_blocks
@@ -169,9 +165,7 @@ def _fits(  # noqa: PLR0917 - the tables, and the columns of a patch
     return bool(total == len(block_ids))
 
 
-@compiled(
-    types.void(array_type("int32"), _WIDTHS, _WIDTHS, _READ, _READ, _READ, _READ, _READ),
-)
+@compiled(types.void(array_type("int32"), _WIDTHS, _WIDTHS, _READ, _READ, _READ, _READ, _READ))
 def _write_runs(  # noqa: PLR0917 - where the tables are, and the columns of a patch
     flat: Int32Array,
     bases: Int64Array,

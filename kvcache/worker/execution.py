@@ -92,10 +92,7 @@ class CommandExecutor:
         self.pool = KVCachePool(PoolLayout.from_config(config), device)
         self.tiers = make_tiers(settings, self.pool.layout, device, rule, on_news or (lambda: None))
         self.block_tables = BlockTables(
-            settings.table_widths,
-            config.num_blocks,
-            settings.max_num_seqs,
-            device,
+            settings.table_widths, config.num_blocks, settings.max_num_seqs, device
         )
         self.labels = LabelTable(
             config.num_blocks, settings.digest_bytes, settings.max_block_tokens
@@ -113,11 +110,7 @@ class CommandExecutor:
         )
         self.history = BlockHistory()
         self.deferred = DeferredCommands(
-            self.pool.rows,
-            self.block_tables,
-            engine,
-            self.history,
-            self.transfers.uses,
+            self.pool.rows, self.block_tables, engine, self.history, self.transfers.uses
         )
         self._open_forward: _OpenForward | None = None
         self._awaited: PendingCopy | None = None
@@ -599,10 +592,7 @@ def audit_labels(audit: Audit, labels: LabelTable, history: BlockHistory) -> Job
     groups = np.full((2, span), -1, dtype=np.int32)
     digests = np.zeros((2, span, size), dtype=np.uint8)
     for side, (ids, of_groups, packed) in enumerate(
-        (
-            (expected, audit.groups, audit.digests),
-            (found.block_ids, found.groups, found.digests),
-        )
+        ((expected, audit.groups, audit.digests), (found.block_ids, found.groups, found.digests))
     ):
         places = ids - audit.first_block
         groups[side, places] = of_groups

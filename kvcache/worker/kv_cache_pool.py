@@ -21,11 +21,7 @@ from types import MappingProxyType
 import torch
 
 from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
-from kvcache.offload.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from kvcache.offload.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvcache.specs import KVCacheConfig, KVCacheSpec, KVCacheTensor, dtype_size_bytes
 
 

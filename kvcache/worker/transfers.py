@@ -298,11 +298,7 @@ class TransferJobs:
     """
 
     def __init__(
-        self,
-        pool: KVCachePool,
-        tiers: Tiers,
-        copying: Copying,
-        labels: LabelTable,
+        self, pool: KVCachePool, tiers: Tiers, copying: Copying, labels: LabelTable
     ) -> None:
         """Move between `pool`, whose blocks have `labels`, and `tiers`. Jobs for a missing tier
         fail."""

@@ -33,11 +33,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcache.base.errors import ConfigurationError, RequestError
 from kvcache.integrations.transformers.paged_cache import PagedCache
-from kvcache.integrations.transformers.paged_memory import (
-    ContentScope,
-    MemorySizes,
-    PagedMemory,
-)
+from kvcache.integrations.transformers.paged_memory import ContentScope, MemorySizes, PagedMemory
 from kvcache.requests.request import LoRARequest
 from kvcache.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 

@@ -50,10 +50,7 @@ class Nodes:
     """The engines on other nodes. One user, one thread."""
 
     def __init__(
-        self,
-        setting: EngineSetting,
-        index: IndexPlace,
-        stream: tuple[str, str, str] = ("", "", ""),
+        self, setting: EngineSetting, index: IndexPlace, stream: tuple[str, str, str] = ("", "", "")
     ) -> None:
         """Know no node before `begin`. `index`: of the coordinator; `stream`: topic and endpoints
         of the engine's events."""

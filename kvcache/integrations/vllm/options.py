@@ -260,10 +260,7 @@ def engine_setting(vllm_config: Any, kv_cache_config: Any) -> EngineSetting:
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo!r}, whose hashes differ "
             f"from process to process: use {' or '.join(_HASHES)}"
         )
-    for flag in (
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for flag in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, flag, 1)
         if size != 1:
             raise ConfigurationError(f"{flag} is {size}, the connector serves 1: set it to 1")

@@ -194,13 +194,7 @@ class Peers:
     """All peers of an engine. `refresh` runs in a thread of its own, everything else in the
     scheduler's."""
 
-    def __init__(
-        self,
-        address_of: AddressOf,
-        replica: int,
-        *,
-        is_threaded: bool = True,
-    ) -> None:
+    def __init__(self, address_of: AddressOf, replica: int, *, is_threaded: bool = True) -> None:
         """Know no peer before `begin`. The engine itself is `replica`. If not `is_threaded`, the
         caller refreshes."""
         self._address_of = address_of

@@ -22,11 +22,7 @@ from kvcache.base.errors import (
 from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.block_labels import DIGEST_BYTES, MAX_BLOCK_TOKENS
 from kvcache.integrations.vllm.options import EngineSetting
-from kvcache.memory_service.client import (
-    MemoryServiceAddress,
-    MemoryServiceClient,
-    service_address,
-)
+from kvcache.memory_service.client import MemoryServiceAddress, MemoryServiceClient, service_address
 from kvcache.memory_service.process import ensure_service
 from kvcache.memory_service.protocol import lock_owner, memory_number, process_text
 from kvcache.worker.host_memory.segment import (

@@ -7,11 +7,7 @@ rest of each; model.py makes the configuration.
 from __future__ import annotations
 
 from kvcache.planner.hf_config.architectures import ARCHITECTURES, Architecture
-from kvcache.planner.hf_config.model import (
-    HFChoices,
-    cluster_from_hf_config,
-    model_from_hf_config,
-)
+from kvcache.planner.hf_config.model import HFChoices, cluster_from_hf_config, model_from_hf_config
 
 __all__ = [
     "ARCHITECTURES",

@@ -195,10 +195,7 @@ def _mamba2_shapes(fields: HFFields, deployment: Deployment) -> list[tuple[int, 
     fields.require_size(
         "mamba_num_heads * mamba_head_dim + 2 * n_groups * ssm_state_size", channels
     )
-    return [
-        (channels, fields.count("conv_kernel", at_least=2) - 1),
-        (heads, head_size, state_size),
-    ]
+    return [(channels, fields.count("conv_kernel", at_least=2) - 1), (heads, head_size, state_size)]
 
 
 def _whisper(fields: HFFields, deployment: Deployment) -> Sequence[Layer]:

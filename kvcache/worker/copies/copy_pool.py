@@ -65,10 +65,7 @@ class CopyPool:
     the process. Only one thread calls `run` and `close`."""
 
     def __init__(
-        self,
-        num_helpers: int = 0,
-        name: str = "kvcache-copies",
-        priority: CopyPriority = "normal",
+        self, num_helpers: int = 0, name: str = "kvcache-copies", priority: CopyPriority = "normal"
     ) -> None:
         """Set up without starting threads."""
         self._num_helpers = num_helpers

@@ -130,9 +130,7 @@ def crossover_bytes(small: Mapping[int, float], large: Mapping[int, float]) -> i
 
 
 def measure_cpu(
-    page_bytes: Iterable[int] = (),
-    limits: MeasureLimits | None = None,
-    clock: Clock | None = None,
+    page_bytes: Iterable[int] = (), limits: MeasureLimits | None = None, clock: Clock | None = None
 ) -> CopyMeasurement:
     """Measure the engine between two memories of this machine.
 

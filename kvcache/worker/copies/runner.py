@@ -15,12 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 from kvcache.base.logs import get_logger
-from kvcache.worker.copies.copy_pool import (
-    INLINE,
-    CopyPool,
-    CopyPriority,
-    take_priority,
-)
+from kvcache.worker.copies.copy_pool import INLINE, CopyPool, CopyPriority, take_priority
 from kvcache.worker.copies.engine import PendingCopy
 from kvcache.worker.copies.task import CopyResult, CopyTask
 

@@ -30,18 +30,8 @@ import torch
 
 from kvcache.base.arrays import Int32Array, are_below, int32_array
 from kvcache.base.errors import PlanMismatchError
-from kvcache.worker.host_memory.labels import (
-    NO_CELL,
-    Rows,
-    SlotState,
-    row_checksum,
-    row_type,
-)
-from kvcache.worker.host_memory.segment import (
-    HEAD_BYTES,
-    SegmentShape,
-    shape_in,
-)
+from kvcache.worker.host_memory.labels import NO_CELL, Rows, SlotState, row_checksum, row_type
+from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape, shape_in
 
 BoolArray = npt.NDArray[np.bool_]
 
