@@ -72,7 +72,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
             "tier_hits",
         ),
         ("step_recorder",),
-        ("settings", "recorded_tiers", "block_storing"),
+        ("settings", "block_storing"),
         ("parts", "clients", "label_collection"),
         ("partial_block_swap",),
         ("prefix_loading",),

@@ -14,12 +14,11 @@ import numpy as np
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.coordinator.tier_hits import rows_by_tenant
 from kvcache.manager import KVCacheManager
-from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import label_keys
 from kvcache.offload.specs import HOST_MEDIUM
 from kvcache.protocol.commands import Label, Store
-from kvcache.protocol.labels import LabelTable
+from kvcache.protocol.labels import LabelTable, label_rows
 
 MAX_STORED_AGAIN = 4096
 """Blocks that are reconsidered at a time when there is room again."""

@@ -24,9 +24,15 @@ from kvcache.coordinator.label_collection import LabelQuestion
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap
 from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.prefix_loading import PrefixLoading
-from kvcache.coordinator.recorded_tiers import RecordedLoads
 from kvcache.coordinator.settings import OffloadStatistics
-from kvcache.coordinator.step_recorder import Gone, LookedUp, StepRecorder, SwappedOut, Withdrawn
+from kvcache.coordinator.step_recorder import (
+    Gone,
+    LookedUp,
+    RecordedLoads,
+    StepRecorder,
+    SwappedOut,
+    Withdrawn,
+)
 from kvcache.coordinator.tier_adoption import TierAdoption
 from kvcache.core import OffloadHit
 from kvcache.manager import KVCacheManager

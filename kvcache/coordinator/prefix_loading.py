@@ -28,7 +28,7 @@ from kvcache.base.errors import InvariantError
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.coordinator.parts import OffloadParts
-from kvcache.coordinator.recorded_tiers import RecordedLoads
+from kvcache.coordinator.step_recorder import RecordedLoads
 from kvcache.coordinator.tier_hits import NOTHING_LOADED, BoolArray, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager.loads import PrefixLoad

@@ -82,14 +82,10 @@ class Reattachment:
         self._server = server
         self._expected = set(expected)
         self._give_up_s = give_up_s
-        self._is_waiting = bool(self._expected)
+        self.is_waiting = bool(self._expected)
+        """Whether no step may be executed yet."""
         self._first_steps: dict[str, int] = {}
         self.gone: tuple[str, ...] = ()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no step may be executed yet."""
-        return self._is_waiting
 
     def missing(self) -> list[str]:
         """Return the clients that are waited for."""
@@ -97,11 +93,11 @@ class Reattachment:
 
     def look(self, now_s: float) -> bool:
         """Return whether steps may be executed; when waiting ends, hold the hits of first steps."""
-        if not self._is_waiting:
+        if not self.is_waiting:
             return True
         if now_s < self._give_up_s and self.missing():
             return False
-        self._is_waiting = False
+        self.is_waiting = False
         self.gone = tuple(sorted(n for n in self._expected if self._clients.get(n) is None))
         self._expected.clear()
         for ledger in self._clients.attached():

@@ -24,13 +24,12 @@ from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import KVCacheError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
-from kvcache.offload.contents import label_rows
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, first_victims_first, get_offload_block_hash, label_keys
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS, agreed_labels
-from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.labels import LabelSet, label_rows
 from kvcache.protocol.messages import LabelReport, Outgoing
 from kvcache.requests.request_content import parse_namespace_name
 

@@ -18,7 +18,7 @@ from kvcache.offload.events import OffloadingEvent, parents_first
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.slots import READY, STORING, SlotTable
 from kvcache.protocol.commands import Label
-from kvcache.protocol.labels import LabelTable, validate_label_command
+from kvcache.protocol.labels import LabelTable, label_rows, validate_label_command
 
 _FIRST_ID = 1
 """Label tables reserve id 0 for the null block: address `a` has id `a + 1`."""
@@ -158,41 +158,6 @@ class TierContents:
         labelled: IndexArray = np.flatnonzero(labels.are_labelled(_ids(addresses)))
         found = labels.labels_of(_ids(addresses[labelled]))
         return labelled, replace(found, block_ids=int32_array(addresses[labelled]))
-
-
-def label_rows(labels: Label, rows: IndexArray) -> Label:
-    """Return some rows of labels, in this order; a copy. Each row may be named once."""
-    count = len(labels.block_ids)
-    if len(rows) == count and bool((rows == np.arange(count)).all()):
-        return labels
-    size = len(labels.digests) // count if count else 1
-    digests = np.frombuffer(labels.digests, np.uint8).reshape(count, size)
-    parents = np.frombuffer(labels.parent_digests, np.uint8).reshape(count, size)
-    counts = labels.token_counts[rows]
-    starts = (np.cumsum(labels.token_counts) - labels.token_counts)[rows]
-    ends = np.cumsum(counts)
-    tokens = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(
-        starts - (ends - counts), counts
-    )
-    extra_keys = {}
-    if labels.extra_keys:
-        extra_keys = {
-            place: labels.extra_keys[row]
-            for place, row in enumerate(rows.tolist())
-            if row in labels.extra_keys
-        }
-    return Label(
-        block_ids=labels.block_ids[rows],
-        groups=labels.groups[rows],
-        slots=labels.slots[rows],
-        digests=digests[rows].tobytes(),
-        parent_digests=parents[rows].tobytes(),
-        token_counts=counts,
-        token_ids=labels.token_ids[tokens],
-        namespaces=labels.namespaces[rows],
-        namespace_names=labels.namespace_names,
-        extra_keys=extra_keys,
-    )
 
 
 def _ids(addresses: IndexArray) -> Int32Array:

@@ -31,7 +31,6 @@ import numpy.typing as npt
 from kvcache.base.arguments import as_bool, as_integers, as_number, check_kind, check_methods
 from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, int32_array
 from kvcache.base.errors import ConfigurationError, InvariantError
-from kvcache.offload.contents import label_rows
 from kvcache.offload.disk_use import DiskUse
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.jobs import JobKind, TransferJob, TransferTable
@@ -42,6 +41,7 @@ from kvcache.offload.spills import SpillQueue
 from kvcache.offload.statistics import HierarchyStatistics
 from kvcache.offload.tier_manager import ReservedPlaces, TierManager
 from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import label_rows
 from kvcache.requests.request_content import Namespace
 
 PlaceArray: TypeAlias = npt.NDArray[np.uint8]

@@ -24,7 +24,7 @@ from kvcache.base.arguments import as_bool, as_byte_strings, as_text, check_kind
 from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError, shown
 from kvcache.core import OffloadAnswer
-from kvcache.offload.contents import TierContents, label_rows
+from kvcache.offload.contents import TierContents
 from kvcache.offload.events import OffloadingEvent
 from kvcache.offload.keys import OffloadKey
 from kvcache.offload.manager import OffloadingManager, PrepareStoreOutput, ReqContext
@@ -47,6 +47,7 @@ from kvcache.offload.specs import HostLoadStoreSpec, LoadStoreSpec
 from kvcache.offload.statistics import TierStatistics
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.protocol.commands import Label
+from kvcache.protocol.labels import label_rows
 from kvcache.requests.request_content import parse_namespace_name
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import UNOWNED

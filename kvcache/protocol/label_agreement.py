@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.protocol.commands import Label
-from kvcache.protocol.labels import LabelSet
+from kvcache.protocol.labels import LabelSet, label_rows
 from kvcache.specs import NULL_BLOCK_ID
 
 BoolArray = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ def agreed_labels(label_sets: Sequence[LabelSet]) -> Label:
     agrees = np.ones(len(first.block_ids), dtype=np.bool_)
     for other in others:
         agrees &= _agreement(first, other, size)
-    return _only(first, agrees, size)
+    return label_rows(first, np.flatnonzero(agrees))
 
 
 def labelled_blocks(label_sets: Sequence[LabelSet], num_blocks: int) -> Int32Array:
@@ -117,23 +117,3 @@ def _keys_by_block(label: Label) -> dict[int, bytes]:
     """Return the extra keys of labels by block, without empty ones."""
     block_ids = label.block_ids[list(label.extra_keys)].tolist()
     return {b: keys for b, keys in zip(block_ids, label.extra_keys.values(), strict=True) if keys}
-
-
-def _only(label: Label, is_kept: BoolArray, digest_bytes: int) -> Label:
-    places = np.cumsum(is_kept) - 1
-    digests = np.frombuffer(label.digests, np.uint8).reshape(-1, digest_bytes)
-    parents = np.frombuffer(label.parent_digests, np.uint8).reshape(-1, digest_bytes)
-    return Label(
-        block_ids=label.block_ids[is_kept],
-        groups=label.groups[is_kept],
-        slots=label.slots[is_kept],
-        digests=digests[is_kept].tobytes(),
-        parent_digests=parents[is_kept].tobytes(),
-        token_counts=label.token_counts[is_kept],
-        token_ids=label.token_ids[np.repeat(is_kept, label.token_counts)],
-        namespaces=label.namespaces[is_kept],
-        namespace_names=label.namespace_names,
-        extra_keys={
-            int(places[index]): keys for index, keys in label.extra_keys.items() if is_kept[index]
-        },
-    )

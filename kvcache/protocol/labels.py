@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from kvcache.base.arrays import Int32Array, are_below, are_distinct, are_ids, int32_array
+from kvcache.base.arrays import (
+    IndexArray,
+    Int32Array,
+    are_below,
+    are_distinct,
+    are_ids,
+    int32_array,
+)
 from kvcache.base.compiled import array_type, compiled
 from kvcache.base.errors import (
     BlockError,
@@ -290,6 +297,41 @@ def join_labels(parts: Sequence[Label]) -> Label:
         token_ids=np.concatenate([part.token_ids for part in parts]),
         namespaces=np.concatenate(namespaces),
         namespace_names=tuple(names),
+        extra_keys=extra_keys,
+    )
+
+
+def label_rows(labels: Label, rows: IndexArray) -> Label:
+    """Return some rows of labels, in this order; a copy. Each row may be named once."""
+    count = len(labels.block_ids)
+    if len(rows) == count and bool((rows == np.arange(count)).all()):
+        return labels
+    size = len(labels.digests) // count if count else 1
+    digests = np.frombuffer(labels.digests, np.uint8).reshape(count, size)
+    parents = np.frombuffer(labels.parent_digests, np.uint8).reshape(count, size)
+    counts = labels.token_counts[rows]
+    starts = (np.cumsum(labels.token_counts) - labels.token_counts)[rows]
+    ends = np.cumsum(counts)
+    tokens = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(
+        starts - (ends - counts), counts
+    )
+    extra_keys = {}
+    if labels.extra_keys:
+        extra_keys = {
+            place: labels.extra_keys[row]
+            for place, row in enumerate(rows.tolist())
+            if row in labels.extra_keys
+        }
+    return Label(
+        block_ids=labels.block_ids[rows],
+        groups=labels.groups[rows],
+        slots=labels.slots[rows],
+        digests=digests[rows].tobytes(),
+        parent_digests=parents[rows].tobytes(),
+        token_counts=counts,
+        token_ids=labels.token_ids[tokens],
+        namespaces=labels.namespaces[rows],
+        namespace_names=labels.namespace_names,
         extra_keys=extra_keys,
     )
 

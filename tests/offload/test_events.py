@@ -18,7 +18,7 @@ from kvcache.offload import (
     label_keys,
     make_offload_key,
 )
-from kvcache.offload.contents import label_rows
+from kvcache.protocol.labels import label_rows
 from kvcache.requests.request import Namespace
 from tests.offload.label_chains import NONE_HASH, SIZE, chain_label
 

@@ -25,12 +25,12 @@ from kvcache.offload import (
     make_offload_key,
     make_tier,
 )
-from kvcache.offload.contents import label_rows
 from kvcache.offload.slots import NOTHING, READY
 from kvcache.policies import hinted
 from kvcache.policies.hinted import HintedPolicy
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS
+from kvcache.protocol.labels import label_rows
 from kvcache.requests.hints import CacheHint
 from kvcache.requests.request_content import Namespace
 from tests.offload.label_chains import SIZE, chain_label

@@ -24,7 +24,7 @@ from kvcache.coordinator.settings import OffloadSettings
 from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.core import OffloadAnswer
 from kvcache.manager.step_plan import make_request
-from kvcache.offload.contents import LabelShape, label_rows
+from kvcache.offload.contents import LabelShape
 from kvcache.offload.hierarchy import Place, PlaceArray, TierHierarchy
 from kvcache.offload.keys import OffloadKey, label_keys
 from kvcache.offload.options import TierOptions
@@ -32,7 +32,7 @@ from kvcache.offload.registry import make_tier
 from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Label, Load, Reset, Spill, Store
 from kvcache.protocol.label_agreement import NO_LABELS
-from kvcache.protocol.labels import LABEL_VERSION, join_labels
+from kvcache.protocol.labels import LABEL_VERSION, join_labels, label_rows
 from kvcache.protocol.messages import FailedForward, LabelReport
 from kvcache.protocol.step import NewRequest, StepRequest
 from kvcache.requests.hints import CacheHint
