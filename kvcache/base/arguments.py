@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.base.arrays import Int64Array
 from kvcache.base.errors import ConfigurationError, InvalidInputError, shown
 
 MAX_INT = 2**63 - 1
@@ -212,7 +213,7 @@ def as_integers(
     at_least: int = 0,
     at_most: int = MAX_INT,
     error: Error = InvalidInputError,
-) -> npt.NDArray[np.int64]:
+) -> Int64Array:
     """Return integers within limits as a one-dimensional array; raises `error` otherwise.
 
     `values` is a list, another iterable, or a one-dimensional array of integers, which is not
@@ -244,7 +245,7 @@ def as_integers(
         at_least <= int(np.minimum.reduce(found)) and int(np.maximum.reduce(found)) <= at_most
     ):
         raise _first_outside(what, found.tolist(), at_least, at_most, error)
-    result: npt.NDArray[np.int64] = found.astype(np.int64, copy=False)
+    result: Int64Array = found.astype(np.int64, copy=False)
     return result
 
 

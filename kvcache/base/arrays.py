@@ -18,6 +18,11 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 IndexArray: TypeAlias = npt.NDArray[np.intp]
 """One-dimensional indices into other arrays, of numpy's index type. Never sent."""
 
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+ByteArray: TypeAlias = npt.NDArray[np.uint8]
+
 Ids: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 """Ids as a sequence or an array."""
 

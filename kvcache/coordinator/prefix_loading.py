@@ -23,13 +23,13 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import BoolArray, Int32Array
 from kvcache.base.errors import InvariantError
 from kvcache.coordinator.job_table import JobTable
 from kvcache.coordinator.partial_block_swap import PartialBlockSwap, SwappedTail
 from kvcache.coordinator.parts import OffloadParts
 from kvcache.coordinator.step_recorder import RecordedLoads
-from kvcache.coordinator.tier_hits import NOTHING_LOADED, BoolArray, LoadedTokens, count_for_tenant
+from kvcache.coordinator.tier_hits import NOTHING_LOADED, LoadedTokens, count_for_tenant
 from kvcache.core import OffloadAnswer, OffloadHit
 from kvcache.manager.loads import PrefixLoad
 from kvcache.offload.hierarchy import Place, TierHierarchy

@@ -20,7 +20,7 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, BoolArray, Int32Array, int32_array
 from kvcache.base.errors import KVCacheError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.label_collection import LabelCollection, LabelQuestion
@@ -180,11 +180,11 @@ class TierAdoption:
             _by_eviction(_rows_of(label_sets[0].labels, keys[0], common)) if common else NO_LABELS
         )
 
-    def _are_current(self, labels: Label) -> npt.NDArray[np.bool_]:
+    def _are_current(self, labels: Label) -> BoolArray:
         """Return for each row whether the weights of this epoch have made its content."""
         names = labels.namespace_names
         are_current = np.array([self._is_current(name) for name in names], np.bool_)
-        found: npt.NDArray[np.bool_] = are_current[labels.namespaces]
+        found: BoolArray = are_current[labels.namespaces]
         return found
 
     def _is_current(self, namespace: bytes) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import IndexArray
+from kvcache.base.arrays import BoolArray, IndexArray, Int64Array
 from kvcache.base.errors import ConfigurationError
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import OffloadKey, make_offload_keys
@@ -25,8 +25,6 @@ from kvcache.requests.request import Request
 from kvcache.requests.request_content import Namespace, parse_namespace_name
 from kvcache.specs import KVCacheConfig, KVCacheSpec, ceil_div
 from kvcache.tenants import TenantLedger
-
-BoolArray = npt.NDArray[np.bool_]
 
 Locate = Callable[[Sequence[OffloadKey]], npt.NDArray[np.uint8]]
 """Returns the place of each key; see `kvcache.offload.hierarchy.Place`."""
@@ -151,7 +149,7 @@ class TierHitFinder:
         if not self._may_begin(request, start, longest, locate, is_there):
             return None
         keys: list[list[OffloadKey]] = []
-        streaks: list[npt.NDArray[np.int64]] = []
+        streaks: list[Int64Array] = []
         for group in self._groups:
             size = group.spec.block_size
             first = start // size
@@ -203,11 +201,11 @@ class TierHitFinder:
         )
 
 
-def _streaks(present: BoolArray) -> npt.NDArray[np.int64]:
+def _streaks(present: BoolArray) -> Int64Array:
     """Return, for each place, how many consecutive ones up to it are present."""
     indices = np.arange(1, len(present) + 1)
     last_gap = np.maximum.accumulate(np.where(present, 0, indices))
-    streaks: npt.NDArray[np.int64] = indices - last_gap
+    streaks: Int64Array = indices - last_gap
     return streaks
 
 

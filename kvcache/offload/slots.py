@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.base.arguments import as_byte_strings, as_int, as_number, check_kind
-from kvcache.base.arrays import IndexArray, Int32Array, index_array
+from kvcache.base.arrays import BoolArray, IndexArray, Int32Array, Int64Array, index_array
 from kvcache.base.errors import ConfigurationError, InvariantError
 from kvcache.offload.keys import GROUP_BYTES, OffloadKey
 from kvcache.policies import (
@@ -60,7 +60,6 @@ was copied for."""
 _ONE: Final = np.int32(1)
 _MINUS_ONE: Final = np.int32(-1)
 
-BoolArray = npt.NDArray[np.bool_]
 StateArray = npt.NDArray[np.uint8]
 CountArray = npt.NDArray[np.int32]
 
@@ -378,7 +377,7 @@ class SlotEviction:
         self._claimed: dict[int, _Given] = {}
         """What was said about the next use of slots, until it comes."""
         self._is_shared: BoolArray = np.zeros(0, np.bool_)
-        self._followers: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._followers: Int64Array = np.zeros(0, np.int64)
 
     def follow_time(self, now_s: float) -> None:
         """Let hints end by this time."""

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvcache.base.arguments import as_bool, as_byte_strings, as_text, check_kind, check_methods
-from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.arrays import BoolArray, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import ConfigurationError, InvalidInputError, InvariantError, shown
 from kvcache.core import OffloadAnswer
 from kvcache.offload.contents import TierContents
@@ -35,7 +35,6 @@ from kvcache.offload.slots import (
     NOTHING,
     READY,
     STORING,
-    BoolArray,
     CountArray,
     Placement,
     SlotEviction,

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import IndexArray, Int32Array, index_array, int32_array
+from kvcache.base.arrays import BoolArray, IndexArray, Int32Array, index_array, int32_array
 from kvcache.base.errors import MalformedMessageError
 from kvcache.protocol.commands import Label
 from kvcache.protocol.label_agreement import NO_LABELS
@@ -186,9 +186,9 @@ def _are_readable(
     names: Sequence[Namespace],
     keys: Int32Array,
     extra_keys: Sequence[ExtraKeys | None],
-) -> npt.NDArray[np.bool_]:
+) -> BoolArray:
     """Return which rows have a namespace and keys that can belong together."""
-    readable: npt.NDArray[np.bool_] = (namespaces != _UNREADABLE) & (keys != _UNREADABLE)
+    readable: BoolArray = (namespaces != _UNREADABLE) & (keys != _UNREADABLE)
     if len(names) <= 1 and len(extra_keys) == 1:
         return readable & all(_belong(name, None) for name in names)
     pairs = namespaces.astype(np.int64) * len(extra_keys) + keys

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
+from kvcache.base.arrays import EMPTY_INT32, BoolArray, Int32Array, int32_array
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import LabelSet, label_rows
 from kvcache.specs import NULL_BLOCK_ID
-
-BoolArray = npt.NDArray[np.bool_]
 
 NO_LABELS = Label(
     EMPTY_INT32, EMPTY_INT32, EMPTY_INT32, b"", b"", EMPTY_INT32, EMPTY_INT32, EMPTY_INT32

@@ -14,12 +14,14 @@ from typing import NamedTuple, cast
 
 import cbor2
 import numpy as np
-import numpy.typing as npt
 from numba import types
 
 from kvcache.base.arrays import (
+    BoolArray,
+    ByteArray,
     IndexArray,
     Int32Array,
+    Int64Array,
     are_below,
     are_distinct,
     are_ids,
@@ -34,9 +36,6 @@ from kvcache.base.errors import (
 )
 from kvcache.protocol.commands import Label
 from kvcache.requests.hash_algorithms import ExtraKeys, canonical_cbor
-
-Int64Array = npt.NDArray[np.int64]
-ByteArray = npt.NDArray[np.uint8]
 
 GROUP, SLOT, NAMESPACE, TOKEN_COUNT = range(4)
 """Numbers per label."""
@@ -492,9 +491,9 @@ class LabelTable:
             checksums=self._checksum[ids].astype("<i8").tobytes(),
         )
 
-    def are_labelled(self, block_ids: Int32Array) -> npt.NDArray[np.bool_]:
+    def are_labelled(self, block_ids: Int32Array) -> BoolArray:
         """Return for each block whether it has a label; shape `(n,)`."""
-        found: npt.NDArray[np.bool_] = self._group[block_ids] != UNLABELLED
+        found: BoolArray = self._group[block_ids] != UNLABELLED
         return found
 
     def labels_of(self, block_ids: Int32Array) -> Label:

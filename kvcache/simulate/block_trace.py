@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Int32Array, Int64Array
 from kvcache.base.errors import TraceError
 from kvcache.requests.hints import CacheHint
 from kvcache.simulate.generators import SyntheticWorkload
@@ -42,11 +42,11 @@ class BlockTrace:
     name: str
     block_size: int
     blocks: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    input_lengths: NDArray[np.int64]
-    output_lengths: NDArray[np.int64]
+    starts: Int64Array
+    input_lengths: Int64Array
+    output_lengths: Int64Array
     arrivals_ms: NDArray[np.float64]
-    lines: NDArray[np.int64]
+    lines: Int64Array
     hints: tuple[tuple[CacheHint, ...], ...] = ()
 
     @property

@@ -18,8 +18,9 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from kvcache.base.arrays import BoolArray
 from kvcache.base.clock import Clock
-from kvcache.coordinator.tier_hits import BoolArray, TierHitFinder
+from kvcache.coordinator.tier_hits import TierHitFinder
 from kvcache.manager import KVCacheManager
 from kvcache.offload import HierarchyOptions, OffloadKey, TierHierarchy, TierOptions, make_tier
 from kvcache.offload.hierarchy import Place

@@ -11,7 +11,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.base.arrays import Int32Array, mix
+from kvcache.base.arrays import Int32Array, Int64Array, mix
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _LARGEST_TOKEN_ID = np.uint64(2**31 - 1)
@@ -26,7 +26,7 @@ def token_seed(*names: str | int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def output_token_ids(seeds: TokenSeeds, positions: NDArray[np.int64]) -> Int32Array:
+def output_token_ids(seeds: TokenSeeds, positions: Int64Array) -> Int32Array:
     """Return the token that stream `seeds[i]` has at `positions[i]`; shapes `(n,)`, `(n,)`."""
     mixed = mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * _STEP)
     tokens: Int32Array = (mixed & _LARGEST_TOKEN_ID).astype(np.int32)
@@ -53,7 +53,7 @@ def num_encoder_tokens(request_id: str, most: int) -> int:
     return 1 + token_seed("encoder", request_id) % most
 
 
-def block_token_ids(block_names: NDArray[np.int64], block_size: int) -> Int32Array:
+def block_token_ids(block_names: Int64Array, block_size: int) -> Int32Array:
     """Return `block_size` tokens for each named block, joined.
 
     The name's 62 mixed bits enter the even and the odd positions, so that two blocks of a trace

@@ -13,12 +13,10 @@ import numpy.typing as npt
 import torch
 from numba import types
 
-from kvcache.base.arrays import Int32Array, are_below
+from kvcache.base.arrays import Int32Array, Int64Array, are_below
 from kvcache.base.compiled import array_type, compiled
 from kvcache.base.errors import BlockError, MalformedMessageError
 from kvcache.protocol.commands import BlockTablePatch
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class BlockTables:

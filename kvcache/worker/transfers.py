@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array
+from kvcache.base.arrays import EMPTY_INT32, Int32Array, Int64Array
 from kvcache.base.errors import BacklogFullError, MalformedMessageError
 from kvcache.base.logs import get_logger
 from kvcache.offload.keys import label_keys
@@ -27,7 +27,7 @@ from kvcache.offload.specs import FILE_MEDIUM, HOST_MEDIUM
 from kvcache.protocol.commands import Discard, Fetch, Load, SealSlots, Spill, Store
 from kvcache.protocol.labels import LabelTable
 from kvcache.protocol.messages import MAX_REPORTED_BLOCKS, JobReport
-from kvcache.worker.copies.checksums import ChecksumRule, Int64Array, combined_checksum
+from kvcache.worker.copies.checksums import ChecksumRule, combined_checksum
 from kvcache.worker.copies.engine import CopyEngine, PendingCopy
 from kvcache.worker.copies.runner import CopyRunner
 from kvcache.worker.copies.task import BlockMove, Comparison, CopyResult, CopyTask, HostRows

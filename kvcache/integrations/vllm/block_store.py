@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvcache.base.arrays import int32_array
+from kvcache.base.arrays import BoolArray, int32_array
 from kvcache.base.errors import ConfigurationError
 from kvcache.base.logs import get_logger
 from kvcache.coordinator.job_table import Job, JobTable
-from kvcache.coordinator.tier_hits import BoolArray
 from kvcache.integrations.vllm.adapters import AdapterRevisions, digest_below
 from kvcache.integrations.vllm.block_labels import NO_PARENT, block_labels
 from kvcache.integrations.vllm.block_references import BlockReferences

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.arrays import BoolArray, Int32Array, int32_array
 from kvcache.base.errors import KVCacheError, NotRunningError, PlanMismatchError
 from kvcache.base.logs import get_logger
 from kvcache.integrations.vllm.observer_errors import ObserverErrors
@@ -32,7 +32,7 @@ from kvcache.memory_service.protocol import memory_number
 from kvcache.offload.keys import OffloadKey, unpack_keys
 from kvcache.worker.host_memory.labels import SlotState
 from kvcache.worker.host_memory.segment import SegmentShape
-from kvcache.worker.host_memory.segment_reader import BoolArray, SegmentReader
+from kvcache.worker.host_memory.segment_reader import SegmentReader
 
 logger = get_logger("vllm.kvcache.peers")  # below vLLM's own, which shows lines of level INFO
 

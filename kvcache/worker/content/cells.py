@@ -18,9 +18,9 @@ from math import gcd, prod
 import numpy as np
 import torch
 
-from kvcache.base.arrays import mix
+from kvcache.base.arrays import UInt64Array, mix
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.content.rows import Uint64Array, name_seed
+from kvcache.worker.content.rows import name_seed
 from kvcache.worker.kv_cache_pool import KVCachePool, LayerLayout
 
 SPREAD = -0x61C8864680B583EB  # odd: 2^64 / golden ratio, as int64
@@ -133,7 +133,7 @@ class LayerBundle:
             found=found[block, layer, :, offset].cpu().numpy().tobytes(),
         )
 
-    def mixed(self, sums: Uint64Array) -> torch.Tensor:
+    def mixed(self, sums: UInt64Array) -> torch.Tensor:
         """Return sums ready for `write` and `find_wrong`, on the device."""
         return torch.from_numpy(mix(sums).view(np.int64)).to(self._device)
 

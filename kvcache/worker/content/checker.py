@@ -22,20 +22,13 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import torch
 
-from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.arrays import Int32Array, Int64Array, UInt64Array, int32_array
 from kvcache.base.errors import RequestError, WrongBytesError
 from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import NULL_BLOCK_ID, KVCacheSpec
 from kvcache.worker.block_tables import BlockTables
 from kvcache.worker.content.cells import LayerBundle, WrongCell, bundle_layers
-from kvcache.worker.content.rows import (
-    ForwardRows,
-    Int64Array,
-    PrefixSums,
-    RowLimits,
-    Uint64Array,
-    encoder_sums,
-)
+from kvcache.worker.content.rows import ForwardRows, PrefixSums, RowLimits, encoder_sums
 from kvcache.worker.history import BlockHistory
 from kvcache.worker.kv_cache_pool import KVCachePool
 from kvcache.worker.settings import WorkerSettings
@@ -46,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 MAX_SHOWN_BYTES = 64
 NO_STATE = -1
 
-SumsOfPart: TypeAlias = Callable[[slice], Uint64Array]
+SumsOfPart: TypeAlias = Callable[[slice], UInt64Array]
 
 
 class ContentChecker:
@@ -202,7 +195,7 @@ class GroupContent(ABC):
         skipped = [spec.num_skipped_tokens(length) for length in lengths.tolist()]
         return np.array(skipped, dtype=np.int64) // self.block_size
 
-    def _write_cells(self, cells: Cells, sums: Uint64Array, seq: int) -> None:
+    def _write_cells(self, cells: Cells, sums: UInt64Array, seq: int) -> None:
         place = self.place
         if not place.bundles or not len(cells.slots):
             return
@@ -420,7 +413,7 @@ class EncoderContent(GroupContent):
     def __init__(self, place: GroupPlace) -> None:
         super().__init__(place)
         self._counts: Int64Array = np.zeros(place.max_num_seqs, dtype=np.int64)
-        self._seeds: Uint64Array = np.zeros(place.max_num_seqs, dtype=np.uint64)
+        self._seeds: UInt64Array = np.zeros(place.max_num_seqs, dtype=np.uint64)
 
     def write(self, rows: ForwardRows, seq: int) -> None:
         new = rows.is_new
@@ -445,7 +438,7 @@ class EncoderContent(GroupContent):
         live = LiveBlocks(slots[flat], columns, np.minimum(counts[flat] - numbers, size), numbers)
         cells = np.arange(size)
 
-        def sums_of(part: slice) -> Uint64Array:
+        def sums_of(part: slice) -> UInt64Array:
             positions = numbers[part, None] + cells
             return encoder_sums(np.broadcast_to(seeds[part, None], positions.shape), positions)
 

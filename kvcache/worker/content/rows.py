@@ -15,29 +15,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from kvcache.base.arrays import Int32Array, mix
+from kvcache.base.arrays import BoolArray, Int32Array, Int64Array, UInt64Array, mix
 from kvcache.base.errors import BlockError, MalformedMessageError, RequestError
 from kvcache.protocol.commands import WriteExpected
 from kvcache.specs import ceil_div
 from kvcache.worker.settings import WorkerSettings
 
-Uint64Array = npt.NDArray[np.uint64]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
-
 TOKEN_OFFSET = np.uint64(0x9E3779B97F4A7C15)
 """C: added to every token, so that token 0 changes the sum."""
 
 
-def encoder_sums(seeds: Uint64Array, positions: Int64Array) -> Uint64Array:
+def encoder_sums(seeds: UInt64Array, positions: Int64Array) -> UInt64Array:
     """Return the sum of encoder position `positions[i]` under key seed `seeds[i]`.
 
     An encoder's token depends on all others, so there is no prefix to sum over; equal shapes.
     """
-    sums: Uint64Array = mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * TOKEN_OFFSET)
+    sums: UInt64Array = mix(seeds + (positions.astype(np.uint64) + np.uint64(1)) * TOKEN_OFFSET)
     return sums
 
 
@@ -56,11 +51,11 @@ class PrefixSums:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_multiple: int) -> None:
         """Make empty rows of `max_model_len` positions, rounded up to `block_multiple`."""
         self._width = ceil_div(max_model_len, block_multiple) * block_multiple
-        self._sums: Uint64Array = np.zeros((max_num_seqs, self._width), dtype=np.uint64)
+        self._sums: UInt64Array = np.zeros((max_num_seqs, self._width), dtype=np.uint64)
         self._num_known: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        self._key_seeds: Uint64Array = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._key_seeds: UInt64Array = np.zeros(max_num_seqs, dtype=np.uint64)
         positions = np.arange(1, self._width + 1, dtype=np.uint64) * TOKEN_OFFSET
-        self._multipliers: Uint64Array = mix(positions) | np.uint64(1)
+        self._multipliers: UInt64Array = mix(positions) | np.uint64(1)
 
     def num_known(self, slots: Int32Array) -> Int64Array:
         """Return how many positions of each slot are known."""
@@ -102,15 +97,15 @@ class PrefixSums:
         self._sums[slots[rows], positions] = sums + (bases - skipped)[rows]
         self._num_known[slots] = starts + counts
 
-    def at(self, slots: Int64Array, positions: Int64Array) -> Uint64Array:
+    def at(self, slots: Int64Array, positions: Int64Array) -> UInt64Array:
         """Return the sums of `positions[i]` of `slots[i]`, any equal shapes."""
-        sums: Uint64Array = self._sums[slots, positions]
+        sums: UInt64Array = self._sums[slots, positions]
         return sums
 
-    def of_blocks(self, slots: Int64Array, columns: Int64Array, block_size: int) -> Uint64Array:
+    def of_blocks(self, slots: Int64Array, columns: Int64Array, block_size: int) -> UInt64Array:
         """Return the sums of whole blocks, shape `(n, block_size)`; unknown positions are junk."""
         blocks = self._sums.reshape(-1, block_size)
-        sums: Uint64Array = blocks[slots * (self._width // block_size) + columns]
+        sums: UInt64Array = blocks[slots * (self._width // block_size) + columns]
         return sums
 
 
@@ -129,7 +124,7 @@ class ForwardRows:
     own_ends: Int64Array
     ends: Int64Array
     encoder_counts: Int64Array
-    encoder_seeds: Uint64Array
+    encoder_seeds: UInt64Array
 
     @classmethod
     def of(cls, command: WriteExpected) -> ForwardRows:

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import BoolArray, Int32Array, Int64Array, UInt64Array
 from kvcache.base.errors import ConfigurationError
-from kvcache.worker.copies.rows import BoolArray, UInt64Array, can_hash, hashes_of_rows
+from kvcache.worker.copies.rows import can_hash, hashes_of_rows
 
 CHECKSUM_MASK = (1 << 63) - 1
 """Checksums are stored and sent as non-negative int64."""
@@ -25,7 +25,6 @@ CHECKSUM_MASK = (1 << 63) - 1
 SAMPLE_INTERVAL = 16
 """In mode `sample`, one block in this many is compared."""
 
-Int64Array = npt.NDArray[np.int64]
 
 VerifyMode: TypeAlias = Literal["always", "sample", "never"]
 

@@ -29,11 +29,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcache.base.arrays import Int32Array
+from kvcache.base.arrays import Int32Array, Int64Array, UInt64Array
 from kvcache.base.errors import ConfigurationError
 from kvcache.worker.copies.engine import DoneCopy, PendingCopy
-
-UInt64Array = npt.NDArray[np.uint64]
 
 MIN_RECTANGLE_ROWS = 4
 """Shorter runs of rows with gaps are pieces of the batch: a rectangle needs a call of its own."""
@@ -105,7 +103,7 @@ class RowCopy(NamedTuple):
         num_pieces = len(self.runs()[0]) if self.is_gapless else num_rows
         return num_rows * self.sources.shape[1] / max(1, num_pieces)
 
-    def runs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def runs(self) -> tuple[Int64Array, Int64Array]:
         """Return start and length of each run in which both ids rise by 1."""
         is_first = np.ones(len(self.source_ids), np.bool_)
         is_first[1:] = (np.diff(self.source_ids) != 1) | (np.diff(self.destination_ids) != 1)

@@ -22,7 +22,7 @@ from numba import types
 from numba.core import cgutils as untyped_cgutils
 from numba.extending import intrinsic, register_jitable
 
-from kvcache.base.arrays import Int32Array, are_below
+from kvcache.base.arrays import BoolArray, Int32Array, UInt64Array, are_below
 from kvcache.base.compiled import array_type, compiled
 
 STRIPE_BYTES = 64
@@ -41,8 +41,6 @@ COPIED, STREAMED, ONLY_READ = range(3)
 
 cgutils: Any = untyped_cgutils  # numba has types, but not for these functions
 
-UInt64Array = npt.NDArray[np.uint64]
-BoolArray = npt.NDArray[np.bool_]
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"

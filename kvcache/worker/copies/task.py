@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
-from kvcache.worker.copies.checksums import Int64Array, as_checksums, checksums_of_rows
+from kvcache.base.arrays import EMPTY_INT32, BoolArray, Int32Array, Int64Array, int32_array
+from kvcache.worker.copies.checksums import as_checksums, checksums_of_rows
 from kvcache.worker.copies.copy_pool import INLINE, CopyPool
 from kvcache.worker.copies.engine import CopyEngine, PendingCopy
-from kvcache.worker.copies.rows import BoolArray, PieceHashes, RowMover, Side, can_hash
+from kvcache.worker.copies.rows import PieceHashes, RowMover, Side, can_hash
 from kvcache.worker.host_memory.labels import NO_CHECKSUM
 
 _Item = TypeVar("_Item")

@@ -27,7 +27,7 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.base.arrays import Int32Array, int32_array
+from kvcache.base.arrays import BoolArray, Int32Array, Int64Array, int32_array
 from kvcache.base.errors import InvariantError
 from kvcache.protocol.commands import Label
 from kvcache.protocol.labels import UNLABELLED
@@ -159,7 +159,6 @@ class CellChains:
 NO_CHECKSUM = -1
 _MAX_GENERATION = 2**32 - 1
 
-Int64Array = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint32]
 
 
@@ -217,24 +216,24 @@ class HostLabels:
     def num_in(self, state: SlotState) -> int:
         return int(np.count_nonzero(self._rows["state"] == state))
 
-    def are_readable(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+    def are_readable(self, slots: Int32Array) -> BoolArray:
         """Say of each slot whether its bytes are complete on this rank."""
-        readable: npt.NDArray[np.bool_] = self._rows["state"][slots] >= SlotState.WRITTEN
+        readable: BoolArray = self._rows["state"][slots] >= SlotState.WRITTEN
         return readable
 
-    def are_labelled(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+    def are_labelled(self, slots: Int32Array) -> BoolArray:
         """Say of each slot whether it has a label, or will get one."""
         is_used = self._rows["state"][slots] != SlotState.EMPTY
-        labelled: npt.NDArray[np.bool_] = is_used & (self._rows["group"][slots] != UNLABELLED)
+        labelled: BoolArray = is_used & (self._rows["group"][slots] != UNLABELLED)
         return labelled
 
-    def are_whole(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+    def are_whole(self, slots: Int32Array) -> BoolArray:
         """Say of each slot whether its row can be read: that of a SEALED slot has the checksum of
         its bytes, and any other one has as many cells as its lengths say."""
         rows = self._rows[slots]
         lengths = (rows["namespace_bytes"] + rows["extra_bytes"]).tolist()
         chains = [self._chains.get(slot, ()) for slot in slots.tolist()]
-        whole: npt.NDArray[np.bool_] = np.array(
+        whole: BoolArray = np.array(
             [
                 CellChains.cells_for(num_bytes) == len(chain)
                 for num_bytes, chain in zip(lengths, chains, strict=True)
@@ -255,10 +254,10 @@ class HostLabels:
         found: Generations = self._rows["generation"][slots]
         return found
 
-    def are_awaited(self, slots: Int32Array, generations: Generations) -> npt.NDArray[np.bool_]:
+    def are_awaited(self, slots: Int32Array, generations: Generations) -> BoolArray:
         """Say of each slot whether it is still WRITING since the `begin` that returned these."""
         rows = self._rows
-        is_same: npt.NDArray[np.bool_] = rows["generation"][slots] == generations
+        is_same: BoolArray = rows["generation"][slots] == generations
         is_same &= rows["state"][slots] == SlotState.WRITING
         return is_same
 

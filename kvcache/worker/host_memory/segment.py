@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 
+from kvcache.base.arrays import ByteArray
 from kvcache.base.errors import (
     ClusterError,
     ConfigurationError,
@@ -53,7 +53,6 @@ SPARE_CELLS = 64
 UNKNOWN_MODEL_EPOCH = -1
 """The model epoch of a new segment, until a reset sets one."""
 
-ByteArray = npt.NDArray[np.uint8]
 
 _HEAD = struct.Struct("<8sII64sqqqqqqI")
 """Magic, version, rank, layout fingerprint, number of slots, bytes of a slot, number of tensors,

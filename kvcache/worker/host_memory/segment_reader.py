@@ -25,15 +25,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvcache.base.arrays import Int32Array, are_below, int32_array
+from kvcache.base.arrays import BoolArray, Int32Array, are_below, int32_array
 from kvcache.base.errors import PlanMismatchError
 from kvcache.worker.host_memory.labels import NO_CELL, Rows, SlotState, row_checksum, row_type
 from kvcache.worker.host_memory.segment import HEAD_BYTES, SegmentShape, shape_in
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 class SegmentReader:
