@@ -42,7 +42,7 @@ from kvcache.requests.request_content import DEFAULT_NAMESPACE
 from kvcache.specs import can_cache_prefixes, require_eagle_support
 
 _FEW_ROOTS = 64
-_LEARNED_AT_ONCE = 1 << 14
+_LEARNED_AT_ONCE = 24_000
 _FEW_KEYS = 4096
 
 _new_tuple: Any = tuple.__new__
