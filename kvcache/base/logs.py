@@ -86,7 +86,7 @@ class CallbackErrors:
         self.count = 0
 
     def note(self, consequence: str) -> None:
-        """Record the exception being handled. `then` says what happens to the call."""
+        """Record the exception being handled. `consequence` says what happens to the call."""
         self.count += 1
         if self.count & (self.count - 1) == 0:
             self._logger.exception(
