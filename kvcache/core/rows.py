@@ -258,7 +258,7 @@ def publish(core: Any, r: int, end: int, base: int, tokens: int, keys: Any, dige
                 # A fork that references the block may have other blocks before it.
                 c.number[HAS_GAPS] |= c.block[mine, REF] > 1 and c.group[g, KIND] == FULL
                 c.node[n, BLOCK + 2 * g], c.node[n, OWNER + 2 * g] = mine, serial
-                c.block[mine, NODE] = n
+                c.block[mine, NODE], c.block[mine, PREV] = n, 0  # new, so not WAS_UNUSED
                 to = c.number[NUM_NOTES]
                 if to < len(log.note):
                     log.note[to, 0], log.note[to, 1], log.note[to, 2] = n, g, r

@@ -16,7 +16,7 @@ from kvcache.policies.entry_queue import Entries
 from kvcache.policies.policy import EntryTable
 from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
-from tests.core.builders import full, make_flat_core, make_request, window
+from tests.core.builders import full, make_flat_core, make_request, run_request, window
 
 NUM_TURNS = 220
 
@@ -149,25 +149,49 @@ def test_the_adaptive_policy_lets_lru_evict_until_another_order_is_better() -> N
     core.check()
 
 
+class Learner:
+    """Notes what it is told while LRU evicts."""
+
+    ruling = 0
+
+    def __init__(self) -> None:
+        self.learned: list[tuple[int, list[int], list[bool]]] = []
+
+    def learn(self, num_unused: int, names: Any, hits: Any) -> None:
+        self.learned.append((num_unused, names.tolist(), hits.tolist()))
+
+
+def make_core_with(learner: Learner, num_blocks: int = 60) -> Any:
+    core: Any = make_flat_core(num_blocks, eviction_policy="adaptive", has_workers=False)
+    core.cache._learner = learner
+    return core
+
+
 def test_uses_are_learned_with_their_names_while_lru_evicts() -> None:
-    core = make_flat_core(60, full(), eviction_policy="adaptive", has_workers=False)
-    learned: list[tuple[int, list[int], list[bool]]] = []
-
-    class Learner:
-        ruling = 0
-
-        def learn(self, num_unused: int, names: Any, hits: Any) -> None:
-            learned.append((num_unused, names.tolist(), hits.tolist()))
-
-    core.cache._learner = Learner()
+    learner = Learner()
+    core = make_core_with(learner)
     for name, tokens in (("a", 13), ("b", 21), ("c", 13)):
         request = make_request(name, list(range(tokens)))
-        hit = core.cache.look_up(request)
-        core.reserve(request, Reservation(hit.num_tokens, tokens, tokens), hit)
+        run_request(core, request)
         core.free(request)
-    (first, old, _), (second, new, _), (third, again, _) = learned
-    assert [hits for _, _, hits in learned] == [
+    (first, old, _), (second, new, _), (third, again, _) = learner.learned
+    assert [hits for _, _, hits in learner.learned] == [
         [False] * 3, [False] * 2 + [True] * 3, [True] * 3
     ]  # fmt: skip
     assert old == new[2:] == again and len(set(new)) == 5
     assert (first, second, third) == (3, 5, 5)
+
+
+def test_what_is_computed_again_after_a_failed_step_was_not_hit() -> None:
+    learner = Learner()
+    core = make_core_with(learner)
+    core.open_step("engine", 1)
+    first, second = (make_request(name, range(9)) for name in "ab")
+    run_request(core, first)
+    core.free(first)
+    run_request(core, second)
+    core.fail_steps("engine", 1)
+    core.open_step("engine", 2)
+    core.reserve(second, Reservation(0, 9, 9))
+    core.free(second)
+    assert [hits for _, _, hits in learner.learned] == [[False] * 2] * 2
