@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.core import Reservation
+from kvcache.core import Reservation, prefix_cache
 from kvcache.policies import EVICTION_POLICIES, PolicyFactory
 from kvcache.policies.entry_queue import Entries
+from kvcache.policies.orders import CLOCK
 from kvcache.policies.policy import EntryTable
+from kvcache.requests.hints import CacheHint
 from kvcache.requests.request import Request
 from kvcache.specs import KVCacheSpec
 from tests.core.builders import full, make_flat_core, make_request, run_request, window
@@ -180,6 +182,52 @@ def test_uses_are_learned_with_their_names_while_lru_evicts() -> None:
     ]  # fmt: skip
     assert old == new[2:] == again and len(set(new)) == 5
     assert (first, second, third) == (3, 5, 5)
+
+
+def test_lru_evicts_until_another_order_rules_and_something_was_evicted() -> None:
+    for ruling, num_tokens in ((0, 21), (1, 5)):
+        learner = Learner()
+        learner.ruling = ruling
+        core = make_core_with(learner, 8)
+        for start in range(0, 300, 100):
+            request = make_request(f"r{start}", range(start, start + num_tokens))
+            run_request(core, request)
+            core.free(request)
+        assert (core.statistics().num_evictions > 0) == (ruling == 0)
+        assert core.cache.order is None
+        core.check()
+
+
+def test_large_pools_learn_in_batches_without_what_was_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_cache, "_LEARNED_AT_ONCE", 60 - 32 * 10)
+    learner = Learner()
+    core = make_core_with(learner)
+    requests = [make_request(name, [ord(name)] * 13) for name in "abcd"]
+    for request in requests[:3]:
+        run_request(core, request)
+        last = core.block_ids(request.request_id)[0][2]
+        core.free(request)
+        core.check()
+    run_request(core, requests[3])
+    core.cache.evict([last])
+    assert not learner.learned
+    core.free(requests[3])
+    ((num_unused, names, hits),) = learner.learned
+    assert num_unused == len(names) == len(set(names)) == len(hits) == 11
+
+
+def test_the_policy_knows_the_uses_before_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "_LEARNED_AT_ONCE", 60 - 32 * 10)
+    core: Any = make_flat_core(60, eviction_policy="adaptive", has_workers=False)
+    request = make_request("r", range(13))
+    run_request(core, request)
+    path = core.path_of(request)
+    core.free(request)
+    core.cache.hint(path, [CacheHint(is_over=True)])
+    assert core.cache._learner._memory.number[CLOCK] == 3
+    core.check()
 
 
 def test_what_is_computed_again_after_a_failed_step_was_not_hit() -> None:

@@ -10,15 +10,16 @@ import pytest
 
 from kvcache.base.arrays import IndexArray
 from kvcache.base.clock import VirtualClock
-from kvcache.policies import EVICTION_POLICIES, orders
+from kvcache.policies import EVICTION_POLICIES, EntryInfo, adaptive, orders
 from kvcache.policies.adaptive import AdaptivePolicy
 from kvcache.policies.orders import DELAYS
+from kvcache.policies.policy import columns_of
 from kvcache.simulate import MooncakeTrace, Workload, generate
 from kvcache.simulate.counting import CountingOptions, count_prefill_hits
 from kvcache.simulate.workload import LimitedWorkload
 from tests.policies.cache import Cache
 from tests.policies.slow_adaptive import SlowAdaptive
-from tests.policies.tables import WrittenTable, evict
+from tests.policies.tables import WrittenTable, evict, name_of
 
 TRACE = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 
@@ -31,6 +32,11 @@ def hit_rate(workload: Workload, num_blocks: int, policy: str = "adaptive") -> f
 def note_uses(memory: orders.Memory, names: IndexArray) -> None:
     entries, was_unused = np.arange(len(names)), np.zeros(len(names), np.bool_)
     orders.note_uses(memory, int(memory.capacity), entries, names, was_unused)
+
+
+def short(names: IndexArray, parents: IndexArray) -> tuple[IndexArray, IndexArray]:
+    """Return names as long as the core's."""
+    return names % (1 << 44), parents
 
 
 class Contents:
@@ -175,12 +181,12 @@ def test_records_catch_up_with_the_uses_while_lru_evicted() -> None:
     rng = np.random.default_rng(5)
     some = rng.integers(1, 1 << 40, 600)
     seen: set[int] = set()
-    for _ in range(200):
+    for turn in range(200):
         names = rng.choice(some, rng.integers(1, 20), replace=False)
         hits = np.array([name in seen for name in names.tolist()])
         seen.update(names.tolist())
         note_uses(known, names)
-        orders.note_uses(late, 1_000, np.empty(0, np.intp), names, hits)
+        orders.note_uses(late, 1_000 - turn, np.empty(0, np.intp), names, hits)
 
     def facts(memory: orders.Memory) -> list[list[int]]:
         rows = [orders.row_of(memory, name, 0) for name in some.tolist()]
@@ -190,9 +196,49 @@ def test_records_catch_up_with_the_uses_while_lru_evicted() -> None:
         return lines
 
     assert facts(late) != facts(known)
-    orders.catch_up(late)
-    assert facts(late) == facts(known)
-    assert late.number[orders.CLOCK] == known.number[orders.CLOCK]
+    for _ in range(2):  # the second time, nothing is left to do
+        orders.catch_up(late)
+        assert facts(late) == facts(known)
+    times = orders.CLOCK, orders.ROOM
+    assert late.number[[*times]].tolist() == known.number[[*times]].tolist()
+    fact = late.fact[[orders.row_of(late, name, 0) for name in some.tolist()]]
+    was_hit = fact[:, orders.USES] > 1
+    assert ((fact[:, orders.FLAGS] & orders.WAS_HIT > 0) == was_hit).all()
+    assert ((fact[:, orders.LINE] >= orders.USED_AGAIN) == was_hit).all()
+    orders.note_uses(late, 1_000, np.empty(0, np.intp), some[:1], np.ones(1, np.bool_))
+    note_uses(late, some[1:2])
+    assert late.number[orders.NUM_PAST] == 0
+
+
+def test_of_more_uses_than_are_remembered_the_last_are_recorded() -> None:
+    memory = orders.make_memory(64, 10, 8)
+    for number in range(1, 101):
+        name = np.array([(number << 24) + number])
+        orders.note_uses(memory, 10, np.empty(0, np.intp), name, np.zeros(1, np.bool_))
+    orders.catch_up(memory)
+    assert memory.number[orders.CLOCK] == 100
+    assert memory.fact[:, orders.USES].max() == 1
+
+
+def test_adopted_entries_are_ordered_by_their_uses_and_children_before_parents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adaptive, "_MOST_SIMULATED", 10)
+    monkeypatch.setattr(adaptive, "_MOST_SAMPLED", 2)
+    table = WrittenTable()
+    parent, child, others = 0, 1, list(range(2, 15))
+    table.infos = {child: EntryInfo(parent, name_of(child)), parent: EntryInfo(None, name_of(0), 1)}
+    policy = AdaptivePolicy(15, table)
+    for entry in [child, *others, child, parent]:
+        names, _ = short(*columns_of(table, np.array([entry])))
+        policy.learn(15, names, np.zeros(1, np.bool_))
+    policy._memory.number[orders.RULING] = 0
+    monkeypatch.setattr(adaptive, "columns_of", lambda *of: short(*columns_of(*of)))
+    policy.adopt(np.array([child, parent, *others[::-1]]))
+    assert policy.order() == [*others, child, parent]
+    policy._memory.number[orders.RULING] = orders.LAST_BUT_ONE
+    policy._take_over()
+    assert policy.order() == [*others, child, parent]
 
 
 def test_orders_change_in_walks_next_to_the_slow_policy() -> None:
