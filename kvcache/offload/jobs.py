@@ -20,6 +20,9 @@ from kvcache.offload.keys import OffloadKey
 
 
 class JobKind(Enum):
+    """The kinds of transfers: device to host, host to device, host to files, files to host, and
+    from other engines to host."""
+
     STORE = "store"
     LOAD = "load"
     SPILL = "spill"

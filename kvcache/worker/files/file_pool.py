@@ -41,6 +41,8 @@ class Lanes(Protocol):
 
 
 class ThreadLanes:
+    """A thread for each lane."""
+
     def __init__(self, num_lanes: int) -> None:
         self._queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in range(num_lanes)]
         self._threads = [
