@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import methodcaller
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -127,6 +127,9 @@ class ReferenceKind(Enum):
 
 
 _bytes_of = methodcaller("tobytes")
+
+new_tuple: Any = tuple.__new__
+"""Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
 class CacheHit(NamedTuple):

@@ -29,10 +29,12 @@ from kvcache.core import (
     RowsAdmitted,
     RowsReserved,
     TableChange,
+    new_tuple,
 )
 from kvcache.core.audit import check_core, dump_core
 from kvcache.core.forgetting import count_sealed, forget
-from kvcache.core.forks import RowForks
+from kvcache.core.forks import Column, RowForks
+from kvcache.core.hits import stale_hit
 from kvcache.core.kinds.rule import SIZE
 from kvcache.core.names import *
 from kvcache.core.prefix_cache import PrefixCache
@@ -44,10 +46,14 @@ from kvcache.core.rows import (
     COUNT,
     DONE,
     GROW,
+    HAS_NEWS,
+    IS_STALE,
     LATE,
     LONG,
     NEEDS_ROOM,
     NEEDS_SPACE,
+    NO_NODES,
+    NO_ROOM,
     NUM_PLACES,
     NUM_WISHES,
     SINGLY,
@@ -75,13 +81,11 @@ NO_ROW = -1
 CoreFactory: TypeAlias = "Callable[[CoreSettings], FlatCore]"
 """Makes the manager's core. Pass another one to observe or replace the core."""
 
+_NO_KEYS = 0, 0, EMPTY_INT32
 _NO_DIGESTS = np.empty((0, 1), np.uint8)
 
 _WISH = Struct(f"{NUM_WISHES}i")
 """One row of the `wishes` of `admit_rows`."""
-
-_new_tuple: Any = tuple.__new__
-"""Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
 class FlatCore:
@@ -126,17 +130,14 @@ class FlatCore:
 
     def open_step(self, client_id: str, step: int) -> None:
         """Begin step `step` of `client_id`; raises RequestError if the client had a later one."""
-        self.cache.last = None
         self.steps.open(client_id, step)
 
     def close_step(self) -> None:
         """End the open step, if any."""
-        self.cache.last = None
         self.steps.close()
 
     def complete_steps(self, client_id: str, through_step: int) -> None:
         """Seal what the client's steps up to `through_step` made hittable and is still cached."""
-        self.cache.last = None
         completed = self.steps.complete(client_id, through_step)
         for step in completed:
             for notes in step.notes:
@@ -195,54 +196,55 @@ class FlatCore:
         most = wanted if wanted >= num_tokens else num_tokens
         if most > store.num_reached * unit or num_encoder > most:
             store.reach_units(-(-max(most, num_encoder) // unit))
-        hit_tokens = depth = 0
-        if hit is not None and hit.num_tokens:
-            hit_tokens, depth = hit.num_tokens, self.cache.match_again(request, hit)
         end = min(cached, num_tokens) // unit if self.cache.is_caching else 0
-        self.cache.last = None
+        reads = self.cache.is_caching and not request.skip_reading_prefix_cache
+        limit, hit_tokens, ids = num_tokens - 1 if reads else 0, 0, EMPTY_INT32
+        if hit is not None and hit.num_tokens:
+            blocks, hit_tokens = hit
+            ids = blocks[0] if len(blocks) == 1 else np.concatenate((EMPTY_INT32, *blocks))
+        client = 0 if self.steps.current is None else self.steps.current.client
         root = self.cache.default_root if request.namespace is DEFAULT_NAMESPACE else 0
         root = root or self.cache.root(request.namespace)
-        num_new = end - depth
-        if num_new > 0 and not store.has_nodes(num_new):
-            self.cache.reach_nodes(num_new, store.columns.path[:depth])
-        first, other, keys, digests = 0, 0, EMPTY_INT32, _NO_DIGESTS
+        keys, digests = _NO_KEYS, _NO_DIGESTS
         if not request.is_plain:
             self.cache.sweep_keys()
-            first, other, keys = self.cache.keys_of(request, max(1, end))
+            keys = self.cache.keys_of(request, max(1, end, limit // unit))
         if end and self.notifier.needs_digests:
             digests = self._known_digests(request, end)
-        room = spare
-        if self.tenants is not None:
-            num_free = store.cells[FREE]
-            room = num_free - self._room_of_tenant(request, num_free - spare)
+        room = spare if self.tenants is None else self._spare_of_tenant(request, spare)
         if not store.free_rows:
             store.more_rows()
         r = store.free_rows[-1]
         is_simple = self.tenants is None and self.notifier.offload is None
-        needed, has_news = admit_row(
-            store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), first, other,
-            wanted if own_end is None else own_end, num_encoder, root, depth, hit_tokens, computed,
-            wanted, room, end if is_simple else -1, 0 if self._zeroes else -1,
-            request.token_buffer, keys, digests,
-        )  # fmt: skip
-        if needed < 0:
+        code, depth = NO_NODES, -1
+        while code == NO_NODES:
+            code, needed, found = admit_row(
+                store.address, r, IS_OPEN | (HAS_ITEMS if request.mm_positions else 0), keys[0],
+                keys[1], wanted if own_end is None else own_end, num_encoder, root, client, limit,
+                hit_tokens, depth, computed, wanted, room, end if is_simple else -1 - end,
+                0 if self._zeroes else -1, request.token_buffer, keys[2], digests, ids,
+            )  # fmt: skip
+            if code == NO_NODES:
+                self.cache.reach_nodes(end - found, store.columns.path[:found])
+                depth = found
+        if code == IS_STALE:
+            raise stale_hit(request, hit_tokens)
+        if code == NO_ROOM:
             if self.tenants is not None:
-                self.tenants.refuse(self.tenants.served, -1 - needed, store.cells[FREE], spare)
+                self.tenants.refuse(self.tenants.served, needed, store.cells[FREE], spare)
             return None
         store.free_rows.pop()
         self.rows[request.request_id], self.requests[r] = r, request.request_id
-        if num_new > 0:
-            self.steps.note_row(r, depth, end)
+        if end > found:
+            self.steps.note_row(r, found, end)
         if not is_simple:
-            self.cache.make_room(needed)
-            serve_row(store.address, r, computed, wanted, GROW, 0)
-            self._count_taken()
-            if num_new > 0:
-                self._count_room(request)
-                publish_row(store.address, r, end, request.token_buffer, keys, digests)
+            self._grow(r, computed, wanted, needed, [])
+        if not is_simple and end > found:
+            self._count_room(request)
+            publish_row(store.address, r, end, request.token_buffer, keys[2], digests)
         if self._zeroes or not is_simple:
             self._drop_changes()
-        if has_news or not is_simple:
+        if code == HAS_NEWS or not is_simple:
             self.cache.settle()
         return self._whole_tables(r)
 
@@ -252,7 +254,7 @@ class FlatCore:
         for g in range(num_groups):
             if count := c.row.item(r, COLUMNS + 2 * g):
                 ids = c.table[r * num_groups + g, :count].copy()
-                changes.append(_new_tuple(TableChange, (g, 0, ids)))
+                changes.append(new_tuple(TableChange, (g, 0, ids)))
         return changes
 
     def run_rows(
@@ -454,7 +456,6 @@ class FlatCore:
         r = self.rows.pop(request.request_id, NO_ROW)
         if r == NO_ROW:
             return r
-        self.cache.last = None
         if self.forks.copied:
             self.store.cells[HAS_GAPS] = 1
         if self.forks.shared:
@@ -574,13 +575,13 @@ class FlatCore:
         self.rows[request.request_id], self.requests[r] = r, request.request_id
         return r
 
-    def _room_of_tenant(self, request: Request, num_free: int) -> int:
-        """Serve a request's tenant from now on; return how many of the free blocks it may take."""
-        if self.tenants is None:
-            return num_free
-        account = self.tenants.account(request.namespace)
-        self.tenants.serve(account)
-        return self.tenants.room(account, num_free)
+    def _spare_of_tenant(self, request: Request, num_spare_blocks: int) -> int:
+        """Serve a request's tenant from now on; return how many blocks must stay free so that it
+        takes no more than it may, and leaves `num_spare_blocks`."""
+        tenants, num_free = required(self.tenants), self.store.cells[FREE]
+        account = tenants.account(request.namespace)
+        tenants.serve(account)
+        return num_free - tenants.room(account, num_free - num_spare_blocks)
 
     def _extend(
         self, r: int, request: Request, reservation: Reservation
@@ -606,15 +607,19 @@ class FlatCore:
         needed = serve_row(store.address, r, computed, wanted, COUNT, 0) + len(due)
         if not self._has_room(request, needed, reservation.num_spare_blocks):
             return None
-        self.cache.make_room(needed)
-        self.forks.copy(r, wanted, due)
-        serve_row(store.address, r, computed, wanted, GROW, 0)
-        self._count_taken()
+        self._grow(r, computed, wanted, needed, due)
         changes = self._take_changes()
         if cached and self._publishes(r):
             self._publish(r, request, cached)
         self.cache.settle()
         return changes
+
+    def _grow(self, r: int, computed: int, wanted: int, needed: int, due: list[Column]) -> None:
+        """Give a row the blocks that it lacks, and copies of the blocks `due`; in all `needed`."""
+        self.cache.make_room(needed)
+        self.forks.copy(r, wanted, due)
+        serve_row(self.store.address, r, computed, wanted, GROW, 0)
+        self._count_taken()
 
     def _note_forward(self, r: int, reservation: Reservation) -> None:
         """Note where a row's forward ends, and where the previous one did, for states."""

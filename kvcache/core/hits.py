@@ -13,7 +13,6 @@ import numpy as np
 from numba import types
 
 from kvcache.base.errors import RequestError
-from kvcache.core import CacheHit
 from kvcache.core.columns import columns_of, search_of
 from kvcache.core.kinds.registry import first_read, longest
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE, STATE
@@ -129,25 +128,47 @@ def fit(core: Any, depth: int, max_tokens: int, client: int) -> int:
     return length
 
 
+@routine
+def find(
+    core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
+) -> Any:
+    """Write a hit to `found`, and its nodes to `path`. Return how many of the first `limit` tokens
+    are a hit (see `fit`), and how many units of them are in the tree. Without a root nothing is
+    cached, and only groups that need no block can hit."""
+    unit, depth = columns_of(core).tokens.shape[1], np.int64(0)
+    if root:
+        depth = walk(core, root, client, first, other, keys, tokens, limit // unit)
+    length = fit(core, depth, limit, client)
+    return length, min(depth, length // unit)
+
+
+@routine
+def are_found(core: Any, length: int, ids: Any) -> bool:
+    """Return whether `ids` are the blocks of `length` tokens in `found`, group after group."""
+    c, s = columns_of(core), search_of(core)
+    at = np.int64(0)
+    for g in range(len(c.group)):
+        end = length // c.group[g, SIZE]
+        if at + end > len(ids):
+            return False
+        for i in range(end):
+            if ids[at + i] != s.found[g, i]:
+                return False
+        at += end
+    return at == len(ids)
+
+
 @kernel(types.UniTuple(INT, 2), CORE, INT, INT, INT, INT, INTS, INTS, INT)
 def look_up(
     core: Any, root: int, client: int, first: int, other: int, keys: Any, tokens: Any, limit: int
 ) -> Any:
-    """Return how many of the first `limit` tokens are a hit (see `fit`), and how many units of them
-    are in the tree. Without a root nothing is cached, and only groups that need no block can
-    hit."""
-    c = columns_of(core)
-    depth = np.int64(0)
-    if root:
-        num_units = limit // c.tokens.shape[1]
-        depth = walk(core, root, client, first, other, keys, tokens, num_units)
-    length = fit(core, depth, limit, client)
-    return length, min(depth, length // c.tokens.shape[1])
+    """Do `find`."""
+    return find(core, root, client, first, other, keys, tokens, limit)
 
 
-def stale_hit(request: Request, hit: CacheHit) -> RequestError:
+def stale_hit(request: Request, num_tokens: int) -> RequestError:
     """Return the error for a hit that a look-up does not find any more."""
     return RequestError(
-        f"request {request.request_id}: the cache has changed since its {hit.num_tokens} computed "
+        f"request {request.request_id}: the cache has changed since its {num_tokens} computed "
         "tokens were found: call get_computed_blocks again"
     )

@@ -17,13 +17,13 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError
-from kvcache.core import CacheHit, CoreSettings, release_order
+from kvcache.core import CacheHit, CoreSettings, new_tuple, release_order
 from kvcache.core.audit import free_list
 from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester
 from kvcache.core.eviction import BlockEntryTable, PolicyOrder, learn, offer_oldest
 from kvcache.core.forgetting import forget
-from kvcache.core.hits import look_up, stale_hit
+from kvcache.core.hits import look_up
 from kvcache.core.names import *
 from kvcache.core.notifier import Notifier
 from kvcache.core.pool import acquire_all, release_all
@@ -44,9 +44,6 @@ from kvcache.specs import can_cache_prefixes, require_eagle_support
 _FEW_ROOTS = 64
 _LEARNED_AT_ONCE = 24_000
 _FEW_KEYS = 4096
-
-_new_tuple: Any = tuple.__new__
-"""Makes a named tuple from a tuple, in half the time of its own constructor."""
 
 
 class PrefixCache:
@@ -124,8 +121,6 @@ class PrefixCache:
         self.steps = StepTable(store)
         self.pins: Counter[int] = Counter()
         self._no_hit = CacheHit((EMPTY_INT32,) * len(specs), 0)
-        self.last: tuple[CacheHit, Request, int, int] | None = None
-        """The last look-up, until anything changes."""
 
     def look_up(self, request: Request) -> CacheHit:
         """Return the longest usable hit, at most `num_tokens - 1` tokens. Changes nothing."""
@@ -145,35 +140,18 @@ class PrefixCache:
         root = self.default_root if namespace is DEFAULT_NAMESPACE else self.roots.get(namespace, 0)
         step = self.steps.current
         client = 0 if step is None else step.client
-        length, depth = look_up(
+        length, _ = look_up(
             store.address, root, client, first, other, keys, request.token_buffer, limit
         )
         if not length:
-            self.last = None  # its nodes in `path` are overwritten
             return self._no_hit
         length, found = int(length), store.columns.found
         if store.num_groups == 1:
             ids: tuple[Int32Array, ...] = (found[0, : length // self.sizes[0]].copy(),)
         else:
             ids = tuple([found[g, : length // size].copy() for g, size in enumerate(self.sizes)])
-        hit: CacheHit = _new_tuple(CacheHit, (ids, length))
-        self.last = hit, request, request.num_truncations, depth
+        hit: CacheHit = new_tuple(CacheHit, (ids, length))
         return hit
-
-    def match_again(self, request: Request, hit: CacheHit) -> int:
-        """Write a hit to `found`, and its nodes to `path`, unless the last look-up did. Return how
-        many units have nodes.
-
-        Raises:
-            RequestError: the hit is not what a look-up finds now.
-        """
-        last = self.last
-        is_same = last is not None and last[0] is hit and last[1] is request
-        if last is None or not is_same or last[2] != request.num_truncations:
-            is_found, last = self.look_up(request) == hit, self.last
-            if not is_found or last is None:
-                raise stale_hit(request, hit)
-        return last[3]
 
     def pin(self, hit: CacheHit) -> None:
         """Add a pin reference to the blocks of `hit`, which was just looked up."""
@@ -222,7 +200,6 @@ class PrefixCache:
 
     def stop_hits(self) -> None:
         """Stop hits and caching until a `reset` succeeds, or until `forget_all`."""
-        self.last = None
         self.is_caching = False
 
     def sealed_contents(self) -> SealedContents:
@@ -301,7 +278,7 @@ class PrefixCache:
         root = self.roots.get(request.namespace, 0)
         if not root or not num_units:
             return EMPTY_INT32
-        store, self.last = self.store, None  # its nodes in `path` are overwritten
+        store = self.store
         store.reach_units(num_units)
         keys = self.keys_of(request, num_units, is_known=True)
         step = self.steps.current
@@ -362,7 +339,6 @@ class PrefixCache:
 
     def settle(self) -> None:
         """Read the kernels' logs: report forgotten contents, then what became hittable."""
-        self.last = None
         cells = self.store.cells
         if self.order is None and (cells[HAS_GAPS] or cells[NUM_MOVED] >= cells[LOGS_USES] > 0):
             is_lru = self._learn()

@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 
 from kvcache.core.columns import columns_of, logs_of, search_of
-from kvcache.core.hits import fit, walk
+from kvcache.core.hits import are_found, find
 from kvcache.core.kinds.registry import next_skip, num_columns, num_skipped
 from kvcache.core.kinds.rule import COLUMN, EXTRA, FULL, KIND, LENGTH, NEVER, SIZE, STATE
 from kvcache.core.machine import (
@@ -344,7 +344,8 @@ def admit(
     root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
     slot: int, tokens: int, keys: Any, digests: int,
 ) -> int:  # fmt: skip
-    """Do `admit_row`, with tokens and digests by address."""
+    """Do `admit_row` with the hit in `found`, and with tokens and digests by address. Return the
+    result of `open_row`."""
     c = columns_of(core)
     s = search_of(core)
     s.forward[r, OWN_END], s.forward[r, LAST_END] = own_end, -1
@@ -361,21 +362,54 @@ def admit(
     return needed
 
 
-@kernel(types.UniTuple(INT, 2), CORE, *[INT] * 14, INTS, INTS, BYTE_ROWS)
+@routine
+def lacks_space(core: Any, num_nodes: int) -> bool:
+    """Return whether `num_nodes` more nodes need larger columns or a larger index."""
+    c = columns_of(core)
+    num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
+    num_indexed = c.number[NUM_INDEXED] + num_nodes
+    return num_nodes > num_spare or 2 * num_indexed > len(search_of(core).index)
+
+
+QUIET, HAS_NEWS, NO_ROOM, NO_NODES, IS_STALE = range(5)
+"""Results of `admit_row`: done; done, and Python must read a log or a flag; too few blocks are
+free; the nodes of its units do not fit; a look-up does not find the hit. The last three change
+nothing."""
+
+
+@kernel(types.UniTuple(INT, 3), CORE, *[INT] * 16, INTS, INTS, BYTE_ROWS, INTS)
 def admit_row(
     core: Any, r: int, flags: int, first: int, other: int, own_end: int, num_encoder: int,
-    root: int, depth: int, hit_tokens: int, computed: int, slot_tokens: int, spare: int, end: int,
-    slot: int, tokens: Any, keys: Any, digests: Any,
+    root: int, client: int, limit: int, hit_tokens: int, depth: int, computed: int,
+    slot_tokens: int, spare: int, end: int, slot: int, tokens: Any, keys: Any, digests: Any,
+    ids: Any,
 ) -> Any:  # fmt: skip
-    """Open a row, take its blocks and publish its units up to `end`. If `end` is negative, only
-    open it. Log changes of its tables if `slot` is 0, not if it is -1. Return the result of
-    `open_row`, and whether Python must read a log or a flag."""
+    """Open a row with a hit, take its blocks and publish its units up to `end`. If `end` is -1
+    minus that number, only open it. Log changes of its tables if `slot` is 0, not if it is -1.
+
+    The hit has `hit_tokens` tokens and the blocks `ids`, group after group; a look-up of `limit`
+    tokens has to find it. With `depth`, the last call did, and no more nodes fit; -1 otherwise.
+    Return one of the results; how many blocks the row lacked (NO_ROOM: takes in all); and how many
+    units of the hit have nodes.
+    """
+    c, none = columns_of(core), np.int64(0)
+    if depth < 0:
+        depth = none
+        if hit_tokens:
+            length, depth = find(core, root, client, first, other, keys, tokens, limit)
+            if length != hit_tokens or not are_found(core, length, ids):
+                return np.int64(IS_STALE), none, none
+        if lacks_space(core, max(end, -1 - end) - depth):
+            return np.int64(NO_NODES), none, depth
     needed = admit(
         core, r, flags, first, other, own_end, num_encoder, root, depth, hit_tokens, computed,
         slot_tokens, spare, end, slot, address_of(tokens, 0), keys,
         address_of(digests, 0) if len(digests) else 0,
     )  # fmt: skip
-    return needed, columns_of(core).number[NUM_NOTES] | _has_news(core)
+    if needed < 0:
+        return np.int64(NO_ROOM), -1 - needed, depth
+    has_news = c.number[NUM_NOTES] | _has_news(core)
+    return np.int64(HAS_NEWS if has_news else QUIET), needed, depth
 
 
 @kernel(INT, CORE, INT, INT, INT, INT, INT)
@@ -559,9 +593,7 @@ def admit_rows(
         num_nodes += wishes[i, NUM_TOKENS] // unit
     for g in range(num_groups):
         num_columns += total // unit + len(wishes) * (1 + np.int64(c.group[g, EXTRA]))
-    num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
-    needs_space = most > num_reached * unit or num_nodes > num_spare
-    needs_space |= 2 * (c.number[NUM_INDEXED] + num_nodes) > len(search_of(core).index)
+    needs_space = most > num_reached * unit or lacks_space(core, num_nodes)
     if needs_space or num_columns > len(logs_of(core).ids):
         return np.int64(-1), most, num_nodes, num_columns
     start = count = num_published = none
@@ -574,9 +606,7 @@ def admit_rows(
             continue
         hit = depth = none
         if publishes and num_read >= unit:
-            depth = walk(core, root, client, none, none, tokens[:0], these, num_read // unit)
-            hit = fit(core, depth, num_read, client)
-            depth = min(depth, hit // unit)
+            hit, depth = find(core, root, client, none, none, tokens[:0], these, num_read)
         computed = min(hit + wishes[i, NUM_EXTERNAL], num_tokens - 1)
         end = min(computed + wishes[i, MOST_NEW], num_tokens)
         num_units = end // unit if publishes and not wishes[i, IS_DELAYED] else none
@@ -723,11 +753,9 @@ def run_rows(
             core, publishes, running, slots, cached, computed, slot_tokens, places
         )
         num_columns = _note_forwards(core, running, slots, positions)
-        num_spare = c.number[NUM_SPARE] + len(c.node) - c.number[NEXT_NODE]
-        needs_nodes = num_units > num_spare
-        needs_nodes |= 2 * (c.number[NUM_INDEXED] + num_units) > len(search_of(core).index)
+        needs_nodes = not lacks_nodes and lacks_space(core, num_units)
         needs_ids = num_columns and 2 * (num_columns + len(c.block)) > len(logs_of(core).ids)
-        if most > num_reached * unit or needs_ids or (needs_nodes and not lacks_nodes):
+        if most > num_reached * unit or needs_ids or needs_nodes:
             return np.int64(NEEDS_SPACE), most, num_units, num_columns
         append(running, ring, slots, offsets, token_ids)
         for i in range(len(slots)):

@@ -137,7 +137,10 @@ def _id_arrays(what: str, tables: Sequence[_Ids]) -> tuple[Int32Array, ...]:
     return tuple(
         [
             table
-            if type(table) is np.ndarray and table.dtype is _INT32 and table.ndim == 1
+            if type(table) is np.ndarray
+            and table.dtype is _INT32
+            and table.ndim == 1
+            and table.flags.c_contiguous
             else int32_array(as_integers(f"{what}[{group}]", table, 0, MAX_INT32))
             for group, table in enumerate(tables)
         ]

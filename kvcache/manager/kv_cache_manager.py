@@ -44,9 +44,11 @@ from kvcache.core import (
     OffloadHooks,
     Reservation,
     TableChange,
+    new_tuple,
     patch_of,
 )
 from kvcache.core.flat_core import CoreFactory, FlatCore
+from kvcache.core.hits import stale_hit
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
 from kvcache.manager.cache_control import (
@@ -348,8 +350,8 @@ class KVCacheManager:
         if num_adopted or has_blocks:
             hit = self._adopted(request, known, num_adopted, new_computed_blocks)
         if known is None and not table.num_free_slots:
-            if hit is not None and hit.num_tokens:
-                self._cache.match_again(request, hit)
+            if hit is not None and hit.num_tokens and self._cache.look_up(request) != hit:
+                raise stale_hit(request, hit.num_tokens)
             return None
         num_spare = 0
         if self._admission.watermark_blocks and known is None:
@@ -358,7 +360,9 @@ class KVCacheManager:
         num_cached = 0 if delay_cache_blocks else own_end
         changes = self._core.reserve(
             request,
-            Reservation(start, end, num_cached, num_spare, own_end, newest, num_encoder),
+            new_tuple(
+                Reservation, (start, end, num_cached, num_spare, own_end, newest, num_encoder)
+            ),
             hit,
         )
         if changes is None:

@@ -129,7 +129,6 @@ class Request:
         "mm_positions",
         "namespace",
         "num_prompt_tokens",
-        "num_truncations",
         "request_id",
         "skip_reading_prefix_cache",
     )
@@ -192,8 +191,6 @@ class Request:
         )
         self.num_prompt_tokens: Final[int] = tokens.size
         self._num_preemptions = 0
-        self.num_truncations = 0
-        """How often tokens were removed: while it is equal, tokens were only added."""
         # Invariants: num_prompt_tokens <= _num_tokens <= len(_tokens),
         # 0 <= _num_computed_tokens <= _num_tokens, and every digest kept is of a full block.
         # A copy without other references is kept as it is. Otherwise tokens are kept as bytes:
@@ -327,7 +324,6 @@ class Request:
                 f"from {self.num_prompt_tokens} to {self._num_tokens}"
             )
         self._num_tokens = num_tokens
-        self.num_truncations += 1
         self._num_computed_tokens = min(self._num_computed_tokens, num_tokens)
         if self._block_hasher is not None:
             num_full = num_tokens // self._block_hasher.block_size

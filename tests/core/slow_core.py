@@ -469,7 +469,7 @@ class SlowCore:
     def match_again(self, request: Request, hit: CacheHit) -> None:
         """Refuse a hit that is not what a look-up finds now."""
         if self.look_up(request) != hit:
-            raise stale_hit(request, hit)
+            raise stale_hit(request, hit.num_tokens)
 
     def admit(
         self, request: Request, wanted: Reservation, hit: CacheHit | None

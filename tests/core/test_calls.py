@@ -326,6 +326,46 @@ def test_a_hit_of_other_blocks_is_not_adopted(
     assert core.dump_state() == before
 
 
+@pytest.mark.parametrize(
+    "change", ["another window", "a short window", "a longer hit", "no hits", "no reads"]
+)
+def test_a_hit_that_a_look_up_does_not_find_now_is_not_adopted(change: str) -> None:
+    core = make_flat_core(40, full(), window(8))
+    run_request(core, request("a", 1, 2))
+    asking = request("b", 1, 2, 3, 4)
+    hit = core.cache.look_up(asking)
+    assert hit.num_tokens == 8
+    prefix, windowed = hit.block_ids
+    if change == "another window":
+        hit = CacheHit((prefix, windowed[::-1].copy()), 8)
+    elif change == "a short window":
+        hit = CacheHit((prefix, windowed[:1]), 8)
+    elif change == "a longer hit":
+        run_request(core, request("c", 1, 2, 3, 4))
+    elif change == "no hits":
+        core.cache.stop_hits()
+    else:
+        asking = skipping("b", 1, 2, 3, 4)
+    before = core.dump_state()
+    with pytest.raises(RequestError, match="since its 8 computed tokens were found"):
+        core.reserve(asking, Reservation(8, 12, 12), hit)
+    assert core.dump_state() == before
+    core.check()
+
+
+def test_a_hit_with_items_is_adopted_by_a_request_that_caches_nothing() -> None:
+    core = make_flat_core(40)
+    asking, other = [
+        make_request(name, units(1, 2, 3, 4), mm_positions=[(5, 9)], mm_hashes=["image"])
+        for name in "ab"
+    ]
+    run_request(core, other)
+    hit = core.cache.look_up(asking)
+    changes = core.reserve(asking, Reservation(hit.num_tokens, 16, 0), hit)
+    assert changes is not None and hit.num_tokens == 12
+    assert changes[0].block_ids[:3].tolist() == hit.block_ids[0].tolist()
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_a_fork_cached_is_forgotten_with_unreferenced_blocks_before_it(stays: bool) -> None:
     """The fork caches after blocks of another request, which ends first."""
