@@ -171,7 +171,8 @@ class FlatCore:
     def reserve(
         self, request: Request, reservation: Reservation, hit: CacheHit | None = None
     ) -> list[TableChange] | None:
-        """Give the request blocks, all or nothing over all groups; return its table changes.
+        """Give the request blocks, all or nothing over all groups; return what enters its tables,
+        without the hit.
 
         Skipped blocks are freed first, and stay freed even if None is returned because too few
         blocks are free; nothing else changes then. A request without blocks adopts `hit`. Full
@@ -246,15 +247,20 @@ class FlatCore:
             self._drop_changes()
         if code == HAS_NEWS or not is_simple:
             self.cache.settle()
-        return self._whole_tables(r)
+        return self._tables_from(r, hit_tokens)
 
-    def _whole_tables(self, r: int) -> list[TableChange]:
-        """Return all blocks of a row's tables."""
-        c, num_groups, changes = self.store.columns, self.store.num_groups, []
-        for g in range(num_groups):
-            if count := c.row.item(r, COLUMNS + 2 * g):
-                ids = c.table[r * num_groups + g, :count].copy()
-                changes.append(new_tuple(TableChange, (g, 0, ids)))
+    def tables(self, request_id: str) -> list[TableChange]:
+        """Return all blocks of a running request as changes of its tables."""
+        return self._tables_from(self.rows[request_id], 0)
+
+    def _tables_from(self, r: int, num_tokens: int) -> list[TableChange]:
+        """Return the blocks of a row's tables behind `num_tokens` tokens."""
+        c, sizes, changes = self.store.columns, self.cache.sizes, []
+        for g, size in enumerate(sizes):
+            first, count = num_tokens // size, c.row.item(r, COLUMNS + 2 * g)
+            if count > first:
+                ids = c.table[r * len(sizes) + g, first:count].copy()
+                changes.append(new_tuple(TableChange, (g, first, ids)))
         return changes
 
     def run_rows(

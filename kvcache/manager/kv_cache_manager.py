@@ -353,9 +353,8 @@ class KVCacheManager:
             if hit is not None and hit.num_tokens and self._cache.look_up(request) != hit:
                 raise stale_hit(request, hit.num_tokens)
             return None
-        num_spare = 0
-        if self._admission.watermark_blocks and known is None:
-            num_spare = self._admission.num_spare_blocks
+        has_watermark = known is None and self._admission.watermark_blocks
+        num_spare = self._admission.num_spare_blocks if has_watermark else 0
         end = min(end + num_ahead, limits.max_model_len)
         num_cached = 0 if delay_cache_blocks else own_end
         changes = self._core.reserve(
@@ -370,14 +369,14 @@ class KVCacheManager:
             return None
         if known is None:
             known = table.admit(request, CALLER, own_end, num_encoder)
+            if self._has_workers:
+                self._changed_columns[known.slot] = [0] * len(self._block_sizes)
         else:
             table.note_own(known.slot, own_end)
+            if self._has_workers:
+                self._note_changed(known.slot, changes)
         known.num_draft_tokens = num_drafts
-        if not changes:
-            return self._no_blocks
-        if self._has_workers:
-            self._note_changed(known.slot, changes)
-        return self._new_blocks(changes, num_cached, hit)
+        return self._new_blocks(changes, num_cached) if changes else self._no_blocks
 
     def fork(self, parent_request: Request, child_request: Request) -> KVCacheBlocks | None:
         """Let the new `child_request` share every block that the parent has computed.
@@ -853,21 +852,14 @@ class KVCacheManager:
         self._changed_columns.clear()
         return patch_of(changes)
 
-    def _new_blocks(
-        self, changes: Sequence[TableChange], num_cached: int, hit: CacheHit | None
-    ) -> KVCacheBlocks:
-        """Return the blocks added to the tables, without those that the request adopted."""
+    def _new_blocks(self, changes: Sequence[TableChange], num_cached: int) -> KVCacheBlocks:
+        """Return what entered the tables."""
         if len(changes) == 1 == len(self._nothing) and not self._limits.state_groups:
             _, first, entered = changes[0]
-            if hit is not None and (num_adopted := len(hit.block_ids[0])) > first:
-                entered, first = entered[num_adopted - first :], num_adopted
             num_hashed = num_cached // self._block_sizes[0] - first
             return blocks_of((entered,), (entered[num_hashed:] if num_hashed > 0 else entered,))
         new, unhashed = list(self._nothing), list(self._nothing)
         for group, first, entered in changes:
-            if hit is not None and len(hit.block_ids[group]) > first:
-                num_adopted = len(hit.block_ids[group])
-                entered, first = entered[num_adopted - first :], num_adopted  # noqa: PLW2901
             if group in self._limits.state_groups:
                 without = self._unhashed_states(num_cached, group, first, entered)
             else:

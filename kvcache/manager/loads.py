@@ -25,7 +25,7 @@ import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.base.errors import RequestError
-from kvcache.core import NewestState, Reservation, TableChange
+from kvcache.core import NewestState, Reservation
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.cache_control import CacheControl
 from kvcache.manager.request_table import RequestTable
@@ -211,12 +211,10 @@ class PrefixLoads:
             return None
         return HeldPrefix(load_id, placeholder.num_tokens)
 
-    def hand_over(
-        self, load_id: int, request: Request, reservation: Reservation
-    ) -> list[TableChange] | None:
+    def hand_over(self, load_id: int, request: Request, reservation: Reservation) -> bool:
         """Give a request without blocks those of its placeholder, and the rest of `reservation`.
 
-        Returns its whole tables; None, unchanged, if there is no room. `release` ends the load.
+        Returns False, unchanged, if there is no room. `release` ends the load.
 
         Raises:
             RequestError: this load holds nothing for this request.
@@ -231,11 +229,10 @@ class PrefixLoads:
         if core.reserve(request, reservation) is None:
             core.fork(request, placeholder_request, *origin)
             core.free(request)
-            return None
+            return False
         del self._held[request.request_id]
         placeholder.was_taken = True
-        tables = core.block_ids(request.request_id)
-        return [TableChange(g, 0, int32_array(ids)) for g, ids in enumerate(tables) if ids]
+        return True
 
     def was_taken(self, load_id: int) -> bool:
         """Return whether a load that is not released yet has been handed over."""

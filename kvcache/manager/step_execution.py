@@ -315,7 +315,7 @@ class StepExecutor:
         start = min(num_hit + wish.num_external_computed_tokens, num_tokens - 1)
         num_scheduled = min(wish.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
-        changes = None
+        has_room = False
         if self._table.num_free_slots:
             wanted = Reservation(
                 start,
@@ -327,10 +327,10 @@ class StepExecutor:
                 wish.num_encoder_tokens,
             )
             if held is None:
-                changes = self._core.reserve(request, wanted, hit)
+                has_room = self._core.reserve(request, wanted, hit) is not None
             else:
-                changes = loads.hand_over(held.load_id, request, wanted)
-        if changes is None:
+                has_room = loads.hand_over(held.load_id, request, wanted)
+        if not has_room:
             self._leave_out(request, answer, NO_ROOM)
             return
         if admission.counts:
@@ -338,7 +338,7 @@ class StepExecutor:
         row = self._core.row_of(request.request_id)
         known = self._table.admit(request, client_index, end, wish.num_encoder_tokens, row)
         answer.admitted.append((known.slot, num_hit, num_scheduled))
-        for change in changes:
+        for change in self._core.tables(request.request_id):
             answer.changes.append((known.slot, change))
         assignments.append(SlotAssignment(known, known.generation, num_tokens))
 

@@ -496,8 +496,15 @@ class SlowCore:
         self.rows[request.request_id] = row
         self.grow(row, wanted, columns)
         self.publish(row, wanted.num_cached_tokens)
+        return self.tables(request.request_id, [] if hit is None else [*map(len, hit.block_ids)])
+
+    def tables(self, request_id: str, starts: Sequence[int] = ()) -> list[TableChange]:
+        tables = self.rows[request_id].tables
+        starts = starts or [0] * len(tables)
         return [
-            TableChange(g, 0, ids_of(table)) for g, table in enumerate(row.tables) if len(table)
+            TableChange(g, first, ids_of(table[first:]))
+            for g, (table, first) in enumerate(zip(tables, starts, strict=True))
+            if len(table) > first
         ]
 
     def extend(self, row: Row, wanted: Reservation) -> list[TableChange] | None:
