@@ -449,3 +449,15 @@ def test_equal_arguments_give_one_hasher():
     assert made() is made() is made(int(np.int64(16)))
     others = [made(8), made(name="xxh3_128"), made(name="sha256_cbor"), made(seed="t")]
     assert len({made(), *others}) == 5
+
+
+def test_an_algorithm_that_cannot_be_a_key_has_a_hasher():
+    class Unhashable(type(get_hash_fn("sha256"))):
+        __hash__ = None
+
+    own = Unhashable("own", 32)
+    hasher = get_request_block_hasher(4, own)
+    assert hasher == get_request_block_hasher(4, own)
+    request = Request("r1", range(8), block_hasher=hasher)
+    plain = get_request_block_hasher(4, get_hash_fn("sha256"))
+    assert request.block_hashes == Request("r1", range(8), block_hasher=plain).block_hashes

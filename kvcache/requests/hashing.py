@@ -120,7 +120,11 @@ def get_request_block_hasher(
             the seed no text.
     """
     block_size = as_int("block_size", block_size, 1, error=ConfigurationError)
-    return _request_block_hasher(block_size, hash_fn, init_none_hash(hash_fn, seed))
+    none_hash = init_none_hash(hash_fn, seed)
+    try:
+        return _request_block_hasher(block_size, hash_fn, none_hash)
+    except TypeError:  # an algorithm of the caller's own that cannot be a key
+        return RequestBlockHasher(block_size, hash_fn, none_hash)
 
 
 _request_block_hasher = lru_cache(RequestBlockHasher)
