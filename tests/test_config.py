@@ -303,6 +303,14 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
             "cache.memory_per_rank: '3Mb' is not an amount of memory: write a number and one of B, "
             "KiB, MiB, GiB, TiB",
         ),
+        *(
+            (
+                {"cache": {"memory_per_rank": amount}},
+                f"cache.memory_per_rank: {amount!r} is too little memory: write a number and a "
+                "unit, such as 8GiB",
+            )
+            for amount in (0, 5, 5.5, 1023, "5B")
+        ),
         (
             {"cache": {"hash_algorithm": "md5"}},
             "cache.hash_algorithm: 'md5': use 'sha256', 'sha256_cbor' or 'xxh3_128'",
@@ -639,15 +647,15 @@ def test_more_layers_than_a_model_can_have_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"disk": {"directory": "/x", "capacity_per_rank": 1}}, "host_memory_per_rank is not"),
+        ({"disk": {"directory": "/x", "capacity_per_rank": "1MiB"}}, "host_memory_per_rank is not"),
         (
-            {"host_memory_per_rank": 1, "disk": {"directory": "x", "capacity_per_rank": 1}},
+            {"host_memory_per_rank": 4096, "disk": {"directory": "x", "capacity_per_rank": "1MiB"}},
             "directory 'x' is relative",
         ),
-        ({"host_memory_per_rank": 1, "policy": "newest"}, "newest"),
-        ({"host_memory_per_rank": 1, "tier": "tape"}, "tier"),
-        ({"host_memory_per_rank": 1, "swap": "sometimes"}, "'never', 'auto' or 'always'"),
-        ({"host_memory_per_rank": 1, "prefill_tokens_per_s": 0}, "prefill_tokens_per_s"),
+        ({"host_memory_per_rank": 4096, "policy": "newest"}, "newest"),
+        ({"host_memory_per_rank": 4096, "tier": "tape"}, "tier"),
+        ({"host_memory_per_rank": 4096, "swap": "sometimes"}, "'never', 'auto' or 'always'"),
+        ({"host_memory_per_rank": 4096, "prefill_tokens_per_s": 0}, "prefill_tokens_per_s"),
     ],
 )
 def test_tiers_that_cannot_be_meant_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -6,6 +6,7 @@ A section's docstring says what its keys mean; types, limits and defaults come f
 
 from __future__ import annotations
 
+import argparse
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +46,7 @@ This page is made from the models in `kvcache/config/` (`python -m tools.configu
 
 AMOUNT = "a share from `0.0` to `1.0`, written with a point, or a whole number of blocks"
 CHECKED = {
-    "parse_bytes": "an amount of memory",
+    "parse_memory": "an amount of memory",
     "require_policy": ", ".join(f"`{policy}`" for policy in EVICTION_POLICIES),
     "require_amount": AMOUNT,
     "require_amounts": f"{AMOUNT}; or a section with one for each tier",
@@ -171,7 +172,7 @@ def _default_text(field: FieldInfo) -> str:
     if isinstance(value, BaseModel):
         return "its defaults"
     checks = {getattr(getattr(item, "func", None), "__name__", "") for item in field.metadata}
-    if "parse_bytes" in checks:
+    if "parse_memory" in checks:
         return f"`{_memory_text(value)}`"
     if checks & {"require_amount", "require_amounts"}:
         return f"`{value}`"  # 1.0 is all, 1 a single block
@@ -198,6 +199,7 @@ def _memory_text(num_bytes: int) -> str:
 
 def main() -> None:
     """Write the page."""
+    argparse.ArgumentParser("python -m tools.configuration_page", description=__doc__).parse_args()
     PAGE.write_text(configuration_page(), "utf-8")
     print(f"wrote {PAGE}")
 

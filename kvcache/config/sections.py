@@ -31,6 +31,7 @@ from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.problems import refusal
 from kvcache.policies import require_eviction_policy
 
+KIB = 1 << 10
 MIB = 1 << 20
 MAX_COUNT = 2**31 - 1
 """Largest number of tokens: positions and block ids travel as int32."""
@@ -48,6 +49,17 @@ def parse_bytes(value: object) -> object:
             f"{shown(value)} is not an amount of memory: write a number and one of {units}"
         )
     return int(Fraction(match[1]) * BYTE_UNITS[match[2]])
+
+
+def parse_memory(value: object) -> object:
+    """Return the bytes of a setting, like `parse_bytes`. Raises ConfigurationError for an amount
+    below 1 KiB: its unit was forgotten."""
+    num_bytes = parse_bytes(value)
+    if type(num_bytes) is float or (type(num_bytes) is int and num_bytes < KIB):
+        raise ConfigurationError(
+            f"{shown(value)} is too little memory: write a number and a unit, such as 8GiB"
+        )
+    return num_bytes
 
 
 def require_model_len(value: object) -> object:
@@ -134,7 +146,7 @@ Real = BeforeValidator(require_number)
 List = BeforeValidator(listed)
 """For fields of tuples, which files write as lists."""
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**63 - 1)]
+Bytes = Annotated[int, BeforeValidator(parse_memory), Field(ge=KIB, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewThousand = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Real]

@@ -17,7 +17,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvcache.base.arguments import as_int, as_text, as_tuple, check_fields, check_kind
-from kvcache.base.errors import ConfigurationError
+from kvcache.base.errors import ConfigurationError, NotEnoughMemoryError
 from kvcache.config import ClusterConfig, layer_specs
 from kvcache.planner.grouping import (
     get_kv_cache_groups,
@@ -188,6 +188,8 @@ def plan_kv_cache(
     ]
     options = _resolve_max_model_len(options, groups, capacities)
     require_capacity(options, groups, capacities)
+    for capacity, memory in zip(capacities, stated, strict=True):
+        _require_tiers(capacity, memory)
     configs = unify_kv_cache_configs(_configs(options, projected, capacities, stated))
     return Plan(
         configs=tuple(configs),
@@ -231,6 +233,19 @@ def _resolve_max_model_len(
         return options.with_max_model_len(options.longest_model_len)
     # At least one token, so that a rank with no room at all raises the usual error.
     return options.with_max_model_len(max(1, longest_model_len(options, groups, least.num_blocks)))
+
+
+def _require_tiers(capacity: RankCapacity, memory: RankMemory) -> None:
+    """Raise NotEnoughMemoryError if a tier below the device holds no block of the rank."""
+    for tier, num_bytes, key in (
+        ("host memory", memory.host_bytes, "offload.host_memory_per_rank"),
+        ("disk", memory.disk_bytes, "offload.disk.capacity_per_rank"),
+    ):
+        if 0 < num_bytes < capacity.block_bytes:
+            raise NotEnoughMemoryError(
+                f"rank {capacity.rank}: a block needs {capacity.block_bytes} bytes, its {tier} has "
+                f"{num_bytes}: raise {key}, or leave this tier out"
+            )
 
 
 def _configs(

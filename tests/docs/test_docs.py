@@ -21,6 +21,7 @@ from actors.cli import app
 from kvcache.config import ClusterConfig, parse_config
 from kvcache.config.tenants import MAX_NAME_CHARACTERS, MAX_NAMED_TENANTS
 from tests.docs.pages import FENCE, PAGES, ROOT, fences, name_of
+from tools import configuration_page as configuration_page_tool
 from tools.configuration_page import PAGE, configuration_page
 
 FOREIGN = {("docs/routers.md", "type:")}
@@ -188,6 +189,17 @@ def test_the_configuration_page_is_what_the_models_say() -> None:
     assert PAGE.read_text("utf-8") == configuration_page(), (
         "run: python -m tools.configuration_page"
     )
+
+
+def test_help_does_not_write_the_configuration_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(configuration_page_tool, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(sys, "argv", ["configuration_page", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        configuration_page_tool.main()
+    assert capsys.readouterr().out.startswith("usage: python -m tools.configuration_page")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_configuration_page_has_the_bounds_of_tenants() -> None:

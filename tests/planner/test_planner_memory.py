@@ -147,6 +147,25 @@ def test_tiers_below_are_counted_in_the_same_blocks() -> None:
         assert (config.num_blocks, config.host_blocks, config.disk_blocks) == (90, 50, 10)
 
 
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (
+            RankMemory(100 * PAGE, host_bytes=PAGE - 1),
+            f"its host memory has {PAGE - 1}: raise offload.host_memory_per_rank, ",
+        ),
+        (
+            RankMemory(100 * PAGE, PAGE, disk_bytes=1),
+            "its disk has 1: raise offload.disk.capacity_per_rank, ",
+        ),
+    ],
+)
+def test_a_tier_holds_at_least_one_block(memory: RankMemory, said: str) -> None:
+    message = f"rank 0: a block needs {PAGE} bytes, {said}or leave this tier out"
+    with pytest.raises(NotEnoughMemoryError, match=f"^{re.escape(message)}$"):
+        plan_kv_cache(options(), [model("f")], [memory])
+
+
 def test_memory_must_be_stated_once_per_rank() -> None:
     message = "2 ranks state specs and 1 state memory: give one of each per rank"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
