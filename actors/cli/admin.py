@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 ADMIN_CLIENT = "admin"
 POLL_S = 0.2
+HUB_TIMEOUT_S = 5.0
 
 TokensOption = Annotated[
     str | None, typer.Option("--tokens", help="Token ids, separated by commas.")
@@ -282,17 +283,29 @@ def _tokenized(path: Path, tokenizer: str | None) -> Int32Array:
             "a directory or a name that transformers can load, or pass token ids"
         )
     try:
+        from huggingface_hub import HfApi
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigurationError(
             "--tokenizer needs transformers: pip install 'kvcache[transformers]', or pass token ids"
         ) from error
     text = _read(path)
+    refused: Exception | None = None
+    if not Path(tokenizer).is_dir():
+        try:  # transformers itself would try for most of a minute
+            HfApi().model_info(tokenizer, timeout=HUB_TIMEOUT_S)
+        except Exception as error:  # also of the hub's HTTP library, which differs by version
+            refused = error
     try:
-        ids = AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=refused is not None)
+        ids = loaded(text)["input_ids"]
     except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigurationError(f"tokenizer {tokenizer} cannot be loaded: {first}") from error
+        why = (str(refused or error).splitlines() or ["without a reason"])[0].rstrip(".: ")
+        where = ", neither from this node nor from the Hugging Face hub" if refused else ""
+        raise ConfigurationError(
+            f"tokenizer {tokenizer} cannot be loaded{where}: {why}: pass a directory with the "
+            "tokenizer's files, or token ids"
+        ) from error
     return _checked(list(ids), str(path))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +63,44 @@ def test_token_ids_are_read_however_they_are_separated(tmp_path: Path, text: str
 def test_a_prefix_that_cannot_be_read_is_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         typed(**given)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_tokenizer_comes_from_the_hub_only_if_it_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: bool
+) -> None:
+    """Transformers alone would ask a hub that is out of reach for most of a minute."""
+    asked: list[object] = []
+
+    class Hub:
+        def model_info(self, name: str, timeout: float) -> None:
+            asked.append((name, timeout))
+            if not answers:
+                raise RuntimeError("no network.\nCheck it.")
+
+    class AutoTokenizer:
+        @staticmethod
+        def from_pretrained(name: str, local_files_only: bool) -> Any:
+            asked.append(local_files_only)
+            if local_files_only:
+                raise OSError("not found in the cache")
+            return lambda text: {"input_ids": [len(text)]}
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Hub))
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=AutoTokenizer))
+    text = tmp_path / "text"
+    text.write_text("four")
+    if answers:
+        assert typed(text=text, tokenizer="llama") == [4]
+        assert typed(text=text, tokenizer=str(tmp_path)) == [4]  # a directory: no question
+    else:
+        message = (
+            "tokenizer llama cannot be loaded, neither from this node nor from the Hugging Face "
+            "hub: no network: pass a directory with the tokenizer's files, or token ids"
+        )
+        with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
+            typed(text=text, tokenizer="llama")
+    assert asked == [("llama", 5.0), not answers, *([False] if answers else [])]
 
 
 def look(at_s: float, **values: int) -> Look:
