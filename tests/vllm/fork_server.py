@@ -48,12 +48,24 @@ def preload() -> None:
         "vllm.model_executor.layers.quantization.online.base",
         "vllm.model_executor.models.blip2",
         "vllm.model_executor.models.llama",
+        "vllm.plugins.lora_resolvers.filesystem_resolver",
         "compressed_tensors",
+        "numpy.ma",
         "tests.vllm.make_model",
         "tests.vllm.make_adapter",
     ):
         importlib.import_module(name)
     importlib.import_module("kvcache.integrations.vllm").KVCacheConnector  # noqa: B018  # imports
+    from vllm import logger, platforms
+    from vllm.config.logging import LoggingConfig
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # it would import vLLM again
+    # Both take long where so much is imported, and would be repeated in each process.
+    logger.configure_logging(LoggingConfig())
+    logger.dictConfig = lambda config: None
+    platforms.current_platform.register_triton_kernel_overrides()
+    platforms.current_platform.register_triton_kernel_overrides = lambda: None
     # vLLM collects garbage six times while it starts. Each time, it would visit, and so copy, all
     # that was imported here.
     gc.collect()
