@@ -26,6 +26,7 @@ from actors.cli.command import (
     command,
     print_json,
     print_table,
+    require_positive,
     say,
 )
 from kvcache.base.errors import (
@@ -81,6 +82,7 @@ def pin(
     """Protect the cached part of a prefix from eviction for a while."""
     from kvcache.requests.request import LoRARequest
 
+    require_positive(ttl=ttl)
     token_ids = read_tokens(tokens, token_file, text, tokenizer)
     adapter = None if lora is None else LoRARequest(lora, "")
     with open_cluster(name) as cluster, cluster.client(ADMIN_CLIENT) as client:

@@ -23,6 +23,7 @@ from actors.cli.command import (
     print_json,
     print_note,
     print_table,
+    require_positive,
 )
 from actors.cli.simulate import (
     BlockSizeOption,
@@ -101,13 +102,17 @@ def advise(
     from kvcache.simulate.simulated_cache import OPTIMUM
     from kvcache.simulate.simulation_processes import SimulationTask
 
+    require_positive(
+        budget=budget,
+        prefill_speed=prefill_speed,
+        host_bandwidth=host_bandwidth,
+        disk_bandwidth=disk_bandwidth,
+    )
     prices = Prices(device_price, host_price, disk_price)
     speeds = Speeds(prefill_speed, host_bandwidth * GIB, disk_bandwidth * GIB)
     if plot is not None:
         require_plots(plot)
     policies = parse_policies(policy or ("all",))
-    if not 0 < budget < float("inf"):
-        raise ConfigurationError(f"--budget is {budget}: give an amount above 0")
     bytes_per_token = _bytes_per_token(token_size, config)
     (load,) = read_traces([trace], limit=requests, seed=seed, block_size=block_size)
     memory = Memory(bytes_per_token * load.block_size, prices, budget)

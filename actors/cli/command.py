@@ -118,6 +118,14 @@ def parse_size(option: str, text: str, example: str) -> int:
     return size_bytes
 
 
+def require_positive(**values: float | None) -> None:
+    """Raise ConfigurationError, which names the option, for a value that is not above 0."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            option = name.replace("_", "-")
+            raise ConfigurationError(f"--{option} is {value:g}: give a number above 0")
+
+
 def run_command(work: Callable[[], None], verbose: bool) -> None:
     """Run a command. An error becomes one line and an exit code, a bug also its traceback."""
     try:

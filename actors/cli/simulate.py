@@ -28,6 +28,7 @@ from actors.cli.command import (
     print_json,
     print_note,
     print_table,
+    require_positive,
 )
 from kvcache.base.errors import ConfigurationError
 
@@ -168,6 +169,7 @@ def simulate(
         print(f"{write_trace}: {_summary(trace)}")
         return
     pace = None
+    require_positive(prefill_speed=prefill_speed, decode_speed=decode_speed)
     if running:
         pace = Pace(
             _PREFILL_SPEED if prefill_speed is None else prefill_speed,

@@ -22,6 +22,7 @@ from actors.clusters.access import ClusterStatistics
 from actors.service import ServiceStatistics
 from actors.transport import TransportStatistics
 from kvcache.base.errors import ConfigurationError
+from tests.cli.commands import run
 from tests.metrics.test_log_line import statistics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,12 @@ def test_token_ids_are_read_however_they_are_separated(tmp_path: Path, text: str
 def test_a_prefix_that_cannot_be_read_is_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         typed(**given)
+
+
+@pytest.mark.parametrize("ttl", ["-4", "0", "nan"])
+def test_a_pin_has_time(ttl: str) -> None:
+    _, errors = run("pin", "--tokens", "1", "--ttl", ttl, exit_code=2)
+    assert errors == f"kvcache: --ttl is {ttl}: give a number above 0\n"
 
 
 @pytest.mark.parametrize("answers", [True, False])

@@ -136,8 +136,12 @@ def test_a_configuration_says_how_large_a_token_is() -> None:
 
 def test_invalid_options_are_refused_with_a_remedy() -> None:
     assert refused(*LOAD, *PRICES, *SIZE, "--budget", "-1") == (
-        "--budget is -1.0: give an amount above 0"
+        "--budget is -1: give a number above 0"
     )
+    for option in ("--prefill-speed", "--host-bandwidth", "--disk-bandwidth"):
+        assert refused(*LOAD, *PRICES, *SIZE, "--budget", "20", option, "0") == (
+            f"{option} is 0: give a number above 0"
+        )
     assert refused(*LOAD, *PRICES, *SIZE, "--budget", "20").startswith(
         "a budget of 20 buys 16 blocks of the device, the longest request needs "
     )
