@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from actors.cli.command import (
@@ -376,17 +377,47 @@ def _print_regret(
             [*regret_over_time(r, reference), reference.hit_rate - r.hit_rate] for r in others
         ]
         starts = part_starts(trace.num_requests, len(reference.hit_rates_over_time))
-        rows = [(f"{i + 1:,}", f"{trace.arrivals_ms[i] / 1000:,.0f} s") for i in starts[:-1]]
-        table = Table()
-        for column in ("request", "at", label, *(r.cache.label for r in others)):
-            table.add_column(column, justify="right")
-        rates = (*reference.hit_rates_over_time, reference.hit_rate)
-        for i, (row, rate) in enumerate(zip([*rows, ("all", "")], rates, strict=True)):
-            points = [f"{100 * regret[i]:+.2f}" for regret in regrets]
-            table.add_row(*row, f"{rate:.2%}", *points, style="bold" if row[0] == "all" else None)
+        left = [
+            ["request", *(f"{i + 1:,}" for i in starts[:-1]), "all"],
+            ["at", *(f"{trace.arrivals_ms[i] / 1000:,.0f} s" for i in starts[:-1]), ""],
+            [
+                _in_lines(label),
+                *(f"{r:.2%}" for r in (*reference.hit_rates_over_time, reference.hit_rate)),
+            ],
+        ]
+        right = [
+            [_in_lines(r.cache.label), *(f"{100 * regret:+.2f}" for regret in points)]
+            for r, points in zip(others, regrets, strict=True)
+        ]
         best = f"{label}, the best in hindsight" if name == "best" else f"the {OPTIMUM}"
         title = f"points missed against {best}, with {capacity_text(num_blocks)} blocks"
-        print_table(title, table)
+        for table in _tables(left, right, Console().width):
+            print_table(title, table)
+
+
+def _tables(left: list[list[str]], right: list[list[str]], width: int) -> Iterator[Table]:
+    """Yield tables no wider than `width` of columns, a title and cells each, with all of `left`
+    and some of `right`."""
+    fitting: list[list[list[str]]] = [[]]
+    for column in right:
+        if fitting[-1] and _width_of([*left, *fitting[-1], column]) > width:
+            fitting.append([])
+        fitting[-1].append(column)
+    for some in fitting:
+        table = Table()
+        for column in (*left, *some):
+            table.add_column(column[0], justify="right")
+        for row in zip(*(column[1:] for column in (*left, *some)), strict=True):
+            table.add_row(*row, style="bold" if row[0] == "all" else None)
+        yield table
+
+
+def _in_lines(label: str) -> str:
+    return label.replace(", ", "\n")
+
+
+def _width_of(columns: list[list[str]]) -> int:
+    return 1 + sum(3 + max(map(len, "\n".join(cells).split("\n"))) for cells in columns)
 
 
 def _draw(path: Path, traces: list[BlockTrace], results: list[SimulationResult]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from actors.cli import simulate
 from actors.cli.simulate import capacity_range
+from kvcache.policies import EVICTION_POLICIES
 from kvcache.simulate.opening import open_block_trace
 from tests.cli.commands import KVCACHE
 from tests.cli.commands import run as run_command
@@ -216,6 +217,23 @@ def test_regret_is_told_by_part_against_the_best_in_hindsight_and_the_optimum(
     assert refused(*arguments, "--regret", "4", "--plot", tmp_path / "a.svg") == (
         "--regret draws one trace with one capacity, 1 and 2 are given: give one --blocks"
     )
+
+
+def test_tables_of_regret_fit_a_terminal_whole(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    hints = ("--hints", "none", "--hints", "oracle")
+    shown, _ = run(
+        trace, "-p", "all", "-b", "12", *hints, "--no-optimum", "--regret", "2", "-j", "1"
+    )
+    tables = shown.split("points missed against ")[1:]
+    assert len(tables) > 1
+    for table in tables:
+        lines = table.splitlines()[1:]
+        assert max(map(len, lines)) <= 80
+        assert len([line for line in lines if line[0] == "│"]) == 3  # no cell takes two lines
+    assert "".join(tables).count("oracle hints") == len(EVICTION_POLICIES)
 
 
 def test_regret_and_what_hints_bring_are_drawn(trace: Path, tmp_path: Path) -> None:
