@@ -109,7 +109,7 @@ INSIDE: dict[str, tuple[tuple[str, ...], ...]] = {
     "events": (
         ("wire_events", "answers"),
         ("translation", "mirror"),
-        ("codec", "feed_frames"),
+        ("codec", "feed_frames", "published_state"),
         ("decoding", "publisher"),
         ("publisher_process", "subscription"),
         ("process_link", "subscriber", "prefix_index"),

@@ -281,6 +281,16 @@ class CacheMirror:
         medium, group_idx = as_text("medium", medium), as_int("group_idx", group_idx)
         return any(block_hash in shelf.rows for shelf in self._of(medium, group_idx))
 
+    def is_cached(self, block_hash: int, group_idx: int = 0) -> bool:
+        """Return whether any medium has a block."""
+        block_hash = as_int("block_hash", block_hash, at_most=2**64 - 1)
+        group_idx = as_int("group_idx", group_idx)
+        return any(
+            block_hash in shelf.rows
+            for (_, group, _), shelf in self._shelves.items()
+            if group == group_idx
+        )
+
     def apply(self, events: Sequence[WireEvent]) -> None:
         """Apply events, in order."""
         events = as_tuple("events", events, kind=(StoredEvent, RemovedEvent, ClearedEvent))
@@ -295,11 +305,17 @@ class CacheMirror:
                     self._shelves.clear()
 
     def state(self) -> list[WireEvent]:
-        """Return events with the whole state: a clear first, and parents before children."""
+        """Return events with the whole state: a clear first, and parents before children, whatever
+        their media."""
         media = ("GPU", "CPU", "STORAGE")
         rank = {medium: place for place, medium in enumerate(media)}
-        keys = sorted(self._shelves, key=lambda key: (rank.get(key[0], len(media)), key))
-        return [ClearedEvent(), *(e for key in keys for e in self._shelves[key].state())]
+        found: list[WireEvent] = [ClearedEvent()]
+        for group in sorted({group for _, group, _ in self._shelves}):
+            keys = [key for key in self._shelves if key[1] == group]
+            keys.sort(key=lambda key: (rank.get(key[0], len(media)), key))
+            events = [event for key in keys for event in self._shelves[key].state()]
+            found += events if len(keys) < 2 else _parents_first(events)
+        return found
 
     def _put(self, events: list[StoredEvent]) -> None:
         """Add the blocks of events of one kind."""
@@ -329,6 +345,27 @@ class CacheMirror:
             for (name, group, _), shelf in self._shelves.items()
             if (name, group) == (medium, group_idx)
         ]
+
+
+def _parents_first(events: list[StoredEvent]) -> list[StoredEvent]:
+    """Return the events of one group, with those later whose parent is in a later medium."""
+    heads = {event.parent_block_hash for event in events}
+    ends = [heads.intersection(event.block_hashes.tolist()) for event in events]
+    ahead = set().union(*ends)
+    found: list[StoredEvent] = []
+    waiting = list(zip(events, ends, strict=True))
+    while waiting:
+        late = []
+        for event, parents in waiting:
+            if event.parent_block_hash in ahead:
+                late.append((event, parents))
+            else:
+                found.append(event)
+                ahead -= parents
+        if len(late) == len(waiting):  # a circle of hashes
+            return found + [event for event, _ in late]
+        waiting = late
+    return found
 
 
 def _kind_of(event: WireEvent) -> BlockKind | None:

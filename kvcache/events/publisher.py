@@ -4,8 +4,8 @@ A state machine between the coordinator's feed and the sockets: it takes events 
 returns the frames to send. An invalid request is counted; a client that asks for a batch that is
 gone gets the whole state instead.
 
-    events ──▶ translate ──▶ encode ──▶ [topic, number, payload] ──▶ all subscribers
-                    └──▶ mirror ──▶ snapshot ──▶ late subscribers, or those that missed too much
+    events ──▶ translate ──▶ state ──▶ encode ──▶ [topic, number, payload] ──▶ all subscribers
+                               └──▶ snapshot ──▶ late subscribers, or those that missed too much
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcache.base.errors import ConfigurationError
 from kvcache.config.events import EventsConfig
 from kvcache.core import CacheEvent
 from kvcache.events.codec import Encoding, EventCodec, require_encoding
-from kvcache.events.mirror import CacheMirror
+from kvcache.events.published_state import PublishedState
 from kvcache.events.translation import (
     EventTranslator,
     GroupKind,
@@ -136,11 +136,13 @@ class PublisherSettings:
 @dataclass(frozen=True)
 class PublisherStatistics:
     """Statistics of a publisher. `last_seq` is the newest number, -1 before the first; `checksum`
-    that of the state, `num_blocks` the number of blocks in each medium."""
+    that of the state, `num_blocks` the number of blocks in each medium, and `num_orphans` that of
+    blocks which wait for their parent and are not in the state."""
 
     last_seq: int = -1
     checksum: int = 0
     num_blocks: dict[str, int] = field(default_factory=dict)
+    num_orphans: dict[str, int] = field(default_factory=dict)
     num_batches: int = 0
     num_events: int = 0
     num_heartbeats: int = 0
@@ -169,7 +171,7 @@ class EventPublisher:
             (), data_parallel_rank=settings.data_parallel_rank, encoding=settings.encoding
         )
         self._topic = settings.topic.encode()
-        self._mirror = CacheMirror()
+        self._state = PublishedState()
         self._history = BatchHistory(settings.history_batches, settings.history_bytes)
         self._next_seq = 0
         self._snapshot: tuple[int, bytes] | None = None
@@ -196,16 +198,16 @@ class EventPublisher:
         first_seq = as_int("first_seq", first_seq, at_most=2**64 - 1)
         time_s = as_number("time_s", time_s)
         events = [e for e in self._translator.translate(state) if isinstance(e, StoredEvent)]
-        restated = CacheMirror()
-        restated.apply(events)
         self._next_seq = _require_number(max(self._next_seq, first_seq))
-        self._mirror = restated
-        return self._send(time_s, restated.state())
+        self._state = PublishedState()
+        self._state.apply(events)
+        return self._send(time_s, self._state.mirror.state())
 
     def publish(self, time_s: float, events: Sequence[CacheEvent]) -> Frames:
         """Publish events of `time_s` (seconds since 1970); return the frames.
 
-        Empty if routers get none of the events. Removals of one step are merged.
+        Empty if routers get none of the events. Removals of one step are merged. A block whose
+        parent is in no medium is published when the parent is.
 
         Raises:
             InvalidInputError: an event of an unknown group or medium, or whose tokens do not fill
@@ -213,12 +215,11 @@ class EventPublisher:
             ConfigurationError: there is no number left; nothing is published.
         """
         time_s = as_number("time_s", time_s)
-        translated = join_removals(drop_void_removals(self._translator.translate(events)))
-        if not translated:
-            return []
-        _require_number(self._next_seq)
-        self._mirror.apply(translated)
-        return self._send(time_s, translated)
+        translated = drop_void_removals(self._translator.translate(events))
+        if translated:
+            _require_number(self._next_seq)
+        told = join_removals(self._state.apply(translated))
+        return self._send(time_s, told) if told else []
 
     def heartbeat(self, time_s: float) -> Frames:
         """Publish a batch without events."""
@@ -251,15 +252,16 @@ class EventPublisher:
     def statistics(self) -> PublisherStatistics:
         return PublisherStatistics(
             self.last_seq if self._num_batches else -1,
-            self._mirror.checksum,
-            self._mirror.num_blocks(),
+            self._state.mirror.checksum,
+            self._state.mirror.num_blocks(),
+            self._state.orphans.num_blocks(),
             self._num_batches,
             self._num_events,
             self._num_heartbeats,
             self._num_replays,
             self._num_snapshots,
             self._num_malformed,
-            self._mirror.num_unknown_removals,
+            self._state.mirror.num_unknown_removals,
             len(self._history),
             self._history.num_bytes,
         )
@@ -276,7 +278,7 @@ class EventPublisher:
     def _state_at(self, time_s: float) -> tuple[int, bytes]:
         """Return a batch with the whole state, under the newest number."""
         if self._snapshot is None or self._snapshot[0] != self.last_seq:
-            self._snapshot = self.last_seq, self._encode(time_s, self._mirror.state())
+            self._snapshot = self.last_seq, self._encode(time_s, self._state.mirror.state())
         return self._snapshot
 
     def _encode(self, time_s: float, events: Sequence[WireEvent]) -> bytes:

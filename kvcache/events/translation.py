@@ -121,6 +121,7 @@ SPEC_KINDS: Final = MappingProxyType(
 """The routers' names of the attention kinds; others are sent under their own."""
 
 _USABLE_KINDS: Final = ("full", "mla")
+_CHAINED_KINDS: Final = frozenset(SPEC_KINDS[kind] for kind in _USABLE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,14 @@ def drop_void_removals(events: Sequence[WireEvent]) -> list[WireEvent]:
                 continue
         found.append(event)
     return found
+
+
+def needs_parent(event: StoredEvent) -> bool:
+    """Return whether an event may come before its parent, so that routers would drop it.
+
+    The device stores parents first by itself; windows and states are found without their parents.
+    """
+    return event.medium != MEDIA["device"] and event.spec_kind in _CHAINED_KINDS
 
 
 def usable_group(kinds: Sequence[GroupKind]) -> int | None:

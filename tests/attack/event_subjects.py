@@ -143,6 +143,8 @@ def mirror_subject() -> Subject:
         block_hash=COUNT,
         group_idx=COUNT,
     )
+    at = {"block_hash": 7, "group_idx": 0}
+    of.method("is_cached", at, block_hash=COUNT, group_idx=COUNT)
     of.method("apply", {"events": [REMOVED]}, events=EVENTS)
     return Subject("mirror", make_mirror, _state_of_mirror, cases=tuple(of.cases))
 

@@ -219,9 +219,9 @@ class PublishedCluster:
             lambda: len([s for s in self._beats_s if s > idle_s]) >= 2 and self.subscriber.is_exact,
             "we know all that was published",
         )
-        self.wait_until(self._is_compared, "the publisher tells its checksum")
-        found = {medium: len(hashes) for medium, hashes in self.hashes().items() if hashes}
-        assert found == self.num_cached(), "published and cached blocks differ"
+        known = self.subscriber.last_seq
+        self.wait_until(lambda: self._is_compared(known), "the publisher tells its checksum")
+        self.wait_until(self._is_all_published, "published and cached blocks are the same")
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Give all parts turns until `holds`."""
@@ -317,10 +317,18 @@ class PublishedCluster:
         tiers = {} if statistics.offload is None else statistics.offload.tiers.open_jobs
         return not statistics.num_open_jobs and not any(tiers.values())
 
-    def _is_compared(self) -> bool:
+    def _is_all_published(self) -> bool:
+        found = {medium: len(hashes) for medium, hashes in self.hashes().items()}
+        for medium, count in self.statistics()["num_orphans"].items():
+            found[medium] = found.get(medium, 0) + count
+        return found == self.num_cached()
+
+    def _is_compared(self, known: int | None) -> bool:
+        """Compare our state with that in the publisher's statistics; return False if they are from
+        before number `known`."""
         there = self.statistics()
         seq = there.get("last_seq", -1)
-        if seq not in self._checksums:
+        if seq not in self._checksums or known is None or seq < known:
             return False
         assert self._checksums[seq] == there["checksum"], f"another state at {seq}"
         return True

@@ -228,6 +228,12 @@ RIGHT: dict[str, list[bytes]] = {
     "an adapter": batch(stored(**LORA)),
     "a salt": batch(stored(cache_salt="s", extra_keys=[["s"], None])),
     "a restatement": batch({"type": "AllBlocksCleared"}, stored(), seq=9),
+    "a child in a lower medium": batch(
+        stored(), stored(medium="CPU", parent_block_hash=12, **NEXT)
+    ),
+    "a state with an orphan": batch(
+        {"type": "AllBlocksCleared"}, stored(medium="CPU", parent_block_hash=99), seq=9
+    ),
 }
 WRONG: dict[str, tuple[str, list[bytes]]] = {
     "two frames": ("llm-d: 2 frames", batch()[1:]),
@@ -254,6 +260,19 @@ WRONG: dict[str, tuple[str, list[bytes]]] = {
     "child before parent": (
         "every one: a child",
         batch(stored(parent_block_hash=12, **NEXT), stored()),
+    ),
+    "an orphan in a lower medium": (
+        "every one: a child",
+        batch(stored(), stored(medium="CPU", parent_block_hash=99, **NEXT)),
+    ),
+    "a state with a child before its parent": (
+        "every one: a child",
+        batch(
+            {"type": "AllBlocksCleared"},
+            stored(medium="CPU", parent_block_hash=12, **NEXT),
+            stored(medium="STORAGE"),
+            seq=9,
+        ),
     ),
     "half a block": ("dynamo: 3 tokens for 2 blocks", batch(stored(token_ids=[1, 2, 3]))),
     "no tokens": ("dynamo: 0 tokens", batch(stored(medium="CPU", token_ids=[]))),

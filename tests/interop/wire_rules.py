@@ -65,6 +65,8 @@ class WireRules:
     payloads: dict[int, bytes] = field(default_factory=dict)
     num_events: dict[str, int] = field(default_factory=dict)
     _digests: dict[int, bytes] = field(default_factory=dict)
+    _events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    _restated: set[int] | None = None
 
     def on_live(self, frames: Sequence[bytes]) -> None:
         """Check a message of the live stream."""
@@ -109,8 +111,13 @@ class WireRules:
         is_next = seq == self.last_seq + 1 or is_restated
         require(is_next, "dynamo", f"{seq} follows {self.last_seq}, and is no restatement")
         self.last_seq = seq
+        self._restated = None
+        if is_restated:
+            hashes = [event["block_hashes"] for event in events if event["type"] == "BlockStored"]
+            self._restated = {value for several in hashes for value in several}
         for event in events:
             tag = event["type"]
+            self._events.append((seq, event))
             self.num_events[tag] = self.num_events.get(tag, 0) + 1
             if tag == "AllBlocksCleared":
                 self.media.clear()
@@ -200,13 +207,30 @@ class WireRules:
         medium = self.media.setdefault(event["medium"], {})
         # Lower tiers may have blocks whose parent is on the device.
         above = [medium] if event["medium"] == "GPU" else list(self.media.values())
-        if parent is not None:
-            is_known = any(parent in there for there in above)
-            require(is_known, "every one", f"a child before its parent {parent}")
+        if parent is not None and not any(parent in there for there in above):
+            # A whole state may have blocks whose parent has gone since they were stored.
+            has_gone = self._restated is not None and parent not in self._restated
+            require(has_gone, "every one", self._about_orphan(event, parent))
         for value in hashes:
             require(value not in medium, "every one", f"{value} is stored twice")
             medium[value] = parent
             parent = value
+
+    def _about_orphan(self, event: dict[str, Any], parent: int) -> str:
+        """Return the text about a child without its parent: what was said about both."""
+        child = event["block_hashes"][0]
+        lines = [f"a child before its parent {parent}: {child} in {event['medium']}"]
+        for seq, said in self._events:
+            hashes = said.get("block_hashes", ())
+            if said["type"] == "AllBlocksCleared":
+                lines.append(f"  {seq} all blocks cleared")
+            lines += [
+                f"  {seq} {said['type']} {said['medium']}, {hashes.index(value)} of {len(hashes)}: "
+                f"the {name}"
+                for value, name in ((parent, "parent"), (child, "child"))
+                if value in hashes
+            ]
+        return "\n".join(lines)
 
     def _on_removed(self, event: dict[str, Any]) -> None:
         self._check_medium(event)
