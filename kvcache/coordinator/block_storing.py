@@ -14,6 +14,7 @@ import numpy as np
 from kvcache.base.arrays import Int32Array, int32_array
 from kvcache.coordinator.tier_hits import rows_by_tenant
 from kvcache.manager import KVCacheManager
+from kvcache.offload.events import parents_first
 from kvcache.offload.hierarchy import TierHierarchy
 from kvcache.offload.keys import label_keys
 from kvcache.offload.specs import HOST_MEDIUM
@@ -75,10 +76,13 @@ class BlockStoring:
         self.may_store_more = bool(self._is_unstored.any())
 
     def store_more(self, now_s: float) -> list[Store]:
-        """Store blocks that found no room when they were sealed, if they are still there."""
+        """Store blocks that found no room when they were sealed, if they are still there: parents
+        first, because the beginnings of prefixes are of use without their ends."""
         self.may_store_more = False
         ids = int32_array(np.flatnonzero(self._is_unstored)[:MAX_STORED_AGAIN])
         self._is_unstored[ids] = False
+        ids = ids[self.labels.are_labelled(ids)]
+        ids = ids[parents_first(self.labels.labels_of(ids))]
         return self.store(ids, now_s, is_new=False)
 
     def store(self, block_ids: Int32Array, now_s: float, *, is_new: bool = True) -> list[Store]:

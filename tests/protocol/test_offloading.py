@@ -46,6 +46,7 @@ from tests.manager.managers_under_test import (
     make_config,
     make_manager,
 )
+from tests.offload.label_chains import chain_label
 
 TOKENS = list(range(100, 113))
 
@@ -148,6 +149,25 @@ def test_what_a_call_labels_on_its_callers_word_is_not_stored() -> None:
     confirmed = Bench()
     told = confirmed.offloading.commands(confirmed.computed())
     assert [command for command in told if isinstance(command, Store)]
+
+
+def test_blocks_that_found_no_room_are_stored_later_from_the_beginning_of_their_prefix() -> None:
+    bench = Bench()
+    storing, tiers = bench.offloading.storing, bench.offloading.tiers
+    first = chain_label(16, first_token=1000)
+    storing.on_labelled(first, is_confirmed=True)
+    (store,) = storing.store(first.block_ids, 0.0)  # all of host memory
+    late = replace(chain_label(12), block_ids=int32_array(range(28, 16, -1)))
+    storing.on_labelled(late, is_confirmed=True)
+    assert storing.store(late.block_ids, 0.0) == []
+    tiers.end(store.job_id, ok=True)
+    storing.on_room()
+    assert storing.may_store_more
+    (store,) = storing.store_more(0.0)
+    assert store.sources.tolist() == late.block_ids.tolist()
+    storing.on_room()
+    assert not storing.may_store_more
+    assert storing.store_more(0.0) == []
 
 
 @pytest.mark.parametrize("by", ["tenant", "salt"])
