@@ -327,6 +327,7 @@ def test_a_torn_file_is_refused_with_its_line(trace: Path, tmp_path: Path) -> No
 
 def test_the_command_runs_with_several_processes(trace: Path) -> None:
     command = [*KVCACHE, "simulate", str(trace), "--json", "-j", "2", "-b", "20"]
+    command.append("--no-progress")  # a busy machine takes long enough for a line
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert [r["policy"] for r in json.loads(shown.stdout)] == ["lru", "optimum"]
     assert shown.stderr == ""
