@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -23,8 +22,6 @@ from tests.vllm.conftest import (
     Segment,
     Starter,
     await_memory,
-    made_model,
-    make_adapter,
     signal_service,
 )
 
@@ -41,14 +38,6 @@ REPETITIVE = [[10 + (i + k) % 7 for i in range(200)] for k in range(3)]
 
 SMALL_POOL = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 128}
 """Room for five of the eight requests that run at a time: prefills in chunks, and preemptions."""
-
-
-PIPELINE = {
-    "pipeline_parallel_size": 2,
-    "enforce_eager": False,
-    "compilation_config": {"mode": 2, "backend": "eager"},  # traced, without a C++ compiler
-}
-"""On CPUs, vLLM makes the tensors between stages only where it compiles the model."""
 
 
 def families() -> list[list[int]]:
@@ -269,41 +258,6 @@ def test_another_weight_revision_sees_no_old_block(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_weights_that_change_in_a_running_engine_leave_no_old_byte(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    model = made_model(python, tmp_path / "model")
-    files = tmp_path / "files"
-    files.mkdir()
-    disk = {"directory": str(files), "capacity_per_rank": "8MiB", "write": "on_store"}
-    extra = {"name": new_name(), "offload": {"host_memory_per_rank": "64MiB", "disk": disk}}
-    engine = start(extra, model=model)
-    old = engine.generate(PROMPTS)
-    made_model(python, tmp_path / "model", seed=8)
-    engine.ask(do="reload")
-    engine.reset(connector=True)
-    new = engine.generate(PROMPTS)
-    engine.reset()
-    warm = engine.generate(PROMPTS)
-    engine.kill()
-    engine = start(model=model)
-    expected = engine.generate(PROMPTS).tokens
-    engine.kill()
-    assert expected != old.tokens
-    assert (new.cached, new.tokens) == ([0, 0, 0], expected)
-    assert (warm.cached, warm.tokens) == (HITS, expected)
-    engine = start(extra, model=model)  # it cannot know that its weights are the new ones
-    again = engine.generate(PROMPTS)
-    assert (again.cached, again.tokens) == ([0, 0, 0], expected)
-    engine.reset(connector=True)  # weights may have changed
-    engine.kill()
-    engine = start({**extra, "weight_revision": "2"}, model=model)
-    cold = engine.generate(PROMPTS)
-    engine.kill()
-    assert (cold.cached, cold.tokens) == ([0, 0, 0], expected)
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_aborted_requests_change_no_token_and_leave_nothing_open(
     start: Starter,
     new_name: Callable[[], str],
@@ -356,161 +310,6 @@ def test_rejected_drafts_are_never_stored(
     engine.kill()
 
 
-class Hybrid(NamedTuple):
-    """A model whose layers have sliding windows and full attention, and its output alone."""
-
-    model: str
-    expected: list[list[int]]
-    of_families: list[list[int]]
-
-
-def require_hits_after_a_reset(engine: Engine, expected: list[list[int]]) -> None:
-    """Check that a new engine computes all, and loads all once vLLM has forgotten it."""
-    cold = engine.generate(PROMPTS)
-    engine.reset()
-    warm = engine.generate(PROMPTS)
-    assert (cold.cached, warm.cached) == ([0, 0, 0], HITS)
-    assert cold.tokens == warm.tokens == expected
-
-
-@pytest.fixture(scope="module")
-def hybrid(start: Starter, python: str, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    model = made_model(python, tmp_path_factory.mktemp("gemma3"), "gemma3")
-    engine = start(model=model, **SMALL_POOL)
-    expected = engine.generate(PROMPTS).tokens
-    of_families = engine.generate(FAMILIES[:40], 16).tokens
-    engine.kill()
-    return Hybrid(model, expected, of_families)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_groups_with_sliding_windows_are_kept_and_survive_a_kill(
-    start: Starter, new_name: Callable[[], str], hybrid: Hybrid, tmp_path: Path
-) -> None:
-    model, expected, of_families = hybrid
-    disk = {"directory": str(tmp_path), "capacity_per_rank": "24MiB"}
-    extra = {"name": new_name(), "offload": {"host_memory_per_rank": "4MiB", "disk": disk}}
-    engine = start(extra, model=model, **SMALL_POOL)
-    for is_known in (False, True):
-        answer = engine.generate(FAMILIES[:40], 16)
-        assert answer.tokens == of_families
-        assert not is_known or sum(answer.cached) > 100 * BLOCK
-        engine.reset()
-    require_hits_after_a_reset(engine, expected)
-    engine.generate(PROMPTS[:1], 1)
-    engine.kill()
-    segment = Segment(extra["name"], 0)
-    assert {0, 1} == set(segment.groups())
-    engine = start(extra, model=model, **SMALL_POOL)
-    adopted = engine.generate(PROMPTS)
-    assert (adopted.cached, adopted.tokens) == (HITS, expected)
-    engine.reset()
-    for slot in segment.sealed_slots()[::3]:
-        segment.flip_byte(slot, tensor=slot % len(segment.shape.widths))
-    assert engine.generate(PROMPTS).tokens == expected
-    assert "could not load" in engine.errors()
-    damage(list(tmp_path.rglob("*.kvb"))[::3])
-    assert engine.generate(FAMILIES[:40], 16).tokens == of_families
-    engine.kill()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_groups_with_sliding_windows_only_load_their_last_blocks(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    model = made_model(python, tmp_path / "mistral", "mistral")
-    engine = start(model=model)
-    expected = engine.generate(PROMPTS).tokens
-    engine.kill()
-    name = new_name()
-    engine = start({"name": name, **MEMORY}, model=model)
-    require_hits_after_a_reset(engine, expected)
-    segment = Segment(name, 0)
-    for slot in segment.sealed_slots()[::2]:
-        segment.flip_byte(slot)
-    engine.reset()
-    assert engine.generate(PROMPTS).tokens == expected
-    assert "could not load" in engine.errors()
-    engine.kill()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_pipeline_ranks_keep_their_layers_and_survive_a_kill(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    model = made_model(python, tmp_path / "llama3", "llama3")
-    engine = start(model=model)
-    expected = engine.generate(PROMPTS).tokens
-    engine.kill()
-    name = new_name()
-    engine = start({"name": name, **MEMORY}, model=model, **PIPELINE)
-    require_hits_after_a_reset(engine, expected)
-    engine.generate(PROMPTS[:1], 1)
-    engine.kill()
-    segments = [Segment(name, rank) for rank in range(2)]
-    assert [len(segment.shape.widths) for segment in segments] == [2, 1]
-    engine = start({"name": name, **MEMORY}, model=model, **PIPELINE)
-    for slot in segments[1].sealed_slots()[::3]:
-        segments[1].flip_byte(slot)
-    answer = engine.generate(PROMPTS)
-    engine.kill()
-    assert answer.tokens == expected
-    assert "could not load" in engine.errors()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_wrong_option_of_a_rank_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str]
-) -> None:
-    disk = {"directory": "/absent/kvcache", "capacity_per_rank": "8MiB"}
-    wrong = {"name": new_name(), "offload": {"host_memory_per_rank": "8MiB", "disk": disk}}
-    assert re.fullmatch(r".*/absent/kvcache.*: make or mount it first", refusal(start, wrong))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_another_version_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str]
-) -> None:
-    extra = {"name": new_name(), **MEMORY}
-    assert refusal(start, extra, module="tests.vllm.other_version") == (
-        "vLLM is version 0.33.1, kvcache's connector serves 0.32.x: install vllm==0.32.0, or "
-        "remove --kv-transfer-config"
-    )
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_model_whose_states_are_no_blocks_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    model = made_model(python, tmp_path, "mamba")
-    assert refusal(start, {"name": new_name(), **MEMORY}, model=model) == (
-        "the model has KV cache groups MambaSpec, the connector serves FullAttentionSpec and "
-        "SlidingWindowSpec: remove --kv-transfer-config"
-    )
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_layout_that_cannot_be_moved_ends_the_start_with_one_sentence(
-    start: Starter, new_name: Callable[[], str]
-) -> None:
-    extra = {"name": new_name(), **MEMORY}
-    assert re.fullmatch(
-        r"the KV cache of layer model\.layers\.0\S* is \(.*\) with strides \(.*\), the connector "
-        r"moves tensors of \d+ blocks, blocks first, in pieces of at least 64 bytes: choose "
-        r"another attention backend, or remove --kv-transfer-config",
-        refusal(start, extra, module="tests.vllm.odd_layout"),
-    )
-
-
-def refusal(start: Starter, extra: dict[str, Any], **options: Any) -> str:
-    """Return the sentence with which an engine ends at its start."""
-    with pytest.raises(AssertionError, match="does not answer") as ended:
-        start(extra, **options)
-    found = re.findall(r"kvcache\.base\.errors\.\w+: (.*)", str(ended.value))
-    assert found, ended.value
-    return str(found[-1])
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_noise_in_loaded_blocks_changes_tokens(
     start: Starter, new_name: Callable[[], str], expected: list[list[int]]
@@ -522,20 +321,6 @@ def test_noise_in_loaded_blocks_changes_tokens(
     engine.kill()
     assert noisy.cached == HITS
     assert noisy.tokens != expected
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_noise_in_loaded_blocks_of_a_hybrid_changes_tokens(
-    start: Starter, new_name: Callable[[], str], hybrid: Hybrid
-) -> None:
-    extra = {"name": new_name(), **MEMORY}
-    engine = start(extra, module="tests.vllm.noisy_connector", model=hybrid.model)
-    assert engine.generate(PROMPTS).tokens == hybrid.expected
-    engine.reset()
-    noisy = engine.generate(PROMPTS)
-    engine.kill()
-    assert noisy.cached == HITS
-    assert noisy.tokens != hybrid.expected
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -563,37 +348,6 @@ def test_a_load_that_hangs_and_writes_later_changes_no_token(
     engine.reset()  # only possible when no block is held any more
     loaded = engine.generate(PROMPTS)
     assert (loaded.tokens, loaded.cached) == (expected, HITS)
-    engine.kill()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_neither_other_weights_of_an_adapter_nor_a_sleep_see_old_bytes(
-    start: Starter, new_name: Callable[[], str], python: str, tmp_path: Path
-) -> None:
-    adapter = make_adapter(python, tmp_path, 1)
-    extra = {"name": new_name(), **MEMORY}
-    lora = {"enable_lora": True, "max_lora_rank": 8}
-    engine = start(extra, **lora)
-    plain, old = engine.generate(PROMPTS), engine.generate(PROMPTS, adapter=adapter)
-    assert (old.cached, old.tokens != plain.tokens) == ([0, 0, 0], True)
-    engine.reset()
-    warm = engine.generate(PROMPTS, adapter=adapter)
-    assert (warm.cached, warm.tokens) == (HITS, old.tokens)
-    engine.kill()
-    make_adapter(python, tmp_path, 2)
-    engine = start(extra, **lora)
-    new = engine.generate(PROMPTS, adapter=adapter)
-    assert (new.cached, new.tokens != old.tokens) == ([0, 0, 0], True)
-    engine.reset()
-    warm = engine.generate(PROMPTS, adapter=adapter)
-    assert (warm.cached, warm.tokens) == (HITS, new.tokens)
-    assert engine.generate(PROMPTS).cached == HITS  # what the first engine has stored
-    for level in (1, 2):
-        engine.ask(do="sleep", level=level)
-        assert engine.generate(PROMPTS).cached == [0, 0, 0]
-        engine.reset()
-        slept = engine.generate(PROMPTS)
-        assert (slept.cached, slept.tokens) == (HITS, plain.tokens)
     engine.kill()
 
 
