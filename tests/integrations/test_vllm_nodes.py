@@ -5,6 +5,7 @@ A node is a name here: engines of different names have memory services of their 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -932,6 +933,15 @@ def test_a_node_that_was_silent_is_not_asked_again_at_once() -> None:
     with pytest.raises(FileTierError, match="is not asked, because it was silent"):
         connections.fetch(endpoint, KEY)
     connections.close()
+
+
+def test_a_node_is_not_silent_while_the_machine_stands_still() -> None:
+    def after_a_pause(number: int) -> list[bytes]:
+        ctypes.PyDLL(None).sleep(2)  # of the whole process: it keeps the lock
+        return given(head_of(), *PARTS)(number)
+
+    with node(after_a_pause) as endpoint:
+        assert read(endpoint, silence_s=1.5) == b"".join(PARTS)
 
 
 def test_a_block_whose_request_has_waited_too_long_is_not_asked_for() -> None:

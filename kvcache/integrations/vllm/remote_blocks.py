@@ -3,7 +3,8 @@
 A block comes with the head of a file. Layout, rank, key and checksum are compared before it gets a
 label, whatever `offload.verify` says. Each lane asks for one block at a time, so as many blocks are
 under way as there are lanes. A node that is silent for `silence_s` is not asked for a while, and
-blocks are not asked for when their request has waited for too long.
+blocks are not asked for when their request has waited for too long. Time in which this process was
+stopped is not silence.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import count
 import zmq
 
 from kvcache.base.arrays import int32_array
+from kvcache.base.clock import StallAwareClock, SystemClock
 from kvcache.base.curve import CurveKeys, equip_peer
 from kvcache.base.errors import ProtocolError
 from kvcache.integrations.vllm.step_messages import ImportCommand
@@ -37,6 +39,9 @@ MAX_QUEUED_BLOCKS = 8192
 MAX_NODES = 32
 """Connections of a lane; the oldest is closed for another one."""
 
+LISTEN_S = 0.1
+"""How long a lane listens before it reads the clock again; of a longer pause, so much counts."""
+
 REST_S = 5.0
 CLOSE_S = 5.0
 
@@ -52,6 +57,7 @@ class NodeConnections:
         self.keys = keys
         """For new connections."""
         self._silence_s = silence_s
+        self._clock = StallAwareClock(SystemClock(), LISTEN_S)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, dict[str, zmq.Socket[bytes]]] = {}  # by thread
         self._numbers = count(1)
@@ -71,11 +77,13 @@ class NodeConnections:
             socket.send(pack(Wanted(number, self._shape.rank, key)), zmq.NOBLOCK)
         except zmq.Again:
             raise self._silent(endpoint) from None
-        give_up_s = time.monotonic() + self._silence_s
+        give_up_s = self._clock.now() + self._silence_s
         while True:
-            left_s = give_up_s - time.monotonic()
-            if left_s <= 0 or not socket.poll(max(1, int(1000 * left_s))):
+            left_s = give_up_s - self._clock.now()
+            if left_s <= 0:
                 raise self._silent(endpoint)
+            if not socket.poll(max(1, int(1000 * min(left_s, LISTEN_S)))):
+                continue
             frames = self._frames(endpoint, socket)
             try:
                 given = unpack(frames[0])
