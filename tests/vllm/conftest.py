@@ -118,7 +118,7 @@ class Engine(ProcessTree):
         self, python: str, options: dict[str, Any], log: Path, *, is_forked: bool = True
     ) -> None:
         start = fork_server(python).fork if is_forked else partial(spawn, python)
-        with log.open("wb") as errors:
+        with log.open("ab") as errors:
             process = start("tests.vllm.engine_process", [json.dumps(options)], errors)
         super().__init__(process, log)
         self._unread = b""

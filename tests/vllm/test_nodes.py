@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.sharing.test_index import free_port
 from tests.vllm.conftest import ROOT, Engine, Segment, Starter, made_model
 from tests.vllm.programs import ENVIRONMENT
 from tests.vllm.test_connector import BLOCK, FAMILIES, HITS, MEMORY, PROMPTS, damage
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -53,17 +55,8 @@ class Coordinator:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def await_blocks(self, num_sources: int) -> None:
-        """Return when so many engines hold the same number of blocks for a while, above 0."""
-        deadline_s, before = time.monotonic() + 30, None
-        while True:
-            found = ask_status(self.address, None, 10_000)
-            held = [source["num_blocks"] for source in found["sources"]]
-            if len(held) == num_sources and any(held) and held == before:
-                return
-            before = held
-            assert time.monotonic() < deadline_s, f"the coordinator knows {held} blocks"
-            time.sleep(1)
+    def status(self) -> dict[str, Any]:
+        return ask_status(self.address, None, 10_000)
 
 
 @pytest.fixture
@@ -73,8 +66,27 @@ def coordinator() -> Iterator[Coordinator]:
     made.kill()
 
 
+def await_blocks(status: Callable[[], dict[str, Any]], *names: str) -> None:
+    """Return when a coordinator knows all blocks that these engines hold, and none are coming."""
+
+    def held() -> list[int]:
+        found = [ask_engine(name, 0, {"do": "status"})["tiers"] for name in names]
+        if any(sum(each["open_jobs"].values()) for each in found):
+            return []
+        return sorted((each["disk"] or each["host"])["num_ready"] for each in found)
+
+    def known() -> list[int]:
+        return sorted(source["num_blocks"] for source in status()["sources"])
+
+    wait_until(
+        lambda: any(blocks := held()) and blocks == known(),
+        lambda: f"the coordinator knows {known()} blocks, engines hold {held()}",
+        pause_s=0.1,
+    )
+
+
 def options_of(name: str, coordinator: Coordinator) -> dict[str, Any]:
-    sharing = {"address": coordinator.address, "answer_s": 5, "silence_s": 1}
+    sharing = {"address": coordinator.address, "answer_s": 5, "silence_s": 3}
     return {"name": name, "coordinator": sharing, **MEMORY}
 
 
@@ -87,7 +99,7 @@ def test_what_one_node_computes_another_one_loads_and_without_help_it_computes(
     assert cold.cached == [0, 0, 0]
     first.generate(OTHERS, 1)
     first.generate(OTHERS[-1:], 1)  # a step after the last one brings its seals
-    coordinator.await_blocks(2)
+    await_blocks(coordinator.status, *names)
 
     loaded = second.generate(PROMPTS[:2])
     assert (loaded.cached, loaded.tokens) == (HITS[:2], cold.tokens[:2])
@@ -104,7 +116,7 @@ def test_what_one_node_computes_another_one_loads_and_without_help_it_computes(
     assert status["nodes"]["num_unanswered_questions"] >= 1
 
     coordinator.start()
-    coordinator.await_blocks(2)
+    await_blocks(coordinator.status, *names)
     time.sleep(5)  # the engine asks again
     again = second.generate(OTHERS[:2], 1)
     assert again.cached == [192, 192]
@@ -151,7 +163,7 @@ def test_ranks_and_groups_are_shared_and_damage_and_kills_change_no_token(
     assert first.generate(PROMPTS).tokens == expected
     assert first.generate(FAMILIES, 8).tokens == of_families
     first.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
-    coordinator.await_blocks(2)
+    await_blocks(coordinator.status, *names)
 
     loaded = second.generate(PROMPTS)
     assert (loaded.cached, loaded.tokens) == (HITS, expected)
@@ -189,7 +201,7 @@ def test_blocks_that_are_only_in_files_of_a_node_are_loaded_by_another_one(
     first.generate(FAMILIES[:8], 1)
     for probe in OTHERS:  # steps, in which blocks go on to files
         first.generate([probe[:40]], 1)
-    coordinator.await_blocks(2)
+    await_blocks(coordinator.status, *names)
     loaded = second.generate(PROMPTS)
     assert (loaded.cached, loaded.tokens) == (HITS, expected)
     deadline_s = time.monotonic() + 20
@@ -215,8 +227,8 @@ def test_what_both_nodes_have_computed_is_a_copy_on_one_until_the_other_is_gone(
         engine.generate(PROMPTS, 1)
         engine.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
     coordinator.start()
-    coordinator.await_blocks(2)
-    found = ask_status(coordinator.address, None, 10_000)
+    await_blocks(coordinator.status, *names)
+    found = coordinator.status()
     assert found["num_copies"] * 2 == found["num_blocks"] > 0
     of_both = {names[0]: first, names[1]: second}
     assert await_copies(of_both, found["num_copies"]) == found["num_copies"]
@@ -253,7 +265,7 @@ def test_a_router_knows_what_each_node_holds_through_kills(
     first, second = engines.values()
     first.generate(PROMPTS, 1)
     first.generate(OTHERS[:1], 1)
-    coordinator.await_blocks(2)
+    await_blocks(coordinator.status, *names)
     with ExitStack() as stack:
         followers = {name: stack.enter_context(follower_of(name, coordinator)) for name in names}
         second.generate([[*PROMPTS[0], *OTHERS[1]]], 1)
@@ -298,7 +310,7 @@ def test_engines_find_a_coordinator_on_ray_and_find_it_again_when_it_was_killed(
     first, second = (start({"name": name, "coordinator": sharing, **MEMORY}) for name in names)
     cold = first.generate(PROMPTS)
     first.generate(OTHERS[:1], 1)  # a step after the last one brings its seals
-    await_blocks_of_two(on_ray)
+    await_blocks(partial(status_on_ray, on_ray), *names)
     loaded = second.generate(PROMPTS[:2])
     assert (loaded.cached, loaded.tokens) == (HITS[:2], cold.tokens[:2])
 
@@ -307,7 +319,7 @@ def test_engines_find_a_coordinator_on_ray_and_find_it_again_when_it_was_killed(
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60), signal.SIGKILL)
     while ask_place(on_ray, 60.0) == place:
         time.sleep(0.1)
-    await_blocks_of_two(on_ray)
+    await_blocks(partial(status_on_ray, on_ray), *names)
     second.generate(OTHERS[1:2], 1)  # steps, in which the engine learns where it is now
     time.sleep(nodes.LOOK_S)
     second.generate(OTHERS[2:3], 1)
@@ -319,19 +331,9 @@ def test_engines_find_a_coordinator_on_ray_and_find_it_again_when_it_was_killed(
     second.kill()
 
 
-def await_blocks_of_two(name: str) -> None:
-    """Return when two engines have told the coordinator on Ray of blocks, and no more come."""
-    deadline_s, before = time.monotonic() + 60, None
-    while True:
-        place = ask_place(name, 60.0)
-        held = [
-            each["num_blocks"] for each in ask_status(place.address, place.keys, 10_000)["sources"]
-        ]
-        if len(held) == 2 and any(held) and held == before:
-            return
-        before = held
-        assert time.monotonic() < deadline_s, f"the coordinator knows {held} blocks"
-        time.sleep(1)
+def status_on_ray(name: str) -> dict[str, Any]:
+    place = ask_place(name, 60.0)
+    return ask_status(place.address, place.keys, 10_000)
 
 
 def test_an_engine_does_not_start_without_ray_or_without_the_coordinator_on_it(
@@ -361,8 +363,13 @@ def events_of(name: str, coordinator: Coordinator) -> dict[str, Any]:
 
 def follower_of(name: str, coordinator: Coordinator) -> KVEventSubscriber:
     """A router that follows one engine's topic at the coordinator."""
-    topics = ask_status(coordinator.address, None, 10_000)["events"]["topics"]
-    (topic,) = [topic for topic in topics if f"/{name}/0@" in topic]
+
+    def topics() -> list[str]:
+        told = coordinator.status()["events"]["topics"]
+        return [topic for topic in told if f"/{name}/0@" in topic]
+
+    wait_until(topics, f"the coordinator publishes no events of {name}", pause_s=0.1)
+    (topic,) = topics()
     settings = SubscriptionSettings(reply_s=0.5, silence_s=3.0, is_shared=True)
     return KVEventSubscriber(*coordinator.events, topic=topic, settings=settings)
 
