@@ -309,7 +309,7 @@ def test_every_kind_of_layer_survives_being_plain(path: Path) -> None:
                 f"cache.memory_per_rank: {amount!r} is too little memory: write a number and a "
                 "unit, such as 8GiB",
             )
-            for amount in (0, 5, 5.5, 1023, "5B")
+            for amount in (0, 5, 5.5, 1023)
         ),
         (
             {"cache": {"hash_algorithm": "md5"}},

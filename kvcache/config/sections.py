@@ -52,14 +52,13 @@ def parse_bytes(value: object) -> object:
 
 
 def parse_memory(value: object) -> object:
-    """Return the bytes of a setting, like `parse_bytes`. Raises ConfigurationError for an amount
-    below 1 KiB: its unit was forgotten."""
-    num_bytes = parse_bytes(value)
-    if type(num_bytes) is float or (type(num_bytes) is int and num_bytes < KIB):
+    """Return the bytes of a setting, like `parse_bytes`. Raises ConfigurationError for a fraction
+    or a number below 1,024 without a unit, which was forgotten."""
+    if type(value) is float or (type(value) is int and value < KIB):
         raise ConfigurationError(
             f"{shown(value)} is too little memory: write a number and a unit, such as 8GiB"
         )
-    return num_bytes
+    return parse_bytes(value)
 
 
 def require_model_len(value: object) -> object:
@@ -146,7 +145,7 @@ Real = BeforeValidator(require_number)
 List = BeforeValidator(listed)
 """For fields of tuples, which files write as lists."""
 
-Bytes = Annotated[int, BeforeValidator(parse_memory), Field(ge=KIB, le=2**63 - 1)]
+Bytes = Annotated[int, BeforeValidator(parse_memory), Field(ge=1, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewThousand = Annotated[int, Field(ge=1, le=4096)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Real]
