@@ -7,6 +7,7 @@ SVG files, without dates and random names. `advise` uses the same traces, simula
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ _ENDS = (".svg", ".png", ".pdf")
 
 SeedOption = Annotated[int, typer.Option(help="Seed of a generated trace.")]
 RequestsOption = Annotated[
-    int | None, typer.Option("--requests", "-l", help="Only the first N requests.", min=1)
+    int | None,
+    typer.Option("--requests", "-l", help="Only the first N requests.", min=1, max=sys.maxsize),
 ]
 BlockSizeOption = Annotated[
     int | None, typer.Option(help="Tokens per block, if the trace does not say.", min=1)

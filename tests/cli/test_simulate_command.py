@@ -287,6 +287,8 @@ def test_invalid_options_are_refused_with_a_remedy(trace: Path, tmp_path: Path) 
         "text: name it so"
     )
     assert not (tmp_path / "load").exists()
+    _, error = run(trace, "--requests", str(2**63), exit_code=2)
+    assert "Invalid value for '--requests'" in error
     assert refused("poetry").startswith("no workload 'poetry': give 'conversations', a generator")
     assert refused(tmp_path / "none.jsonl").endswith(
         "cannot be read (No such file or directory): name a Mooncake trace"
