@@ -822,12 +822,13 @@ def head_of(**other: Any) -> bytes:
 
 
 @contextmanager
-def node(*answers: Callable[[int], Sequence[bytes]]) -> Iterator[str]:
+def node(*answers: Callable[[int], Sequence[bytes]], port: int | None = None) -> Iterator[str]:
     """A node that gives these answers to a request."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         router.rcvtimeo = 10_000
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+        port = port or free_port()
+        router.bind(f"tcp://127.0.0.1:{port}")
 
         def serve() -> None:
             identity, data = router.recv_multipart()
@@ -927,11 +928,42 @@ def test_every_flipped_bit_of_an_answer_is_noticed() -> None:
 
 def test_a_node_that_was_silent_is_not_asked_again_at_once() -> None:
     connections = NodeConnections(SHAPE, None, 0.1)
+    with node() as endpoint:
+        with pytest.raises(FileTierError, match=r"gives nothing within 0.1 s"):
+            connections.fetch(endpoint, KEY)
+        with pytest.raises(FileTierError, match="is not asked, because it did not answer"):
+            connections.fetch(endpoint, KEY)
+    connections.close()
+
+
+def test_a_node_whose_process_has_ended_is_not_waited_for() -> None:
+    connections = NodeConnections(SHAPE, None, 60.0)
+    with pytest.raises(FileTierError, match="is gone, or has other keys"):
+        connections.fetch(f"tcp://127.0.0.1:{free_port()}", KEY)
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(FileTierError, match=r"gives nothing within 0.1 s"):
+
+    def end_when_asked() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(endpoint)
+            router.poll(10_000)
+
+    thread = threading.Thread(target=end_when_asked)
+    thread.start()
+    with pytest.raises(FileTierError, match="is gone, or has other keys"):
         connections.fetch(endpoint, KEY)
-    with pytest.raises(FileTierError, match="is not asked, because it was silent"):
+    thread.join()
+    with pytest.raises(FileTierError, match="is not asked, because it did not answer"):
         connections.fetch(endpoint, KEY)
+    connections.close()
+
+
+def test_a_node_that_listens_again_is_asked_by_a_new_connection() -> None:
+    connections = NodeConnections(SHAPE, None, 60.0)
+    port = free_port()
+    for _ in range(2):
+        with node(given(*PARTS), port=port) as endpoint:
+            assert connections.fetch(endpoint, KEY) == PARTS
+        wait_until(connections._own()[endpoint].is_lost, "the end of a node is not noticed")
     connections.close()
 
 
@@ -988,9 +1020,9 @@ def test_a_node_far_away_needs_the_keys(
     assert second.run("a", 17) == 16
     shape = first.memories[0].inventory().shape
     assert shape is not None
-    stranger = NodeConnections(shape, None, 0.3)
+    stranger = NodeConnections(shape, None, 60.0)
     key = make_offload_key(request_of(0, 17, "a").block_hashes[0], 0)
-    with pytest.raises(FileTierError, match="gives nothing"):
+    with pytest.raises(FileTierError, match="has other keys"):
         stranger.fetch(server_of(first).server.endpoint, key)
     friend = NodeConnections(shape, read_keys(path), 10.0)
     assert len(friend.fetch(server_of(first).server.endpoint, key)) == 3

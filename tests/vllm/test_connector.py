@@ -334,7 +334,7 @@ def test_a_load_that_hangs_and_writes_later_changes_no_token(
     hang = tmp_path / "hang"
     monkeypatch.setenv("KVCACHE_TEST_HANG", str(hang))
     engine = start(
-        {"name": new_name(), "offload": {"host_memory_per_rank": "64MiB", "job_s": 1.0}},
+        {"name": new_name(), "offload": {"host_memory_per_rank": "64MiB", "job_s": 3.0}},
         module="tests.vllm.hanging_connector",
         num_gpu_blocks_override=60,
     )

@@ -2,9 +2,9 @@
 
 A block comes with the head of a file. Layout, rank, key and checksum are compared before it gets a
 label, whatever `offload.verify` says. Each lane asks for one block at a time, so as many blocks are
-under way as there are lanes. A node that is silent for `silence_s` is not asked for a while, and
-blocks are not asked for when their request has waited for too long. Time in which this process was
-stopped is not silence.
+under way as there are lanes. A node that is silent for `silence_s`, or whose connection ends, is
+not asked for a while, and blocks are not asked for when their request has waited for too long. Time
+in which this process was stopped is not silence.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import zmq
@@ -46,6 +47,33 @@ REST_S = 5.0
 CLOSE_S = 5.0
 
 _NO_DIRECTORY = -1
+_IS_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A connection to a node. `monitor` has a message once the node's process has ended, or none
+    listens there: zmq connects again, but what was asked is lost."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def has_answer(self, timeout_s: float) -> bool:
+        """Wait for an answer, or the end of the connection; say whether there is an answer."""
+        poller = zmq.Poller()
+        for each in (self.socket, self.monitor):
+            poller.register(each, zmq.POLLIN)
+        poller.poll(max(1, int(1000 * timeout_s)))
+        return bool(self.socket.poll(0))
+
+    def is_lost(self) -> bool:
+        return bool(self.monitor.poll(0))
+
+    def close(self) -> None:
+        """Close it, with whatever is under way on it."""
+        self.socket.disable_monitor()
+        for each in (self.socket, self.monitor):
+            each.close(0)
 
 
 class NodeConnections:
@@ -59,7 +87,7 @@ class NodeConnections:
         self._silence_s = silence_s
         self._clock = StallAwareClock(SystemClock(), LISTEN_S)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets: dict[int, dict[str, zmq.Socket[bytes]]] = {}  # by thread
+        self._connections: dict[int, dict[str, _Connection]] = {}  # by thread
         self._numbers = count(1)
         self._rest_until_s: dict[str, float] = {}
 
@@ -67,24 +95,27 @@ class NodeConnections:
         """Return the head and the tensors of a block, as the node gives them.
 
         Raises FileTierError: `missing` if it has no such block, `damaged` for another answer, `io`
-        if it is silent.
+        if it is silent or gone.
         """
         if time.monotonic() < self._rest_until_s.get(endpoint, 0.0):
-            raise FileTierError("io", f"node {endpoint} is not asked, because it was silent")
-        socket = self._connected(endpoint)
+            raise FileTierError("io", f"node {endpoint} is not asked, because it did not answer")
+        connection = self._connected(endpoint)
         number = next(self._numbers)
+        silence = f"gives nothing within {self._silence_s:g} s"
         try:
-            socket.send(pack(Wanted(number, self._shape.rank, key)), zmq.NOBLOCK)
+            connection.socket.send(pack(Wanted(number, self._shape.rank, key)), zmq.NOBLOCK)
         except zmq.Again:
-            raise self._silent(endpoint) from None
+            raise self._no_answer(endpoint, silence) from None
         give_up_s = self._clock.now() + self._silence_s
         while True:
             left_s = give_up_s - self._clock.now()
-            if left_s <= 0:
-                raise self._silent(endpoint)
-            if not socket.poll(max(1, int(1000 * min(left_s, LISTEN_S)))):
+            if not connection.has_answer(min(left_s, LISTEN_S)):
+                if connection.is_lost():
+                    raise self._no_answer(endpoint, "is gone, or has other keys")
+                if left_s <= 0:
+                    raise self._no_answer(endpoint, silence)
                 continue
-            frames = self._frames(endpoint, socket)
+            frames = self._frames(endpoint, connection.socket)
             try:
                 given = unpack(frames[0])
             except ProtocolError as error:
@@ -98,9 +129,9 @@ class NodeConnections:
 
     def close(self) -> None:
         """Let go of all connections. No thread may use them any more."""
-        for sockets in self._sockets.values():
-            for socket in sockets.values():
-                socket.close(0)
+        for connections in self._connections.values():
+            for connection in connections.values():
+                connection.close()
         self._context.term()
 
     def _frames(self, endpoint: str, socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -113,43 +144,45 @@ class NodeConnections:
             frames.append(socket.recv())
         return frames
 
-    def _silent(self, endpoint: str) -> FileTierError:
-        """Close the connection, with whatever is under way on it, and let the node rest."""
+    def _no_answer(self, endpoint: str, what: str) -> FileTierError:
+        """Close the connection, and let the node rest."""
         self._disconnect(endpoint)
         now_s = time.monotonic()
         resting = {name: end_s for name, end_s in self._rest_until_s.items() if end_s > now_s}
         self._rest_until_s = {**resting, endpoint: now_s + REST_S}
-        return FileTierError("io", f"node {endpoint} gives nothing within {self._silence_s:g} s")
+        return FileTierError("io", f"node {endpoint} {what}")
 
-    def _own(self) -> dict[str, zmq.Socket[bytes]]:
+    def _own(self) -> dict[str, _Connection]:
         """Return this thread's connections."""
-        return self._sockets.setdefault(threading.get_ident(), {})
+        return self._connections.setdefault(threading.get_ident(), {})
 
     def _disconnect(self, endpoint: str) -> None:
-        socket = self._own().pop(endpoint, None)
-        if socket is not None:
-            socket.close(0)
+        connection = self._own().pop(endpoint, None)
+        if connection is not None:
+            connection.close()
 
-    def _connected(self, endpoint: str) -> zmq.Socket[bytes]:
-        sockets = self._own()
-        if endpoint in sockets:
-            return sockets[endpoint]
-        if len(sockets) >= MAX_NODES:
-            self._disconnect(next(iter(sockets)))
+    def _connected(self, endpoint: str) -> _Connection:
+        own = self._own()
+        if endpoint in own and own[endpoint].is_lost():
+            self._disconnect(endpoint)
+        if endpoint in own:
+            return own[endpoint]
+        if len(own) >= MAX_NODES:
+            self._disconnect(next(iter(own)))
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.ipv6 = True
         socket.maxmsgsize = max(MAX_HEAD_BYTES, *self._shape.widths)
         socket.rcvhwm = socket.sndhwm = 2
+        connection = own[endpoint] = _Connection(socket, socket.get_monitor_socket(_IS_LOST))
         try:
             if self.keys is not None:
                 equip_peer(socket, self.keys)
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            socket.close(0)
+            self._disconnect(endpoint)
             raise FileTierError("io", f"node {endpoint} cannot be reached: {error}") from error
-        sockets[endpoint] = socket
-        return socket
+        return connection
 
 
 class RemoteStore(FileStore):
