@@ -827,8 +827,8 @@ def node(*answers: Callable[[int], Sequence[bytes]], port: int | None = None) ->
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         router.rcvtimeo = 10_000
-        port = port or free_port()
-        router.bind(f"tcp://127.0.0.1:{port}")
+        router.bind(f"tcp://127.0.0.1:{port or '*'}")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
 
         def serve() -> None:
             identity, data = router.recv_multipart()
@@ -840,7 +840,7 @@ def node(*answers: Callable[[int], Sequence[bytes]], port: int | None = None) ->
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield f"tcp://127.0.0.1:{port}"
+            yield endpoint
         finally:
             thread.join()
 
