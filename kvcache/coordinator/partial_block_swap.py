@@ -192,8 +192,9 @@ class PartialBlockSwap:
 
         A store would make ranks copy at once, before forwards have written the content.
         """
-        self._copied = [entry for entry in self._copied if not self._loads.are_over(entry[1])]
-        self._copied.append((block_ids, self._loads.under_way()))
+        ledger = self._loads.ledger
+        self._copied = [entry for entry in self._copied if not ledger.are_over(entry[1])]
+        self._copied.append((block_ids, ledger.under_way()))
 
     def _num_taken_slots(self) -> int:
         """Return how many slots hold blocks of a tail, without those of failed stores and dropped
@@ -211,7 +212,7 @@ class PartialBlockSwap:
 
     def _are_copied(self, block_ids: Int32Array) -> bool:
         return any(
-            np.isin(block_ids, copied).any() and not self._loads.are_over(steps)
+            np.isin(block_ids, copied).any() and not self._loads.ledger.are_over(steps)
             for copied, steps in self._copied
         )
 

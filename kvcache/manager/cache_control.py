@@ -30,13 +30,7 @@ from kvcache.manager.settings import ManagerSettings
 from kvcache.manager.step_plan import make_request
 from kvcache.protocol.commands import Command, Reset
 from kvcache.protocol.step import NewRequest, checked_new
-from kvcache.requests.request import (
-    BlockHasher,
-    LoRARequest,
-    Request,
-    TokenIds,
-    copy_request,
-)
+from kvcache.requests.request import BlockHasher, Request, copy_request
 from kvcache.tenants import TenantLedger
 
 logger = get_logger(__name__)
@@ -63,21 +57,13 @@ class CacheControl:
         self._clock = clock
         self._pins = PinTable(settings.max_pinned_blocks, tenants)
         self.pinned = self._pins.hits
-        """The live pins, by id: while there are any, callers must call `refresh`."""
+        """The live pins by id, oldest first, each with its hit. While there are any, callers must
+        call `refresh`."""
         self._commands: list[Command] = []
         self._has_workers = settings.has_workers
         self.model_epoch = settings.model_epoch
         self.is_draining = False
         self.num_blocks_refusing_reset = 0
-
-    @property
-    def num_pins(self) -> int:
-        """How many pins are live."""
-        return len(self._pins)
-
-    def pin_hits(self) -> list[tuple[Pin, CacheHit]]:
-        """Return the live pins, oldest first, each with the hit it holds."""
-        return list(self._pins.hits.values())
 
     def request(self, request_id: str) -> Request | None:
         """Return the manager's own request with all its tokens, None if it is not known. Do not
@@ -93,7 +79,7 @@ class CacheControl:
         for known in self._table.known.values():
             tables = self._core.block_ids(known.request.request_id)
             users[list({b for table in tables for b in table})] += 1
-        for _, hit in self.pin_hits():
+        for _, hit in self.pinned.values():
             users[held_blocks(hit)] += 1
         users[0] = 0
         return users
@@ -125,10 +111,6 @@ class CacheControl:
             return False
         self._cache.unpin(hit)
         return True
-
-    def evict(self, block_ids: Sequence[int]) -> None:
-        """Make the core forget the contents of these blocks."""
-        self._cache.evict(block_ids)
 
     def reset(self, *, drain: bool) -> bool:
         """Empty the cache now, or with `drain` once no block is in use; return whether it is."""
@@ -191,35 +173,8 @@ class CacheControl:
         logger.info("the prefix cache is reset: model epoch %d", self.model_epoch)
 
 
-def prefix_request(
-    tokens: TokenIds,
-    *,
-    lora: LoRARequest | None,
-    cache_salt: str | None,
-    tenant: str | None,
-    model_epoch: int,
-) -> Request:
-    """Return a request for looking up a prefix. A look-up leaves the last token out, so the
-    request has one token more."""
-    request = Request(
-        "pin", tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=model_epoch
-    )
-    request.append_output_token_ids([0])
-    return request
-
-
-def prefetch_request(
-    tokens: TokenIds,
-    *,
-    lora: LoRARequest | None,
-    cache_salt: str | None,
-    tenant: str | None,
-    model_epoch: int,
-) -> Request:
-    """Return a `prefix_request` with an id that only requests for the same prefix have."""
-    request = prefix_request(
-        tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=model_epoch
-    )
+def named_by_prefix(request: Request) -> Request:
+    """Return a copy of a request with an id that only requests for the same prefix have."""
     digest = blake2b(request.all_token_ids.tobytes(), digest_size=16)
     digest.update(repr((request.lora, request.namespace)).encode())
     return copy_request(request, f"prefetch {digest.hexdigest()}")

@@ -16,7 +16,7 @@ from kvcache.base.errors import RequestError
 from kvcache.core import NewestState, TableChange
 from kvcache.core.flat_core import FlatCore
 from kvcache.manager.request_table import KnownRequest, RequestTable
-from kvcache.requests.request import Request, copy_request
+from kvcache.requests.request import Request
 
 
 def seat_fork(
@@ -39,17 +39,6 @@ def seat_fork(
     known = table.admit(child, parent.client_index, num_tokens, parent.num_encoder_tokens, row)
     child.num_computed_tokens = num_tokens
     return known, changes
-
-
-def seat_copy(
-    table: RequestTable, core: FlatCore, parent: KnownRequest, child_id: str
-) -> tuple[KnownRequest, list[TableChange]] | None:
-    """Fork `parent` into a copy of it that starts with all its computed tokens; see `seat_fork`."""
-    table.sync(parent.slot)
-    request = parent.request
-    child = copy_request(request, child_id)
-    num_tokens = min(table.num_computed(parent.slot), request.num_tokens)
-    return seat_fork(table, core, parent, child, num_tokens)
 
 
 def require_continuation(parent: Request, child: Request, max_model_len: int) -> None:

@@ -51,12 +51,7 @@ from kvcache.core.flat_core import CoreFactory, FlatCore
 from kvcache.core.hits import stale_hit
 from kvcache.manager.admission import Admission
 from kvcache.manager.cache_blocks import KVCacheBlocks, blocks_of
-from kvcache.manager.cache_control import (
-    CacheControl,
-    PrefixHolds,
-    prefetch_request,
-    prefix_request,
-)
+from kvcache.manager.cache_control import CacheControl, PrefixHolds, named_by_prefix
 from kvcache.manager.forks import require_continuation, seat_fork
 from kvcache.manager.loads import PrefixLoads
 from kvcache.manager.model_limits import ModelLimits
@@ -607,7 +602,7 @@ class KVCacheManager:
         Requests that have one of these blocks cache nothing more. Raises BlockError for an id that
         does not exist.
         """
-        self.control.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
+        self._cache.evict(as_integers("block_ids", block_ids, error=BlockError).tolist())
 
     def pin_prefix(
         self,
@@ -629,12 +624,7 @@ class KVCacheManager:
         """
         limit_s = as_number("ttl_s", ttl_s, above=0, error=RequestError)
         self.control.refresh()
-        epoch = self.control.model_epoch
-        request = prefix_request(
-            tokens, lora=lora, cache_salt=cache_salt, tenant=tenant, model_epoch=epoch
-        )
-        request.attach_block_hasher(self._hasher)
-        return self.control.pin(request, limit_s)
+        return self.control.pin(self._prefix_request(tokens, lora, cache_salt, tenant), limit_s)
 
     def prefetch_prefix(
         self,
@@ -656,16 +646,10 @@ class KVCacheManager:
             RequestError: there are no tokens.
         """
         self.control.refresh()
-        request = prefetch_request(
-            tokens,
-            lora=lora,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            model_epoch=self.control.model_epoch,
-        )
+        request = self._prefix_request(tokens, lora, cache_salt, tenant)
         if self.tiers.on_prefetch is None:
             return 0
-        request.attach_block_hasher(self._hasher)
+        request = named_by_prefix(request)
         num_device_tokens = self._cache.look_up(request).num_tokens
         hit = self.tiers.on_prefetch(request, num_device_tokens)
         # Since an earlier call, requests may have cached more than it loads.
@@ -704,7 +688,7 @@ class KVCacheManager:
             self._core.statistics(),
             *self._table.counts(),
             num_free_slots=self._table.num_free_slots,
-            num_pins=self.control.num_pins,
+            num_pins=len(self.control.pinned),
             num_clients=len(self._ledger),
             num_unfinished_steps=self._ledger.num_unfinished_steps,
             num_steps=self._ledger.num_steps,
@@ -767,6 +751,23 @@ class KVCacheManager:
                 "model_epoch=manager.model_epoch"
             )
         request.attach_block_hasher(self._hasher)
+
+    def _prefix_request(
+        self, tokens: TokenIds, lora: LoRARequest | None, salt: str | None, tenant: str | None
+    ) -> Request:
+        """Return a request for looking up a prefix. A look-up leaves the last token out, so the
+        request has one token more."""
+        request = Request(
+            "pin",
+            tokens,
+            lora=lora,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+            tenant=tenant,
+            model_epoch=self.control.model_epoch,
+        )
+        request.append_output_token_ids([0])
+        return request
 
     def _newest_state(
         self, known: KnownRequest, num_external: int, num_encoder: int

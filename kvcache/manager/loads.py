@@ -57,14 +57,6 @@ class PrefixLoad:
         return sum(len(ids) for ids in self.block_ids)
 
 
-@dataclass(frozen=True)
-class HeldPrefix:
-    """The tokens that a finished load with a tail holds for its request."""
-
-    load_id: int
-    num_tokens: int
-
-
 @dataclass(eq=False)
 class _Placeholder:
     """The placeholder `request` of `owner`. `readers` are the steps that may still read its blocks.
@@ -96,7 +88,7 @@ class PrefixLoads:
         blocks before its own end."""
         self._core = core
         self._hasher = hasher
-        self._ledger = ledger
+        self.ledger = ledger
         self._table = table
         self._control = control
         self._block_sizes = sizes = settings.block_sizes
@@ -108,14 +100,6 @@ class PrefixLoads:
     def __len__(self) -> int:
         """Return how many loads hold blocks."""
         return len(self._placeholders)
-
-    def under_way(self) -> StepsUnderWay:
-        """Return the steps of all clients that are neither complete nor void."""
-        return self._ledger.under_way()
-
-    def are_over(self, steps: StepsUnderWay) -> bool:
-        """Return whether no rank can still run any of these steps."""
-        return self._ledger.are_over(steps)
 
     def num_device_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` are cached now. Does not change the cache."""
@@ -154,7 +138,7 @@ class PrefixLoads:
         if self._core.reserve(placeholder_request, wanted, hit if hit.num_tokens else None) is None:
             return None
         self._placeholders[load_id] = _Placeholder(
-            request, placeholder_request, num_tokens, self._ledger.under_way(), has_tail
+            request, placeholder_request, num_tokens, self.ledger.under_way(), has_tail
         )
         columns, block_ids = [], []
         for size, table in zip(
@@ -183,7 +167,7 @@ class PrefixLoads:
         Raises:
             RequestError: the load is unknown or finished already.
         """
-        return self._ledger.are_over(self._unfinished(load_id).readers)
+        return self.ledger.are_over(self._unfinished(load_id).readers)
 
     def finish(self, load_id: int) -> None:
         """Cache the blocks, which every rank has written. They are held until `release`.
@@ -197,31 +181,30 @@ class PrefixLoads:
         if placeholder.has_tail:
             self._held[placeholder.owner.request_id] = load_id
 
-    def held_for(self, request: Request, num_hit_tokens: int) -> HeldPrefix | None:
-        """Return the prefix held for this very request, if longer than its hit; otherwise None.
+    def num_held_tokens(self, request: Request, num_hit_tokens: int) -> int:
+        """Return how many tokens are held for this very request, if more than its hit; else 0.
 
         The last token of a request is always computed, so a load that reaches it is not used.
         """
         load_id = self._held.get(request.request_id)
         if load_id is None:
-            return None
+            return 0
         placeholder = self._placeholders[load_id]
         is_more = num_hit_tokens < placeholder.num_tokens < request.num_tokens
-        if placeholder.owner is not request or not is_more:
-            return None
-        return HeldPrefix(load_id, placeholder.num_tokens)
+        return placeholder.num_tokens if placeholder.owner is request and is_more else 0
 
-    def hand_over(self, load_id: int, request: Request, reservation: Reservation) -> bool:
+    def hand_over(self, request: Request, reservation: Reservation) -> bool:
         """Give a request without blocks those of its placeholder, and the rest of `reservation`.
 
         Returns False, unchanged, if there is no room. `release` ends the load.
 
         Raises:
-            RequestError: this load holds nothing for this request.
+            RequestError: no load holds tokens for this request.
         """
-        placeholder = self._placeholders.get(load_id)
-        if placeholder is None or self._held.get(request.request_id) != load_id:
-            raise RequestError(f"load {load_id} holds nothing for request {request.request_id}")
+        load_id = self._held.get(request.request_id)
+        if load_id is None:
+            raise RequestError(f"no load holds tokens for request {request.request_id}")
+        placeholder = self._placeholders[load_id]
         core, placeholder_request = self._core, placeholder.request
         origin = placeholder.num_tokens, NewestState(placeholder.num_tokens, 0)
         core.fork(placeholder_request, request, *origin)

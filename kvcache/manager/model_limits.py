@@ -56,11 +56,6 @@ class ModelLimits:
         """The most drafts that a forward may have."""
         return self.max_model_len if self.max_draft_tokens is None else self.max_draft_tokens
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether a group keeps states."""
-        return bool(self.state_groups)
-
     def require_encoder_tokens(self, request_id: str, num_encoder_tokens: int) -> None:
         """Raise RequestError unless the model keeps so many encoder tokens of a request."""
         if 0 <= num_encoder_tokens <= self.max_encoder_tokens:

@@ -31,7 +31,7 @@ from kvcache.core import (
 from kvcache.core.flat_core import FlatCore
 from kvcache.core.running import END, END_OF_OWN, SETTLED, RunningRows
 from kvcache.manager.admission import Admission
-from kvcache.manager.forks import seat_copy
+from kvcache.manager.forks import seat_fork
 from kvcache.manager.model_limits import ModelLimits
 from kvcache.manager.request_table import KnownRequest, RequestTable
 from kvcache.manager.step_ledger import ClientSteps, Rollback, SlotAssignment, StepRecord
@@ -133,7 +133,7 @@ class StepExecutor:
                 self._admit(request, wish, client.index, answer, record.new)
         if is_running or plan.forks:
             core.close_step()
-        if not record.is_empty:
+        if len(record.rows.slots) or record.preempted or record.resumed or record.new:
             client.records.append(record)
         if answer.changes:
             patch = joined(patch, patch_of(answer.changes))
@@ -215,8 +215,13 @@ class StepExecutor:
     def _fork(
         self, parent: KnownRequest, child_id: str, record: StepRecord, answer: _Answer
     ) -> None:
-        """Admit the child of a fork; if this step fails, it is removed as a new request is."""
-        seated = seat_copy(self._table, self._core, parent, child_id)
+        """Admit the child of a fork, with all computed tokens of its parent. If this step fails, it
+        is removed as a new request is."""
+        table, request = self._table, parent.request
+        table.sync(parent.slot)
+        num_tokens = min(table.num_computed(parent.slot), request.num_tokens)
+        child = copy_request(request, child_id)
+        seated = seat_fork(table, self._core, parent, child, num_tokens)
         if seated is None:
             answer.name(child_id, NO_ROOM)
             answer.forked_slots.append(NO_SLOT)
@@ -309,9 +314,8 @@ class StepExecutor:
             self._leave_out(request, answer, reason)
             return
         num_tokens, num_hit = request.num_tokens, hit.num_tokens
-        held = loads.held_for(request, num_hit) if len(loads) else None
-        if held is not None:
-            num_hit = held.num_tokens
+        num_held = loads.num_held_tokens(request, num_hit) if len(loads) else 0
+        num_hit = num_held or num_hit
         start = min(num_hit + wish.num_external_computed_tokens, num_tokens - 1)
         num_scheduled = min(wish.max_new_tokens, num_tokens - start)
         end = start + num_scheduled
@@ -326,10 +330,10 @@ class StepExecutor:
                 None,
                 wish.num_encoder_tokens,
             )
-            if held is None:
-                has_room = self._core.reserve(request, wanted, hit) is not None
+            if num_held:
+                has_room = loads.hand_over(request, wanted)
             else:
-                has_room = loads.hand_over(held.load_id, request, wanted)
+                has_room = self._core.reserve(request, wanted, hit) is not None
         if not has_room:
             self._leave_out(request, answer, NO_ROOM)
             return

@@ -48,11 +48,6 @@ class StepRecord:
     resumed: list[SlotAssignment] = field(default_factory=list)
     new: list[SlotAssignment] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the step did nothing that needs undoing."""
-        return not (len(self.rows.slots) or self.preempted or self.resumed or self.new)
-
 
 @dataclass(frozen=True)
 class RowBefore:

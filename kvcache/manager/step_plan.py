@@ -95,7 +95,7 @@ class StepPlanner:
         rollback, table, limits = None, self._table, self._limits
         if request.failed_step != NO_STEP:
             rollback = client.plan_rollback(
-                request.failed_step, table, keeps_states=limits.keeps_states
+                request.failed_step, table, keeps_states=bool(limits.state_groups)
             )
         if len(client.records) >= self._max_unfinished_steps:
             self._check_backlog(where, request, client)

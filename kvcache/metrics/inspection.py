@@ -49,7 +49,7 @@ def inspect_cache(
         raise NotRunningError("the coordinator has no cache at the moment: wait until it is ready")
     pins = tuple(
         PinStatus(pin.pin_id, pin.num_tokens, pin.num_blocks, max(0.0, pin.expires_at_s - now_s))
-        for pin, _ in manager.control.pin_hits()
+        for pin, _ in manager.control.pinned.values()
         if pin.expires_at_s > now_s
     )
     counts = manager.control.users_of_blocks()

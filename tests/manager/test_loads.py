@@ -10,7 +10,6 @@ import pytest
 from kvcache.base.errors import RequestError
 from kvcache.core import Reservation
 from kvcache.manager import KVCacheManager
-from kvcache.manager.loads import HeldPrefix
 from kvcache.protocol.commands import Copy, Label
 from kvcache.requests.request import Request
 from tests.audits import Audits
@@ -136,29 +135,29 @@ def test_a_load_with_a_tail_is_handed_over_where_there_is_room_and_else_stays() 
     request = request_of(TOKENS[:30])
     load = loads.begin(request, 22, has_tail=True)
     assert load.columns[0].tolist() == list(range(6))
-    assert loads.held_for(request, 0) is None
+    assert loads.num_held_tokens(request, 0) == 0
     loads.finish(load.load_id)
-    assert loads.held_for(request, 20) == HeldPrefix(load.load_id, 22)
-    assert loads.held_for(request, 22) is None
-    assert loads.held_for(request_of(TOKENS[:30]), 20) is None
+    assert loads.num_held_tokens(request, 20) == 22
+    assert loads.num_held_tokens(request, 22) == 0
+    assert loads.num_held_tokens(request_of(TOKENS[:30]), 20) == 0
     assert hit_tokens(manager, TOKENS) == 20
 
     stand_in = f"\x00load {load.load_id}"
     before = manager.get_block_ids(stand_in), manager.statistics()
-    assert not loads.hand_over(load.load_id, request, Reservation(22, 40, 30))
+    assert not loads.hand_over(request, Reservation(22, 40, 30))
     assert (manager.get_block_ids(stand_in), manager.statistics()) == before
     assert not any(manager.get_block_ids("asks"))
     manager.check()
-    assert loads.held_for(request, 20) is not None
-    assert loads.hand_over(load.load_id, request, Reservation(22, 30, 30))
+    assert loads.num_held_tokens(request, 20) == 22
+    assert loads.hand_over(request, Reservation(22, 30, 30))
     (ids,) = manager.get_block_ids(request.request_id)
     assert ids[:6] == load.block_ids[0].tolist()
     assert len(ids) == 8
     assert not [c for c in manager.take_commands() if isinstance(c, Copy)]
     assert loads.was_taken(load.load_id)
-    assert loads.held_for(request, 20) is None
-    with pytest.raises(RequestError, match="holds nothing for request asks"):
-        loads.hand_over(load.load_id, request, Reservation(22, 30, 30))
+    assert loads.num_held_tokens(request, 20) == 0
+    with pytest.raises(RequestError, match="no load holds tokens for request asks"):
+        loads.hand_over(request, Reservation(22, 30, 30))
     loads.release(load.load_id)
     manager.check()
     assert manager.statistics().core.num_free_blocks == 1
@@ -172,9 +171,9 @@ def test_a_tail_that_is_not_taken_is_free_again() -> None:
     load = loads.begin(request, 22, has_tail=True)
     loads.finish(load.load_id)
     request.truncate_tokens(22)  # its last token is always computed: the load is of no use
-    assert loads.held_for(request, 20) is None
+    assert loads.num_held_tokens(request, 20) == 0
     loads.release(load.load_id)
-    assert loads.held_for(request, 0) is None
+    assert loads.num_held_tokens(request, 0) == 0
     manager.check()
     statistics = manager.statistics().core
     assert statistics.num_free_blocks == statistics.num_blocks
