@@ -17,6 +17,7 @@ from kvcache.base.errors import InvariantError
 from kvcache.core.columns import ColumnStore
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.names import *
+from kvcache.core.pool import first_free
 from kvcache.core.prefix_tree import child_of
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import UNOWNED
@@ -83,13 +84,9 @@ def dump_core(core: FlatCore) -> dict[str, object]:
 
 def free_list(store: ColumnStore) -> list[int]:
     """Return the blocks in the free list, the next one first."""
-    block = store.columns.block
-    found: list[int] = []
-    b = block.item(0, NEXT)
-    while b and len(found) < len(block):
-        found.append(b)
-        b = block.item(b, NEXT)
-    return found
+    ids = np.empty(len(store.columns.block), np.int32)
+    listed: list[int] = ids[: first_free(store.address, ids)].tolist()
+    return listed
 
 
 def _require(is_right: object, message: str) -> None:

@@ -42,13 +42,7 @@ from kvcache.base.errors import (
     OutOfBlocksError,
     RequestError,
 )
-from kvcache.core import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    CacheEvent,
-    ReferenceKind,
-)
+from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, ReferenceKind
 from kvcache.core.audit import check_list, check_nodes
 from kvcache.core.columns import ColumnStore
 from kvcache.core.eviction import PolicyOrder
@@ -177,9 +171,7 @@ class BlockPool:
         self._store = store = ColumnStore(num_blocks, _SPECS, _CONTENT_BYTES)
         store.replace(index=np.zeros(1 << (2 * num_blocks).bit_length(), np.int32))
         store.columns.number[LOGS_GONE] = 1
-        self._order = PolicyOrder(
-            store, None, lambda capacity, table: make(capacity=capacity, table=table)
-        )
+        self._order = PolicyOrder(store, None, make)
         self._root = int(new_root(store.address))
         store.columns.node[self._root, KEYS] = 1  # the parent of first blocks has a digest
         self._contents: dict[tuple[_Table, BlockHash], int] = {}
@@ -502,7 +494,7 @@ class BlockPool:
 
     def _forget(self, ids: Int32Array) -> list[int]:
         lost = np.zeros(self.num_blocks, np.int32)
-        forget(self._store.address, ids, 0, 0, lost)
+        forget(self._store.address, ids, lost)
         self._settle()
         gone: list[int] = np.flatnonzero(lost).tolist()
         return gone

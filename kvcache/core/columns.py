@@ -278,12 +278,6 @@ class ColumnStore:
         if wanted > len(self.columns.ids):
             self.replace(ids=grown(self.columns.ids, wanted))
 
-    def has_nodes(self, num_more: int) -> bool:
-        """Return whether `num_more` nodes fit into the columns and into `index` without growing."""
-        c, cells = self.columns, self.cells
-        num_spare = cells[NUM_SPARE] + len(c.node) - cells[NEXT_NODE]
-        return num_more <= num_spare and 2 * (cells[NUM_INDEXED] + num_more) <= len(c.index)
-
     def reach_nodes(self, num_more: int) -> bool:
         """Make room for `num_more` nodes, up to `max_nodes`; return whether they fit."""
         c, cells, size = self.columns, self.cells, len(self.columns.node)

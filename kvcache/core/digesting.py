@@ -237,11 +237,13 @@ class Digester:
         """Make the digests that the nodes and their ancestors lack."""
         if not len(nodes):
             return
-        store = self._store
-        if store.columns.word[0] != BY_PYTHON:
-            _make_in(store, nodes)
+        c = self._store.columns
+        if c.word[0] != BY_PYTHON:
+            num_bytes = c.digest.shape[1] + 4 * c.tokens.shape[1] + int(c.tail_at[:, 1].max())
+            buffer, words = np.empty(num_bytes, np.uint8), np.empty(2, np.uint64)
+            _make_all(self._store.address, nodes, buffer, words, np.empty(len(c.node), np.int32))
             return
-        node = store.columns.node
+        node = c.node
         for n in nodes.tolist():
             way = []
             while not node.item(n, KEYS) & 1:
@@ -308,13 +310,6 @@ class Digester:
         tokens = (np.arange(self._store.unit_tokens, dtype=np.int32) * 7919).tobytes()
         made = _chained(self._store.columns.word, self._library, parent, tokens, len(tokens), 1)
         return made == self._hash_fn.hash_block(parent, tokens)
-
-
-def _make_in(store: ColumnStore, nodes: Any) -> None:
-    c = store.columns
-    num_bytes = c.digest.shape[1] + 4 * c.tokens.shape[1] + int(c.tail_at[:, 1].max())
-    buffer, words = np.empty(num_bytes, np.uint8), np.empty(2, np.uint64)
-    _make_all(store.address, nodes, buffer, words, np.empty(len(c.node), np.int32))
 
 
 def _chained(

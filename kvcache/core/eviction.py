@@ -30,33 +30,12 @@ from kvcache.base.clock import Clock, SystemClock
 from kvcache.base.compiled import array_type
 from kvcache.base.errors import InvariantError
 from kvcache.core import OffloadHooks
-from kvcache.core.columns import (
-    BLANK,
-    BLANKED,
-    BLOCK,
-    CHILDREN,
-    DISCARDED,
-    EVICTS,
-    FREE,
-    HAS_POLICY,
-    INSERTED,
-    KEYS,
-    NEXT,
-    NODE,
-    NUM_MOVED,
-    PARENT,
-    PREV,
-    REF,
-    REMOVED,
-    ColumnStore,
-    columns_of,
-    logs_of,
-    search_of,
-)
+from kvcache.core.columns import ColumnStore, columns_of, logs_of, search_of
 from kvcache.core.digesting import Digester
 from kvcache.core.forgetting import forget
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.machine import CORE, INT, NOTHING, kernel, routine
+from kvcache.core.names import *
 from kvcache.core.pool import count_evicted, evict_all, first_free, sealed_among
 from kvcache.policies import EntryInfo, EvictionPolicy
 from kvcache.policies.adaptive import AdaptivePolicy
@@ -95,8 +74,9 @@ class BlockEntryTable:
         n = c.block.item(entry, NODE)
         if not n:
             return EntryInfo()
-        g = group_of(c, n, entry)
-        content = None
+        content, g = None, 0
+        while node.item(n, BLOCK + 2 * g) != entry:
+            g += 1
         if self.names_contents:
             if self._digester is not None and not node.item(n, KEYS) & 1:
                 self._digester.make(int32_array([n]))
@@ -279,13 +259,6 @@ class PolicyOrder:
             c.block[last, NEXT], c.block[0, PREV] = 0, last
             getattr(self.policy, "adopt", self.policy.insert)(index_array(cached))
 
-    def _make_digests(self, digester: Digester, moved: Any) -> None:
-        """Make the digests of all contents that became unused, in one call."""
-        c = self._store.columns
-        ids = moved[moved[:, 0] == INSERTED, 1]
-        nodes = c.block[ids, NODE]
-        digester.make(np.ascontiguousarray(nodes[nodes != 0]))
-
     def tell(self) -> None:
         """Tell the policy what happened since the last call."""
         c = self._store.columns
@@ -300,7 +273,8 @@ class PolicyOrder:
         c.number[NUM_MOVED] = 0
         moved = c.moved[:count]
         if self._table.names_contents and self._digester is not None:
-            self._make_digests(self._digester, moved)
+            nodes = c.block[moved[moved[:, 0] == INSERTED, 1], NODE]
+            self._digester.make(np.ascontiguousarray(nodes[nodes != 0]))
         kinds, ids = moved[:, 0], index_array(moved[:, 1])
         cuts = [0, count]
         if (kinds != kinds[0]).any():
@@ -359,7 +333,7 @@ class PolicyOrder:
     def check(self) -> None:
         """Raise InvariantError unless the policy has exactly the unreferenced cached blocks."""
         c = self._store.columns
-        unheld = np.flatnonzero((c.block[:, NODE] != 0) & (c.block[:, 0] == 0)).tolist()
+        unheld = np.flatnonzero((c.block[:, NODE] != 0) & (c.block[:, REF] == 0)).tolist()
         if sorted(self.policy.order()) != unheld or len(self.policy) != len(unheld):
             raise InvariantError(
                 f"the policy orders {len(self.policy)} blocks, {len(unheld)} are cached and free"
@@ -379,16 +353,8 @@ class PolicyOrder:
         lost = np.zeros(len(self._store.columns.block), np.int32)
         going = int32_array(block_ids)
         count_evicted(self._store.address, going)
-        forget(self._store.address, going, 0, 0, lost)
+        forget(self._store.address, going, lost)
         self.tell()
-
-
-def group_of(c: Any, n: int, b: int) -> int:
-    """Return the group of block `b` at node `n`."""
-    for g in range(len(c.group)):
-        if c.node.item(n, BLOCK + 2 * g) == b:
-            return g
-    raise InvariantError(f"block {b} caches node {n}, which has another block")
 
 
 def offer(store: ColumnStore, offload: OffloadHooks | None, block_ids: Int32Array) -> None:

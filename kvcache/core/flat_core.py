@@ -32,7 +32,7 @@ from kvcache.core import (
     new_tuple,
 )
 from kvcache.core.audit import check_core, dump_core
-from kvcache.core.forgetting import count_sealed, forget
+from kvcache.core.forgetting import count_sealed, forget_steps
 from kvcache.core.forks import Column, RowForks
 from kvcache.core.hits import stale_hit
 from kvcache.core.kinds.rule import SIZE
@@ -160,9 +160,7 @@ class FlatCore:
         failed = self.steps.take_failed(client_id, from_step)
         if failed:
             last = failed[-1]
-            forget(
-                self.store.address, EMPTY_INT32, last.client, last.serial, self.cache.no_blocks()
-            )
+            forget_steps(self.store.address, last.client, last.serial, self.cache.no_blocks())
             self.steps.end_failed(client_id, failed)
             self.cache.settle()
 
@@ -184,7 +182,10 @@ class FlatCore:
         r = self.rows.get(request.request_id, NO_ROW)
         if r != NO_ROW:
             if self.store.keeps_states:
-                self._note_forward(r, reservation)
+                newest = reservation.newest_state or NewestState(-1, 0)
+                self.store.columns.forward[r, : ACCEPTED + 1] = (
+                    reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
+                )  # fmt: skip
             return self._extend(r, request, reservation)
         return self._admit(request, reservation, hit)
 
@@ -465,7 +466,7 @@ class FlatCore:
         if self.forks.copied:
             self.store.cells[HAS_GAPS] = 1
         if self.forks.shared:
-            self.forks.forget(r)
+            self.forks.shared.pop(r, None)
         del self.requests[r]
         self.store.free_rows.append(r)
         return r
@@ -540,14 +541,6 @@ class FlatCore:
 
     # --- inside ------------------------------------------------------------------------------
 
-    def _has_room(self, request: Request, num_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a request may take blocks while `num_spare_blocks` others stay free."""
-        num_free = self.cache.num_free_blocks() - num_spare_blocks
-        if self.tenants is None:
-            return num_blocks <= num_free
-        self.tenants.serve(self.tenants.account(request.namespace))
-        return self.tenants.has_room_for_served(num_blocks, num_free)
-
     def _count_taken(self, first: int = 0) -> None:
         """Charge the served tenant for the new blocks in `ids`, from index `first` on."""
         if self.tenants is not None:
@@ -611,7 +604,11 @@ class FlatCore:
         store.reach_units(-(-wanted // unit))
         due = self.forks.due_copies(r, wanted)
         needed = serve_row(store.address, r, computed, wanted, COUNT, 0) + len(due)
-        if not self._has_room(request, needed, reservation.num_spare_blocks):
+        spare = reservation.num_spare_blocks
+        kept = spare if self.tenants is None else self._spare_of_tenant(request, spare)
+        if needed > store.cells[FREE] - kept:
+            if self.tenants is not None:
+                self.tenants.refuse(self.tenants.served, needed, store.cells[FREE], spare)
             return None
         self._grow(r, computed, wanted, needed, due)
         changes = self._take_changes()
@@ -626,13 +623,6 @@ class FlatCore:
         self.forks.copy(r, wanted, due)
         serve_row(self.store.address, r, computed, wanted, GROW, 0)
         self._count_taken()
-
-    def _note_forward(self, r: int, reservation: Reservation) -> None:
-        """Note where a row's forward ends, and where the previous one did, for states."""
-        newest = reservation.newest_state or NewestState(-1, 0)
-        self.store.columns.forward[r, : ACCEPTED + 1] = (
-            reservation.own_end, newest.num_own_tokens, newest.num_accepted_drafts,
-        )  # fmt: skip
 
     def _publish(self, r: int, request: Request, num_tokens: int) -> None:
         """Publish a row's units up to `num_tokens` tokens. It has all blocks that they fill."""

@@ -96,46 +96,36 @@ def forget_marked(core: Any, g: int, is_lost: Any) -> None:
         s.mark[n] = 0
 
 
-@routine
+@kernel(NOTHING, CORE, INT, INT, NEW_INTS)
 def forget_steps(core: Any, client: int, serial: int, is_lost: Any) -> None:
-    """Forget what a client's open steps from `serial` on made hittable, and what continues it."""
+    """Forget what a client's open steps from `serial` on made hittable, and what continues it. Set
+    `is_lost` of forgotten blocks to 1."""
     c = columns_of(core)
     s = search_of(core)
-    count = np.int64(0)
     for n in range(1, c.number[NEXT_NODE]):
         for g in range(len(c.group)):
             b, owner = np.int64(c.node[n, BLOCK + 2 * g]), np.int64(c.node[n, OWNER + 2 * g])
-            if b == 0 or owner < serial or owner < c.number[SEALED_BELOW]:
-                continue
-            if s.client[owner & (NUM_STEPS - 1)] == client:
-                count += 1
+            if b and owner >= serial and s.client[owner & (NUM_STEPS - 1)] == client:
                 if c.group[g, KIND] == FULL:
                     s.mark[n] = GONE
                 elif s.mark[n] == 0:
                     s.mark[n] = REWOUND
-    if count:
-        for n in range(1, c.number[NEXT_NODE]):
-            if s.mark[n] == REWOUND:
-                for g in range(len(c.group)):
-                    b, owner = np.int64(c.node[n, BLOCK + 2 * g]), c.node[n, OWNER + 2 * g]
-                    if b and owner >= serial and owner >= c.number[SEALED_BELOW]:
-                        if s.client[owner & (NUM_STEPS - 1)] == client:
-                            forget_block(core, b, is_lost)
-        rewind_marked(core)
-        forget_marked(core, np.int64(-1), is_lost)
+    for n in range(1, c.number[NEXT_NODE]):
+        for g in range(len(c.group) if s.mark[n] == REWOUND else 0):
+            b, owner = np.int64(c.node[n, BLOCK + 2 * g]), np.int64(c.node[n, OWNER + 2 * g])
+            if b and owner >= serial and s.client[owner & (NUM_STEPS - 1)] == client:
+                forget_block(core, b, is_lost)
+    rewind_marked(core)
+    forget_marked(core, np.int64(-1), is_lost)
 
 
-@kernel(NOTHING, CORE, INTS, INT, INT, NEW_INTS)
-def forget(core: Any, ids: Any, client: int, serial: int, is_lost: Any) -> None:
+@kernel(NOTHING, CORE, INTS, NEW_INTS)
+def forget(core: Any, ids: Any, is_lost: Any) -> None:
     """Forget the contents of blocks, and what continues them: after a block of a prefix group
     everything that is cached, after any other block those of the same group. Rows with a forgotten
-    block cache nothing more. Set `is_lost` of forgotten blocks to 1. If `client` is not 0, do
-    `forget_steps` instead."""
+    block cache nothing more. Set `is_lost` of forgotten blocks to 1."""
     c = columns_of(core)
     s = search_of(core)
-    if client:
-        forget_steps(core, client, serial, is_lost)
-        return
     for is_prefix_group in range(2):
         for g in range(len(c.group)):
             if (c.group[g, KIND] == FULL) != (is_prefix_group == 1):

@@ -127,10 +127,6 @@ class RowForks:
             },
         )
 
-    def forget(self, r: int) -> None:
-        """Forget what a row shares, before it releases its blocks."""
-        self.shared.pop(r, None)
-
     def release_copied(self) -> bool:
         """Release both ends of copies whose commands have been taken; return whether any were."""
         if not self.copied:

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.base.arrays import Int32Array, int32_array
-from kvcache.core import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    CacheEvent,
-    CoreSettings,
-)
+from kvcache.core import AllBlocksCleared, BlocksRemoved, BlocksStored, CacheEvent, CoreSettings
 from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester, describe
 from kvcache.core.kinds.rule import LENGTH, SIZE
@@ -187,8 +181,7 @@ class Notifier:
         if np.count_nonzero(numbers):
             keys = [self._joined_keys(row) for row in numbers.tolist()]
         if self.has_workers and not is_labelled:
-            if self._unlabels:
-                self._flush_unlabels()
+            self._flush_unlabels()
             self._labels.append(
                 self._label(g, length * unit, notes, ids, digests, parents, tokens, keys)
             )

@@ -15,17 +15,7 @@ import numpy as np
 
 from kvcache.core.columns import columns_of, logs_of
 from kvcache.core.kinds.rule import FULL, KIND
-from kvcache.core.machine import (
-    CORE,
-    INT,
-    INTS,
-    NEW_INTS,
-    NOTHING,
-    call_3,
-    inner,
-    kernel,
-    routine,
-)
+from kvcache.core.machine import CORE, INT, INTS, NEW_INTS, NOTHING, call_3, inner, kernel, routine
 from kvcache.core.names import *
 from kvcache.core.prefix_tree import forget_content, is_sealed
 

@@ -111,9 +111,7 @@ class PrefixCache:
             PolicyOrder,
             store,
             self.digester,
-            lambda capacity, table: (
-                make(capacity=capacity, table=table) if learner is None else learner
-            ),
+            make if learner is None else lambda *_: learner,
             self.tenants,
             settings.clock,
         )
@@ -260,12 +258,9 @@ class PrefixCache:
         """Make room for `num_more` nodes. If nodes outlive their blocks and too few are left,
         forget the oldest cached blocks, except those of the nodes `spared`. Return whether the
         nodes fit."""
-        store = self.store
-        if store.has_nodes(num_more):
-            return True
         self.reach_index(num_more)
-        while not store.reach_nodes(num_more):
-            c = store.columns
+        while not self.store.reach_nodes(num_more):
+            c = self.store.columns
             unheld = self._oldest_cached(max(16, len(c.block) // 64), spared)
             if not len(unheld):
                 return False
@@ -371,7 +366,7 @@ class PrefixCache:
         return not (self.store.cells[EVICTED] and self._learner.ruling)
 
     def _forget(self, block_ids: Int32Array) -> None:
-        forget(self.store.address, block_ids, 0, 0, self.no_blocks())
+        forget(self.store.address, block_ids, self.no_blocks())
         self.settle()
 
     def _forget_all(self) -> None:
@@ -380,7 +375,7 @@ class PrefixCache:
         sealed = int32_array([b for _, _, b, is_sealed in self.store.contents() if is_sealed])
         no_caching = c.row[:, FLAGS] & NO_CACHING
         c.number[LOGS_GONE] = 0
-        forget(self.store.address, cached, 0, 0, self.no_blocks())
+        forget(self.store.address, cached, self.no_blocks())
         c.number[LOGS_GONE] = self.notifier.has_listeners
         c.row[:, FLAGS] = (c.row[:, FLAGS] & ~NO_CACHING) | no_caching
         self.steps.clear()

@@ -17,16 +17,7 @@ from kvcache.base.arrays import EMPTY_INT32, IndexArray, Int32Array, int32_array
 from kvcache.base.errors import BlockError
 from kvcache.core.columns import columns_of
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH, SIZE
-from kvcache.core.machine import (
-    CORE,
-    INT,
-    INT_ROWS,
-    INTS,
-    NEW_INTS,
-    NOTHING,
-    address_of,
-    kernel,
-)
+from kvcache.core.machine import CORE, INT, INT_ROWS, INTS, NEW_INTS, NOTHING, address_of, kernel
 from kvcache.core.names import *
 from kvcache.core.pool import release_all, take_listed
 from kvcache.core.prefix_tree import add_child, find_child, prune, put_block

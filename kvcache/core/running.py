@@ -25,15 +25,7 @@ from numba import types
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.compiled import array_type
-from kvcache.core.machine import (
-    INT,
-    INT_ROWS,
-    INTS,
-    NEW_INT_ROWS,
-    NOTHING,
-    kernel,
-    routine,
-)
+from kvcache.core.machine import INT, INT_ROWS, INTS, NEW_INT_ROWS, NOTHING, kernel, routine
 
 TOKENS, COMPUTED, OWN, CLIENT, SYNCED, FIRST_IN_RING, ROW, CONFIRMED, MARK, NUM_COLUMNS = range(10)
 """Columns of a row. OWN is where its last forward ended, drafts left out. Its request has SYNCED of

@@ -109,7 +109,7 @@ class StepTable:
         """End the open step, if any."""
         if self.current is None:
             return
-        self._end_current()
+        self._end(self.current)
         self.current = None
         self._store.cells[SERIAL] = 0
         if self._client_id not in self._waiting:
@@ -227,13 +227,10 @@ class StepTable:
         with another serial."""
         current = self.current
         if current is not None:
-            self._end_current()
+            self._end(current)
             self._begin(current.client, current.step)
 
-    def _end_current(self) -> None:
-        current = self.current
-        if current is None:
-            return
+    def _end(self, current: OpenStep) -> None:
         if current.rows or current.notes:
             self._waiting.setdefault(self._client_id, deque()).append(current)
         else:
@@ -244,18 +241,15 @@ class StepTable:
         return next(s for steps in self._waiting.values() for s in steps if s.serial == serial)
 
     def _update_sealed_below(self, client_id: str) -> None:
-        """Set the serial below which all steps are sealed."""
-        self._forget_if_idle(client_id)
-        oldest = self._next_serial if self.current is None else self.current.serial
-        if self._waiting:
-            oldest = min([steps[0].serial for steps in self._waiting.values()])
-        self._store.cells[SEALED_BELOW] = oldest
-
-    def _forget_if_idle(self, client_id: str) -> None:
+        """Set the serial below which all steps are sealed, and forget the client if it is idle."""
         if not self._waiting.get(client_id):
             self._waiting.pop(client_id, None)
             if self.current is None or self._client_id != client_id:
                 self._numbers.pop(client_id, None)
+        oldest = self._next_serial if self.current is None else self.current.serial
+        if self._waiting:
+            oldest = min([steps[0].serial for steps in self._waiting.values()])
+        self._store.cells[SEALED_BELOW] = oldest
 
     def _renumber(self) -> None:
         """Give waiting steps the lowest serials, in order. The caller opens the next step."""

@@ -58,12 +58,8 @@ class ModelLimits:
 
     def require_encoder_tokens(self, request_id: str, num_encoder_tokens: int) -> None:
         """Raise RequestError unless the model keeps so many encoder tokens of a request."""
-        if 0 <= num_encoder_tokens <= self.max_encoder_tokens:
+        if num_encoder_tokens <= self.max_encoder_tokens:
             return
-        if num_encoder_tokens < 0:
-            raise RequestError(
-                f"request {request_id}: num_encoder_tokens is {num_encoder_tokens}: pass 0 or more"
-            )
         if not self.max_encoder_tokens:
             raise RequestError(
                 f"request {request_id}: {num_encoder_tokens} encoder tokens, but no KV cache "

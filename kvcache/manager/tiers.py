@@ -13,14 +13,7 @@ from kvcache.base.arguments import check_kind
 from kvcache.base.arrays import Int32Array
 from kvcache.base.errors import RequestError
 from kvcache.base.logs import CallbackErrors, get_logger
-from kvcache.core import (
-    CacheEvent,
-    EventSink,
-    OffloadAnswer,
-    OffloadHit,
-    OffloadHooks,
-    StepHooks,
-)
+from kvcache.core import CacheEvent, EventSink, OffloadAnswer, OffloadHit, OffloadHooks, StepHooks
 from kvcache.manager.loads import PrefixLoads
 from kvcache.requests.hash_algorithms import BlockHash
 from kvcache.requests.request import Request

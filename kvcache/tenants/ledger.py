@@ -270,13 +270,6 @@ class TenantLedger:
         served = self.served
         return max(0, served.num_blocks + self.demand_blocks - served.share.limit_blocks)
 
-    def has_room_for_served(self, num_blocks: int, num_free: int) -> bool:
-        """Return whether the served tenant may use `num_blocks` more; record a refusal."""
-        if num_blocks <= self.room(self.served, num_free):
-            return True
-        self.refuse(self.served, num_blocks, num_free)
-        return False
-
     def refuse(
         self, account: TenantAccount, num_blocks: int, num_free: int, num_spare: int = 0
     ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import types
 
 from kvcache.base.compiled import array_type
 from kvcache.base.errors import ConfigurationError
@@ -108,14 +109,13 @@ def _is_marked(there: Any, i: int) -> bool:
     return there[i] != 0
 
 
-@kernel(INT, INTS, array_type("uint8", is_read=True), INT, INT, INT, checks_types=True)
-def _longest_of(rule: Any, there: Any, limit: int, step: int, extra: int) -> int:
-    return longest(rule, _is_marked, there, min(limit, len(there)), step, extra)
-
-
-@kernel(INT, INTS, INT, INT)
-def _first_read_of(rule: Any, end: int, extra: int) -> int:
-    return first_read(rule, end, extra)
+@kernel(
+    types.UniTuple(INT, 2), INTS, array_type("uint8", is_read=True), INT, INT, INT,
+    checks_types=True,
+)  # fmt: skip
+def _longest_read(rule: Any, there: Any, limit: int, step: int, extra: int) -> Any:
+    end = longest(rule, _is_marked, there, min(limit, len(there)), step, extra)
+    return first_read(rule, end, extra), end
 
 
 def longest_hit(
@@ -138,8 +138,8 @@ def longest_hit(
     """
     rule = rule_of(spec, spec.block_size)
     there = np.ascontiguousarray(is_cached, np.bool_).view(np.uint8)
-    end = int(_longest_of(rule, there, max_blocks, alignment_blocks, num_extra_blocks))
-    return range(int(_first_read_of(rule, end, num_extra_blocks)), end)
+    start, end = _longest_read(rule, there, max_blocks, alignment_blocks, num_extra_blocks)
+    return range(int(start), int(end))
 
 
 def rule_of(spec: KVCacheSpec, unit_tokens: int) -> npt.NDArray[np.int32]:
