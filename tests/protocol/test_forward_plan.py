@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvcache.base.arrays import int32_array
-from kvcache.base.errors import MalformedMessageError
 from kvcache.coordinator.forward_plan import (
     ForwardPlanner,
     content_key,
@@ -17,7 +14,6 @@ from kvcache.coordinator.forward_plan import (
     encoder_key,
 )
 from kvcache.protocol.commands import WriteExpected
-from kvcache.protocol.messages import StepCommands
 from kvcache.protocol.step import (
     NewRequest,
     ResumedRequest,
@@ -25,7 +21,6 @@ from kvcache.protocol.step import (
     StepRequest,
     StepResult,
 )
-from kvcache.protocol.wire import decode, encode
 from kvcache.requests.request import LoRARequest, Request
 
 
@@ -180,12 +175,3 @@ def test_a_withdrawn_row_is_not_verified() -> None:
     )
     gone = planner.plan(StepRequest("c", 4, 1, finished=("r",)), StepResult("c", 4, 1, 4), 4)
     assert gone.verify_slots.tolist() == []
-
-
-@pytest.mark.parametrize("name", ["draft_counts", "external_counts", "encoder_counts"])
-def test_counts_of_other_rows_are_refused_on_the_wire(name: str) -> None:
-    planner = ForwardPlanner(lambda request_id: make_request())
-    forward = replace(admitted(planner, 1, new=(new_request(),)), **{name: int32_array([0, 0])})
-    message = StepCommands("n", "f", 1, 1, "", 0, (forward,))
-    with pytest.raises(MalformedMessageError, match=f"^WriteExpected of 1 rows with 2 {name}$"):
-        decode(encode(message))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import MalformedMessageError, ProtocolError, VersionMismatchError
 from kvcache.protocol.commands import (
+    EMPTY_PATCH,
     Audit,
     BlockTablePatch,
     Command,
@@ -576,10 +577,6 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
             "Zero.block_ids is b'123': pass whole int32 numbers as bytes",
         ),
         (
-            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Copy", b"1234", b""]]],
-            "Copy with unequal lengths {'sources': 1, 'destinations': 0}",
-        ),
-        (
             [
                 WIRE_VERSION,
                 "StepCommands",
@@ -589,13 +586,10 @@ def test_an_oversized_message_is_refused_before_it_is_read() -> None:
                 1,
                 "",
                 0,
-                [["Spill", 1, "m", b"1" * 8, b"123"]],
+                [["BlockTablePatch", *[b"\1\0\0\0"] * 3, b"", b""]],
             ],
-            "Spill of 2 slots with 3 bytes of keys",
-        ),
-        (
-            [WIRE_VERSION, "StepCommands", "n", "f", 1, 1, "", 0, [["Fetch", 1, "m", b"123", b""]]],
-            "Fetch of 0 slots with 3 bytes of keys",
+            "BlockTablePatch with unequal lengths "
+            "{'slots': 1, 'groups': 1, 'first_indices': 1, 'counts': 0}",
         ),
         (
             [
@@ -694,8 +688,11 @@ def bad_hint(**changes: Any) -> CacheHint:
             "SealSlots, Discard, Reset, Fence, WriteExpected, Audit",
         ),
         (
-            StepCommands("n", "f", 1, 1, "", 0, (Copy(int32_array([1]), EMPTY_INT32),)),
-            "Copy with unequal lengths {'sources': 1, 'destinations': 0}",
+            StepCommands(
+                "n", "f", 1, 1, "", 0, (dataclasses.replace(EMPTY_PATCH, counts=int32_array([1])),)
+            ),
+            "BlockTablePatch with unequal lengths "
+            "{'slots': 0, 'groups': 0, 'first_indices': 0, 'counts': 1}",
         ),
         (Ping("\ud800", 1), "Ping.nonce is '\\ud800': pass text that UTF-8 can encode"),
     ],

@@ -138,9 +138,21 @@ INVALID: list[tuple[tuple[Command, ...], str]] = [
         (write_expected(1, [Row(0, [1, 2], 0, 2, is_new=False, external=1)]),),
         "write_expected has external tokens in a row that is not new",
     ),
+    *(
+        (
+            (replace(write_expected(1, [Row(0, [1], 0, 1)]), **{name: sizes}),),
+            "write_expected of 1 rows has arrays of other sizes",
+        )
+        for name, sizes in {
+            "draft_counts": ids(0, 0),
+            "external_counts": ids(0, 0),
+            "encoder_counts": ids(0, 0),
+            "content_keys": (),
+        }.items()
+    ),
     (
-        (replace(write_expected(1, [Row(0, [1], 0, 1)]), draft_counts=ids(0, 0)),),
-        "write_expected of 1 rows has arrays of other sizes",
+        (replace(write_expected(1, [Row(0, [1], 0, 1)]), token_ids=ids()),),
+        "write_expected announces 1 tokens and brings 0",
     ),
 ]
 

@@ -241,9 +241,9 @@ def _require_sizes(command: WriteExpected) -> None:
         command.counts,
         command.token_starts,
         command.token_counts,
+        command.content_keys,
     )
     maybe_empty = (
-        command.content_keys,
         command.external_counts,
         command.draft_counts,
         command.encoder_counts,
