@@ -170,7 +170,7 @@ class EmbeddedWorker:
             copy_priority=config.offload.copy_priority,
             copy_threads=config.offload.copy_threads,
         )
-        poll = None if self._is_threaded else self._poll_for_forward
+        poll = None if self._is_threaded else self.poll
         self._worker = KVCacheWorker(settings, clock=self._clock, poll=poll, on_news=self.wake)
         self._plan = plan
         logger.info(
@@ -297,36 +297,30 @@ class EmbeddedWorker:
         self._is_closed = True
         self.wake()
         with self._polling:
-            if self._transport is not None:
-                self._carried += self._transport.statistics()
-                self._transport.close()
-                self._transport = None
+            self._disconnect()
             if self._worker is not None:
                 self._worker.close()
         with self._watching:
             self._watching.notify_all()
 
-    def _rank(self) -> int:
-        return self.worker.settings.rank
-
     def _is_released(self, epoch: int) -> bool:
         return self._is_closed or self._watched_epoch > epoch
 
-    def _poll_for_forward(self, timeout_s: float) -> None:
-        self.poll(timeout_s)
-
     def _reconnect(self, endpoint: Endpoint) -> None:
         self._pending_endpoint = None
+        self._disconnect()
+        rank = self.worker.settings.rank
+        logger.info("rank %d connects to %s", rank, endpoint.address)
+        self._transport = self._connect(
+            endpoint, worker_peer(rank, self.incarnation), self._max_message_bytes, self.mailbox
+        )
+        self.worker.introduce()
+
+    def _disconnect(self) -> None:
         if self._transport is not None:
             self._carried += self._transport.statistics()
             self._transport.close()
             self._transport = None
-        peer = worker_peer(self.worker.settings.rank, self.incarnation)
-        logger.info("rank %d connects to %s", self._rank(), endpoint.address)
-        self._transport = self._connect(
-            endpoint, peer, self._config.transport.max_message_bytes, self.mailbox
-        )
-        self.worker.introduce()
 
     def _serve(self, worker: KVCacheWorker, transport: PeerTransport, timeout_s: float) -> bool:
         receive = transport.receive_or_wake if worker.is_transferring else transport.receive
@@ -346,12 +340,12 @@ class EmbeddedWorker:
     ) -> None:
         """Make the worker execute its messages among `payloads`; count and answer the others."""
         messages: list[Message] = []
+        rank = worker.settings.rank
         for payload in payloads:
             try:
                 message = decode(payload, self._max_message_bytes)
             except ProtocolError as error:
                 self._malformed += 1
-                rank = worker.settings.rank
                 logger.warning(
                     "rank %d: a message of the coordinator cannot be read: %s", rank, error
                 )
@@ -366,7 +360,7 @@ class EmbeddedWorker:
             else:
                 self._misdirected += 1
                 kind = type(message).__name__
-                logger.warning("rank %d drops a message: %s is for others", self._rank(), kind)
+                logger.warning("rank %d drops a message: %s is for others", rank, kind)
         self._send(transport, worker.on_messages(messages))
 
     def _send(self, transport: PeerTransport, messages: Sequence[Message]) -> None:

@@ -73,7 +73,7 @@ class KVCacheWorker:
         *,
         clock: Clock,
         copy_engine: CopyEngine | None = None,
-        poll: Callable[[float], None] | None = None,
+        poll: Callable[[float], object] | None = None,
         on_news: Callable[[], None] | None = None,
     ) -> None:
         """Allocate all memory of the plan.
