@@ -121,12 +121,14 @@ def advise(
     curves = _curves(load, policies, processes, has_progress=not no_progress)
     ruled = {name: curve for name, curve in curves.items() if name != OPTIMUM}
     found = best_candidates(ruled, memory, speeds, size, least)
-    tasks = [SimulationTask(0, candidate.cache) for candidate in found]
-    results = play([load], tasks, processes, is_shown=not no_progress)
-    candidates = [
-        measured(candidate, result, speeds, bytes_per_token)
-        for candidate, result in zip(found, results, strict=True)
-    ]
+
+    def simulated(candidates: Sequence[Candidate]) -> list[MeasuredCandidate]:
+        tasks = [SimulationTask(0, candidate.cache) for candidate in candidates]
+        results = play([load], tasks, processes, is_shown=not no_progress)
+        pairs = zip(candidates, results, strict=True)
+        return [measured(*pair, speeds, bytes_per_token) for pair in pairs]
+
+    candidates = simulated(found)
     best = choose(candidates)
     usual = _USUAL_POLICY if _USUAL_POLICY in policies else policies[0]
 
@@ -136,12 +138,7 @@ def advise(
         return estimate(best.candidate.shape, cache, curves[policy], memory, worth)
 
     others = [estimated(policy) for policy in policies if policy != best.candidate.cache.policy]
-    tasks = [SimulationTask(0, candidate.cache) for candidate in others]
-    results = play([load], tasks, processes, is_shown=not no_progress)
-    rivals = [best] + [
-        measured(candidate, result, speeds, bytes_per_token)
-        for candidate, result in zip(others, results, strict=True)
-    ]
+    rivals = [best, *simulated(others)]
     chosen = choose_policy(rivals, usual)
     candidates[candidates.index(best)] = chosen
     hinted = _hinted(load, chosen.result.cache, processes, has_progress=not no_progress)

@@ -214,7 +214,9 @@ def named_cluster(name: str | None) -> KVCacheCluster | EmbeddedSite:
     if name is None:
         name = only_cluster(names)
     elif name not in names:
-        raise NotRunningError(f"no cluster named {name!r} is running: {_instead(names)}")
+        choice = f"choose one of {', '.join(names)}"
+        instead = choice if names else "none is, start one with `kvcache launch`"
+        raise NotRunningError(f"no cluster named {name!r} is running: {instead}")
     return find_cluster(name)
 
 
@@ -262,12 +264,6 @@ def names_under(name: str) -> list[str]:
         for each in running_clusters()
         if each == name or (each.startswith(f"{name}-dp") and each[len(name) + 3 :].isdigit())
     ]
-
-
-def _instead(names: list[str]) -> str:
-    if not names:
-        return "none is, start one with `kvcache launch`"
-    return f"choose one of {', '.join(names)}"
 
 
 @contextmanager
@@ -340,16 +336,12 @@ def _has_joined(may_start: bool) -> bool:
         else:
             return True
     if refusal is not None:
-        _pass_over(refusal, may_start)
+        if refusal.is_named or not may_start:
+            raise ClusterError(str(refusal))
+        print(f"starting a separate Ray: {refusal.what}", file=sys.stderr, flush=True)
     elif not may_start:
         raise NotRunningError("no Ray cluster is running here: start one with `ray start --head`")
     return False
-
-
-def _pass_over(refusal: JoinRefusal, may_start: bool) -> None:
-    if refusal.is_named or not may_start:
-        raise ClusterError(str(refusal))
-    print(f"starting a separate Ray: {refusal.what}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

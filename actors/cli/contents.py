@@ -104,21 +104,13 @@ def prefixes(
 
 
 @dataclass(frozen=True)
-class NamespaceUse:
-    """Sealed device blocks of one namespace."""
-
-    namespace: Namespace
-    num_blocks: int
-
-
-@dataclass(frozen=True)
 class Usage:
     """Counts of blocks. `states`: device blocks; shared blocks in use are counted separately.
-    `groups` and `namespaces`: sealed device blocks."""
+    `groups` and `namespaces`: sealed device blocks; the largest namespace is first."""
 
     states: dict[str, int]
     groups: dict[int, int]
-    namespaces: tuple[NamespaceUse, ...]
+    namespaces: dict[Namespace, int]
     tiers: dict[str, TierStatistics]
     tenants: tuple[TenantStatistics, ...] = ()
 
@@ -148,13 +140,9 @@ def usage_of(
         "in flight": core.num_in_flight_blocks,
         "quarantined": core.num_quarantined_blocks,
     }
-    namespaces = tuple(
-        NamespaceUse(namespace, count) for namespace, count in blocks_by_namespace(labels).items()
-    )
-    tiers = {} if offload is None else {"host": offload.tiers.host}
-    if offload is not None and offload.tiers.disk is not None:
-        tiers["disk"] = offload.tiers.disk
+    tiers = {} if offload is None else offload.tiers.by_name
     tenants = tenants_of(statistics)
+    namespaces = blocks_by_namespace(labels)
     return Usage(states, blocks_by_group(labels), namespaces, tiers, tenants)
 
 
@@ -193,12 +181,12 @@ def _groups(usage: Usage) -> Table:
 
 def _namespaces(usage: Usage) -> Table:
     table = Table("namespace", "model epoch", "blocks")
-    for use in usage.namespaces[:MAX_NAMESPACES]:
-        namespace = use.namespace
-        table.add_row(namespace_text(namespace), str(namespace.model_epoch), f"{use.num_blocks:,}")
-    rest = usage.namespaces[MAX_NAMESPACES:]
+    counts = list(usage.namespaces.items())
+    for namespace, count in counts[:MAX_NAMESPACES]:
+        table.add_row(namespace_text(namespace), str(namespace.model_epoch), f"{count:,}")
+    rest = counts[MAX_NAMESPACES:]
     if rest:
-        table.add_row(f"{len(rest):,} others", "", f"{sum(use.num_blocks for use in rest):,}")
+        table.add_row(f"{len(rest):,} others", "", f"{sum(count for _, count in rest):,}")
     return table
 
 
@@ -209,8 +197,8 @@ def _plain_usage(usage: Usage) -> dict[str, Any]:
         },
         "groups": {str(group): count for group, count in usage.groups.items()},
         "namespaces": [
-            {**namespace_fields(use.namespace), "num_blocks": use.num_blocks}
-            for use in usage.namespaces
+            {**namespace_fields(namespace), "num_blocks": count}
+            for namespace, count in usage.namespaces.items()
         ],
         "tiers": {name: asdict(tier) for name, tier in usage.tiers.items()},
         "tenants": [asdict(tenant) for tenant in usage.tenants],

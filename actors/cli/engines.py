@@ -71,8 +71,7 @@ def show_metrics(which: str) -> None:
 def show_usage(which: str, as_json: bool) -> None:
     """Print the contents of an engine's tiers."""
     found = _statistics(which)
-    tiers = {} if found.tiers is None else {"host": found.tiers.host, "disk": found.tiers.disk}
-    held = {name: tier for name, tier in tiers.items() if tier is not None}
+    held = {} if found.tiers is None else found.tiers.by_name
     if as_json:
         plain = {name: asdict(tier) for name, tier in held.items()}
         whole = {"name": found.name, "replica": found.replica, "tiers": plain}
@@ -104,7 +103,8 @@ def clear_engine(which: str, is_confirmed: bool, as_json: bool) -> None:
     """Empty an engine's tiers; ask first."""
     from actors.cli.admin import ask_on_terminal
 
-    held = _num_held(_statistics(which))
+    tiers = _statistics(which).tiers
+    held = 0 if tiers is None else tiers.num_ready
     if not is_confirmed:
         ask_on_terminal(which, f"{held:,} blocks in memory and files of {which}")
     answer = ask(which, "clear")
@@ -138,14 +138,13 @@ def facts(found: EngineStatistics) -> dict[str, str]:
     }
     if tiers is None:
         return {**told, "tiers": "the ranks have not told yet what they hold"}
-    for tier in (tiers.host, tiers.disk):
-        if tier is not None:
-            told[f"{tier.medium} tier"] = (
-                f"{tier.num_ready:,} of {tier.num_slots:,} blocks, "
-                f"{bytes_text(tier.stored_bytes)} stored, {bytes_text(tier.loaded_bytes)} loaded "
-                f"by each rank, {tier.num_evicted:,} evicted, {tier.num_refused:,} without room"
-                + (f", {tier.num_copies:,} copies" if tier.num_copies else "")
-            )
+    for tier in tiers.by_name.values():
+        told[f"{tier.medium} tier"] = (
+            f"{tier.num_ready:,} of {tier.num_slots:,} blocks, "
+            f"{bytes_text(tier.stored_bytes)} stored, {bytes_text(tier.loaded_bytes)} loaded "
+            f"by each rank, {tier.num_evicted:,} evicted, {tier.num_refused:,} without room"
+            + (f", {tier.num_copies:,} copies" if tier.num_copies else "")
+        )
     jobs = ", ".join(f"{count:,} {kind}" for kind, count in tiers.open_jobs.items() if count)
     told["jobs"] = (
         f"{jobs or 'none'} open; {tiers.num_failed_jobs:,} failed, {tiers.num_expired_jobs:,} late"
@@ -199,13 +198,6 @@ def _hits(found: EngineStatistics) -> str:
         counts["other nodes"] = requests.num_remote_tokens
     shares = {name: count / requests.num_asked_tokens for name, count in counts.items()}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items()) + " of tokens"
-
-
-def _num_held(found: EngineStatistics) -> int:
-    if found.tiers is None:
-        return 0
-    disk = found.tiers.disk
-    return found.tiers.host.num_ready + (0 if disk is None else disk.num_ready)
 
 
 def _show_kept(which: str, kept: list[KeptMemory], as_json: bool) -> None:

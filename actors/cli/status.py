@@ -199,9 +199,7 @@ def _ranks(status: ClusterStatus) -> Table:
 def tier_facts(offload: OffloadStatistics) -> dict[str, str]:
     """Return the contents and counters of the tiers below the device."""
     facts: dict[str, str] = {}
-    for tier in (offload.tiers.host, offload.tiers.disk):
-        if tier is None:
-            continue
+    for tier in offload.tiers.by_name.values():
         facts[f"{tier.medium} tier"] = (
             f"{tier.num_ready:,} of {tier.num_slots * tier.blocks_per_slot:,} blocks, "
             f"{tier.hit_rate:.1%} of look-ups hit, {bytes_text(tier.stored_bytes)} stored, "
@@ -512,10 +510,8 @@ def _live_facts(statistics: CoordinatorStatistics, rate: Rates) -> dict[str, str
             "evictions": f"{rate.evictions:,.1f} blocks/s",
         }
     if statistics.offload is not None:
-        host, disk = statistics.offload.tiers.host, statistics.offload.tiers.disk
-        facts["host"] = _bar(host.num_ready, host.num_slots * host.blocks_per_slot)
-        if disk is not None:
-            facts["disk"] = _bar(disk.num_ready, disk.num_slots * disk.blocks_per_slot)
+        for name, tier in statistics.offload.tiers.by_name.items():
+            facts[name] = _bar(tier.num_ready, tier.num_slots * tier.blocks_per_slot)
         stored, loaded = bytes_text(rate.stored_bytes), bytes_text(rate.loaded_bytes)
         facts["copies"] = f"{stored}/s stored, {loaded}/s loaded, by each rank"
     return facts

@@ -99,7 +99,6 @@ def tiers_picture(statistics: CoordinatorStatistics) -> list[dict[str, Any]]:
     offload = statistics.offload
     if offload is None:
         return []
-    named = [("host", offload.tiers.host), ("disk", offload.tiers.disk)]
     return [
         {
             "name": name,
@@ -110,8 +109,7 @@ def tiers_picture(statistics: CoordinatorStatistics) -> list[dict[str, Any]]:
             "stored_bytes": tier.stored_bytes,
             "loaded_bytes": tier.loaded_bytes,
         }
-        for name, tier in named
-        if tier is not None
+        for name, tier in offload.tiers.by_name.items()
     ]
 
 

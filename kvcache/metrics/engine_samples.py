@@ -136,9 +136,8 @@ def _tier(values: Mapping[str, Any] | None) -> TierStatistics | None:
 def tier_samples(cluster: str, tiers: HierarchyStatistics) -> Iterator[Sample]:
     for kind, count in tiers.open_jobs.items():
         yield Sample(known.TIER_JOBS, float(count), (cluster, kind))
-    yield from _samples_of(cluster, "host", tiers.host)
-    if tiers.disk is not None:
-        yield from _samples_of(cluster, "disk", tiers.disk)
+    for name, tier in tiers.by_name.items():
+        yield from _samples_of(cluster, name, tier)
 
 
 def _samples_of(cluster: str, name: str, tier: TierStatistics) -> Iterator[Sample]:

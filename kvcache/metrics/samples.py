@@ -213,8 +213,8 @@ def tenants_of(statistics: CoordinatorStatistics | None) -> tuple[TenantStatisti
         return ()
     found = statistics.manager.tenants
     if statistics.offload is not None:
-        for tier in (statistics.offload.tiers.host, statistics.offload.tiers.disk):
-            found += () if tier is None else tier.tenants
+        for tier in statistics.offload.tiers.by_name.values():
+            found += tier.tenants
     return found
 
 

@@ -64,3 +64,13 @@ class HierarchyStatistics:
     num_expired_jobs: int = 0
     num_disk_rests: int = 0
     disk_problem: str = ""
+
+    @property
+    def by_name(self) -> dict[str, TierStatistics]:
+        """Each tier there is, `host` first, then `disk`."""
+        return {"host": self.host} | ({} if self.disk is None else {"disk": self.disk})
+
+    @property
+    def num_ready(self) -> int:
+        """Blocks that are ready in some tier; a block in two tiers counts twice."""
+        return sum(tier.num_ready for tier in self.by_name.values())

@@ -125,6 +125,4 @@ class EngineControl:
 
     def _num_held(self) -> int:
         tiers = self._store.statistics
-        if tiers is None:
-            return 0
-        return tiers.host.num_ready + (0 if tiers.disk is None else tiers.disk.num_ready)
+        return 0 if tiers is None else tiers.num_ready
