@@ -207,14 +207,7 @@ class SlidingWindowSpec(AttentionSpec):
         return (ceil_div(num_tokens, self.block_size) + 1) * self.page_size_bytes
 
     def as_full_attention(self) -> FullAttentionSpec | None:
-        return FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            dtype=self.dtype,
-            page_size_padded=self.page_size_padded,
-            sliding_window=self.sliding_window,
-        )
+        return replace(_as_full_attention(self), sliding_window=self.sliding_window)
 
 
 @dataclass(frozen=True)
@@ -261,14 +254,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
 
     def as_full_attention(self) -> FullAttentionSpec | None:
-        return FullAttentionSpec(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            dtype=self.dtype,
-            page_size_padded=self.page_size_padded,
-            attention_chunk_size=self.attention_chunk_size,
-        )
+        return replace(_as_full_attention(self), attention_chunk_size=self.attention_chunk_size)
 
 
 @dataclass(frozen=True)
@@ -307,3 +293,13 @@ class CrossAttentionSpec(AttentionSpec):
     def max_memory_usage_bytes(self, max_model_len: int, max_num_batched_tokens: int) -> int:
         require_lengths(max_model_len, max_num_batched_tokens)
         return ceil_div(self.max_encoder_tokens, self.block_size) * self.page_size_bytes
+
+
+def _as_full_attention(spec: AttentionSpec) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        page_size_padded=spec.page_size_padded,
+    )
