@@ -5,6 +5,8 @@ Fed by the block store. Reads no clock: the time is passed in.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcache.metrics.engine_samples import RequestStatistics
 
 
@@ -37,19 +39,14 @@ class RequestCounts:
     """Counts requests, tokens and waits. One user, but `statistics` may be called in any thread."""
 
     def __init__(self) -> None:
-        self._num_requests = self._num_asked_tokens = self._num_device_tokens = 0
-        self._num_host_tokens = self._num_file_tokens = self._num_fetched_tokens = 0
-        self._num_remote_tokens = self._num_imported_tokens = 0
-        self._num_failed_tokens = self._num_failed_loads = 0
+        self._counted = RequestStatistics()
         self._jobs: dict[int, tuple[int, int]] = {}
         self.for_files = WaitTimes()
         self.for_loads = WaitTimes()
 
     def admitted(self, num_tokens: int, num_device_tokens: int) -> None:
         """Count a request that got its blocks, and how much of it the device had."""
-        self._num_requests += 1
-        self._num_asked_tokens += num_tokens
-        self._num_device_tokens += num_device_tokens
+        self._add(num_requests=1, num_asked_tokens=num_tokens, num_device_tokens=num_device_tokens)
 
     def begins(self, job_id: int, num_blocks: int, num_tokens: int) -> None:
         """Note how many blocks and tokens a load, a fetch from files or an import moves."""
@@ -66,25 +63,26 @@ class RequestCounts:
         num_blocks, num_tokens = self._jobs.pop(job_id)
         num_failed = num_blocks if num_failed is None else num_failed
         num_lost = num_tokens * num_failed // num_blocks
-        num_loaded = num_tokens - num_lost
-        num_from_files = min(self._num_fetched_tokens - self._num_file_tokens, num_loaded)
-        self._num_file_tokens += num_from_files
-        num_loaded -= num_from_files
-        num_from_nodes = min(self._num_imported_tokens - self._num_remote_tokens, num_loaded)
-        self._num_remote_tokens += num_from_nodes
-        self._num_host_tokens += num_loaded - num_from_nodes
-        self._num_failed_tokens += num_lost
-        self._num_failed_loads += bool(num_failed)
+        num_loaded, old = num_tokens - num_lost, self._counted
+        num_from_files = min(old.num_fetched_tokens - old.num_file_tokens, num_loaded)
+        num_unloaded = old.num_imported_tokens - old.num_remote_tokens
+        self._add(
+            num_loaded_tokens=num_loaded,
+            num_file_tokens=num_from_files,
+            num_remote_tokens=min(num_unloaded, num_loaded - num_from_files),
+            num_failed_tokens=num_lost,
+            num_failed_loads=int(num_failed > 0),
+        )
 
     def fetch_ends(self, job_id: int, num_fetched: int) -> None:
         """Count a fetch that has read `num_fetched` blocks."""
         num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
-        self._num_fetched_tokens += num_tokens * num_fetched // num_blocks
+        self._add(num_fetched_tokens=num_tokens * num_fetched // num_blocks)
 
     def import_ends(self, job_id: int, num_imported: int) -> None:
         """Count an import that has brought `num_imported` blocks."""
         num_blocks, num_tokens = self._jobs.pop(job_id, (1, 0))
-        self._num_imported_tokens += num_tokens * num_imported // num_blocks
+        self._add(num_imported_tokens=num_tokens * num_imported // num_blocks)
 
     def ended(self, request_id: str, now_s: float) -> None:
         """End the waits of a request that has ended."""
@@ -92,19 +90,14 @@ class RequestCounts:
         self.for_loads.end(request_id, now_s)
 
     def statistics(self, now_s: float) -> RequestStatistics:
-        num_file_tokens = self._num_file_tokens
-        return RequestStatistics(
-            num_requests=self._num_requests,
-            num_asked_tokens=self._num_asked_tokens,
-            num_device_tokens=self._num_device_tokens,
-            num_loaded_tokens=self._num_host_tokens + num_file_tokens + self._num_remote_tokens,
-            num_file_tokens=num_file_tokens,
-            num_remote_tokens=self._num_remote_tokens,
-            num_imported_tokens=self._num_imported_tokens,
-            num_fetched_tokens=self._num_fetched_tokens,
-            num_failed_tokens=self._num_failed_tokens,
-            num_failed_loads=self._num_failed_loads,
+        return replace(
+            self._counted,
             files_wait_s=self.for_files.total_s(now_s),
             load_wait_s=self.for_loads.total_s(now_s),
             num_waiting=len(self.for_files) + len(self.for_loads),
         )
+
+    def _add(self, **counts: int) -> None:
+        old = self._counted
+        sums = {name: getattr(old, name) + count for name, count in counts.items()}
+        self._counted = replace(old, **sums)
