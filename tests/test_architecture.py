@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -322,6 +324,20 @@ def test_the_environment_is_read_only_where_configuration_is() -> None:
     ]
     # It gives a process that runs in another directory the way to this package.
     assert found == ["kvcache/memory_service/process.py"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        ("actors.workers.worker, kvcache.worker", "kvcache.core.flat_core"),
+        ("kvcache.config, kvcache.planner", "numba"),
+    ],
+)
+def test_no_process_loads_kernels_that_it_never_runs(modules: str, unwanted: str) -> None:
+    """Loading the kernels of the core or of the policies takes a process about a second."""
+    code = f"import {modules}; import sys; print({unwanted!r} in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:

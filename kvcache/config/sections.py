@@ -29,7 +29,6 @@ from pydantic_core import PydanticKnownError
 
 from kvcache.base.errors import ConfigurationError, shown
 from kvcache.config.problems import refusal
-from kvcache.policies import require_eviction_policy
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,6 +72,9 @@ def require_model_len(value: object) -> object:
 
 def require_policy(value: str) -> str:
     """Return `value`; raises ConfigurationError unless it names an eviction policy."""
+    # Imported here: it loads the kernels of all policies, which most processes never use.
+    from kvcache.policies import require_eviction_policy
+
     return require_eviction_policy(value)
 
 

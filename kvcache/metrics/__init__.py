@@ -4,13 +4,15 @@
     frozen statistics() ──┴──▶ samples ──▶ an exporter (actors/metrics_export.py: Ray)
 
 Steps are not involved: meters wrap the coordinator and the eviction policies.
+Those meters are imported on first use, so that a rank does not load the core's kernels.
 """
 
 from __future__ import annotations
 
-from kvcache.metrics.ages import AgeMeter
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from kvcache.metrics.declarations import COORDINATOR_METRICS, METRICS, WORKER_METRICS
-from kvcache.metrics.metered_coordinator import MeteredCoordinator
 from kvcache.metrics.metric import (
     AnySample,
     CounterGrowth,
@@ -28,6 +30,10 @@ from kvcache.metrics.samples import (
     worker_samples,
 )
 from kvcache.metrics.step_meter import StepMeter, StepTimes
+
+if TYPE_CHECKING:
+    from kvcache.metrics.ages import AgeMeter
+    from kvcache.metrics.metered_coordinator import MeteredCoordinator
 
 __all__ = [
     "COORDINATOR_METRICS",
@@ -50,3 +56,15 @@ __all__ = [
     "log_line",
     "worker_samples",
 ]
+
+_HOMES = {
+    "AgeMeter": "kvcache.metrics.ages",
+    "MeteredCoordinator": "kvcache.metrics.metered_coordinator",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of `name` on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvcache.metrics' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

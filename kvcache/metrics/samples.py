@@ -1,7 +1,7 @@
 """Samples of a coordinator and of a rank, from their frozen statistics and meters.
 
 Called at an interval, not in a step. Only converts counts. Of a rank it uses only the shape of the
-statistics, so that no process loads torch for it.
+statistics, so that no process loads torch for it; and a rank does not load the core's kernels.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics, Phase
-from kvcache.core import CoreStatistics
-from kvcache.manager.statistics import ManagerStatistics
 from kvcache.metrics import declarations as known
-from kvcache.metrics.ages import AgeMeter
 from kvcache.metrics.engine_samples import tier_samples
 from kvcache.metrics.metric import AnySample, Metric, Sample
 from kvcache.metrics.step_meter import StepMeter
@@ -23,6 +19,10 @@ from kvcache.tenants import TenantStatistics
 from kvcache.tenants.shares import DEVICE_TIER
 
 if TYPE_CHECKING:
+    from kvcache.coordinator.settings import CoordinatorStatistics, OffloadStatistics
+    from kvcache.core import CoreStatistics
+    from kvcache.manager.statistics import ManagerStatistics
+    from kvcache.metrics.ages import AgeMeter
     from kvcache.worker.statistics import WorkerStatistics
 
 
@@ -145,6 +145,8 @@ class _Samples:
         meters: CoordinatorMeters,
         loop_errors: Mapping[str, int],
     ) -> Iterator[AnySample]:
+        from kvcache.coordinator.settings import Phase  # not in ranks: it loads the core
+
         yield self._one(known.EPOCH, statistics.epoch)
         yield self._one(known.IS_RUNNING, statistics.phase == Phase.RUNNING.value)
         yield self._one(known.CLIENTS, statistics.num_clients)
