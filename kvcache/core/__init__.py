@@ -10,6 +10,7 @@ failed step drops them), free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -225,6 +226,15 @@ def release_order(
             if b:
                 order.append((is_last, *((-end * size, g) if is_last else (g, -end)), b))
     return int32_array([b for *_, b in sorted(order)])
+
+
+def count_down(counts: Counter[int], block_ids: Int32Array) -> None:
+    """Take 1 from the counts of these blocks, and remove counts that reach 0. Unlike `-=` of
+    counters, this does not visit the counts of all other blocks."""
+    for b in block_ids.tolist():
+        counts[b] -= 1
+        if not counts[b]:
+            del counts[b]
 
 
 def patch_of(changes: Sequence[tuple[int, TableChange]]) -> BlockTablePatch:

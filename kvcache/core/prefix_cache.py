@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array, int32_array
 from kvcache.base.errors import BlockError, InvariantError
-from kvcache.core import CacheHit, CoreSettings, new_tuple, release_order
+from kvcache.core import CacheHit, CoreSettings, count_down, new_tuple, release_order
 from kvcache.core.audit import free_list
 from kvcache.core.columns import ColumnStore
 from kvcache.core.digesting import Digester
@@ -161,7 +161,7 @@ class PrefixCache:
     def unpin(self, hit: CacheHit) -> None:
         """Drop one pin reference per block of `hit`."""
         ids = release_order(hit.block_ids, self.sizes, self.prefix_groups)
-        self.pins -= Counter(ids.tolist())
+        count_down(self.pins, ids)
         release_all(self.store.address, ids)
         self.settle()
 

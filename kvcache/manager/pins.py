@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache.base.arrays import EMPTY_INT32, Int32Array
 from kvcache.base.errors import InvariantError, PinLimitError
-from kvcache.core import CacheHit
+from kvcache.core import CacheHit, count_down
 from kvcache.requests.request import Namespace
 from kvcache.specs import NULL_BLOCK_ID
 from kvcache.tenants import TenantAccount, TenantLedger
@@ -111,7 +111,7 @@ class PinTable:
             return None
         _, hit = self.hits.pop(pin_id)
         held = held_blocks(hit)
-        self._reference_counts -= Counter(held.tolist())
+        count_down(self._reference_counts, held)
         num_gone = self._num_unheld(held)
         if (account := self._accounts.pop(pin_id, None)) is not None:
             account.num_pinned -= num_gone

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
 from kvcache.base.arrays import int32_array
 from kvcache.base.errors import PinLimitError
-from kvcache.core import CacheHit
+from kvcache.core import CacheHit, count_down
 from kvcache.manager.pins import PinTable
 
 
@@ -23,6 +24,17 @@ def test_a_hit_of_nothing_can_be_pinned() -> None:
         pins.add(empty, 1.0)
     assert (len(pins), pins.num_blocks) == (3, 0)
     pins.check()
+
+
+@pytest.mark.seeds(4)
+def test_counting_down_leaves_what_subtracting_counters_leaves(seed: int) -> None:
+    rng = random.Random(seed)
+    counts = Counter(rng.choices(range(1, 40), k=80))
+    while counts:
+        ids = rng.sample(list(counts.elements()), rng.randint(1, min(9, counts.total())))
+        left = counts - Counter(ids)
+        count_down(counts, int32_array(ids))
+        assert list(counts.items()) == list(left.items())
 
 
 @pytest.mark.seeds(4)
