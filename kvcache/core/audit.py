@@ -17,7 +17,6 @@ from kvcache.base.errors import InvariantError
 from kvcache.core.columns import ColumnStore
 from kvcache.core.kinds.rule import FULL, KIND, LENGTH
 from kvcache.core.names import *
-from kvcache.core.pool import first_free
 from kvcache.core.prefix_tree import child_of
 from kvcache.tenants import TenantLedger
 from kvcache.tenants.ledger import UNOWNED
@@ -84,9 +83,13 @@ def dump_core(core: FlatCore) -> dict[str, object]:
 
 def free_list(store: ColumnStore) -> list[int]:
     """Return the blocks in the free list, the next one first."""
-    ids = np.empty(len(store.columns.block), np.int32)
-    listed: list[int] = ids[: first_free(store.address, ids)].tolist()
-    return listed
+    block = store.columns.block
+    found: list[int] = []
+    b = block.item(0, NEXT)  # not in a kernel: a broken list must not read other memory
+    while b and len(found) < len(block):
+        found.append(b)
+        b = block.item(b, NEXT)
+    return found
 
 
 def _require(is_right: object, message: str) -> None:
